@@ -1,0 +1,99 @@
+"""The folder is the registry: an implementation of operator OP is a file in kernels/OP/, and its name is the file's name.
+
+Nothing here imports a back end until an implementation is loaded, and nothing asks a device anything until it is selected.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NOT_IMPLEMENTATIONS = {"__init__", "cases"}
+
+
+class KernelUnavailable(RuntimeError):
+    """An implementation that cannot run here; the message is one sentence with the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What an implementation needs, declared as data; TimeX and WKV pad, cast or refuse by it.
+
+    packages: PyPI names beyond torch.  devices: torch device types.  dtypes: what the file computes in; other floating
+    dtypes are cast to float32 and back.  T_multiple, B_multiple: sizes that the file takes; callers pad to them.
+    T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
+    """
+
+    packages: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    T_multiple: int = 1
+    B_multiple: int = 1
+    T_max: int | None = None
+    wkv: bool = True
+
+
+@cache
+def names(op: str) -> tuple[str, ...]:
+    """Every implementation of `op` ("timex", "wkv"), by name, whether or not it can run here."""
+    folder = Path(__file__).parent / op
+    stems = (path.stem for path in sorted(folder.glob("*.py")))
+    return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
+
+
+@cache
+def load(op: str, name: str) -> ModuleType:
+    """The module kernels/OP/NAME.py. Raises ValueError for an unknown name, KernelUnavailable for a missing package."""
+    if name not in names(op):
+        raise ValueError(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
+    try:
+        return importlib.import_module(f"kernels.{op}.{name}")
+    except ModuleNotFoundError as error:
+        raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
+
+
+@cache
+def why_not(op: str, name: str, device: str = "cpu") -> str | None:
+    """None where `name` can run on the device type `device`, otherwise the reason and the remedy in one sentence."""
+    try:
+        requires = load(op, name).REQUIRES
+    except KernelUnavailable as error:
+        return str(error)
+    missing = [package for package in requires.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        return _package_missing(name, missing[0])
+    return _device_missing(name, requires, device)
+
+
+def check(op: str, name: str, device: torch.device) -> None:
+    """Raises KernelUnavailable with the reason, the remedy and what does run, where `name` cannot run on `device`."""
+    reason = why_not(op, name, device.type)
+    if reason:
+        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(runnable(op, device.type))}")
+
+
+def check_dtype(name: str, requires: Requires, *dtypes: torch.dtype) -> None:
+    """Raises ValueError where an input is float64 and the implementation would silently compute in float32."""
+    if torch.float64 in dtypes and torch.float64 not in requires.dtypes:
+        raise ValueError(f"{name} does not compute in float64: cast to float32, or use a reference or conv1d")
+
+
+def runnable(op: str, device: str = "cpu") -> list[str]:
+    """The implementations of `op` that can run on `device`."""
+    return [name for name in names(op) if why_not(op, name, device) is None]
+
+
+def _package_missing(name: str, package: str) -> str:
+    return f"{name} needs the package {package}, which is not installed (pip install {package})"
+
+
+def _device_missing(name: str, requires: Requires, device: str) -> str | None:
+    if device not in requires.devices:
+        return f"{name} runs on {' or '.join(requires.devices)}, not on {device}"
+    if device == "cuda" and not torch.cuda.is_available():
+        return f"{name} on cuda needs a CUDA device, and torch sees none"
+    return None

@@ -1,0 +1,50 @@
+"""The one place where a kernel's name becomes an operator, for train.py, generate.py and from_pretrained alike.
+
+A file of kernels/wkv/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
+`auto` is the one choice made by a rule.
+"""
+
+import torch
+
+from kernels.registry import KernelUnavailable, check, names, runnable, why_not
+from kernels.wkv import WKV
+
+AUTO = "auto"
+PREFERRED = ("taichi_v3", "conv1d")      # what auto takes, the first that runs
+
+
+def selectable() -> list[str]:
+    """Every name that `select` takes, `auto` aside."""
+    return [*names("timex"), *(name for name in names("wkv") if name != "timex")]
+
+
+def resolve(name: str, device: str | torch.device = "cpu") -> str:
+    """`auto` as the name that it stands for on `device`; any other name as it is."""
+    if name != AUTO:
+        return name
+    return next(choice for choice in PREFERRED if why_not("timex", choice, torch.device(device).type) is None)
+
+
+def why_auto(device: str | torch.device = "cpu") -> str:
+    """What auto resolves to on `device` and, where it is not the first choice, why: one line to print."""
+    chosen, reason = resolve(AUTO, device), why_not("timex", PREFERRED[0], torch.device(device).type)
+    return f"{chosen} (chosen by auto)" if reason is None else f"{chosen} (chosen by auto: {reason})"
+
+
+def select(name: str, device: str | torch.device = "cpu") -> WKV:
+    """The WKV operator that `name` means. Raises ValueError for an unknown name, KernelUnavailable where it can't run."""
+    name, device = resolve(name, device), torch.device(device)
+    if name not in selectable():
+        raise ValueError(f"unknown kernel {name!r}; on {device.type} there are: {', '.join(_runnable(device))}")
+    op = "wkv" if name in names("wkv") else "timex"
+    try:
+        check(op, name, device)
+    except KernelUnavailable as error:
+        reason = str(error).split("; on ")[0]
+        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(_runnable(device))}") from None
+    return WKV(name) if op == "wkv" else WKV("timex", timex=name)
+
+
+def _runnable(device: torch.device) -> list[str]:
+    ops = ("timex", "wkv")
+    return [AUTO, *(name for op in ops for name in runnable(op, device.type) if name in selectable())]

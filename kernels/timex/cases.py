@@ -1,0 +1,28 @@
+"""Shapes, inputs and tolerances of TimeX, shared by the tests and the benchmark."""
+
+import torch
+from torch import Tensor
+
+SHAPES = ((1, 1, 1), (3, 5, 11), (2, 4, 63), (5, 3, 129), (8, 16, 256))              # (B, C, T)
+EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4), (2, 3, 0))
+BENCH_SHAPES = {"cpu": ((8, 768, 1024), (256, 768, 64)), "cuda": ((32, 768, 768), (8, 768, 4096))}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
+
+
+def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> tuple[Tensor, Tensor]:
+    """w (C,T) and k (B,C,T), normally distributed: neither positive nor decaying, since a TimeX takes any w."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(C, T, generator=generator, dtype=torch.float64)
+    k = torch.randn(B, C, T, generator=generator, dtype=torch.float64)
+    return w.to(device, dtype), k.to(device, dtype)
+
+
+def loss(out: Tensor) -> Tensor:
+    """A scalar whose gradient differs at every element: sum(y^2 - tanh y)."""
+    return (out.square() - out.tanh()).sum()
+
+
+def flop(B: int, C: int, T: int) -> int:
+    """Floating-point operations of the forward pass, and of each gradient."""
+    return B * C * T * (T + 1)

@@ -1,0 +1,50 @@
+"""F.conv1d with one group per channel: what PyTorch offers out of the box, on every device it knows.
+
+Both gradients are written as forward convolutions too, because the library's own backward for depthwise weights is
+far slower on a CPU (kernels/timex/README.md has the times).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    out = _causal(k, w)
+    return out.add_(eps) if eps else out
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return _grad_w(k, grad_out), _causal(grad_out.flip(-1), w).flip(-1)
+
+
+def _causal(k: Tensor, w: Tensor) -> Tensor:
+    C, T = w.shape
+    with _full_precision():
+        return F.conv1d(F.pad(k, (T - 1, 0)), w.unsqueeze(1), groups=C)
+
+
+def _grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    """The gradient by lag is k correlated with grad_out: a convolution with one group per row and channel."""
+    B, C, T = k.shape
+    with _full_precision():
+        rows = F.conv1d(F.pad(k, (T - 1, 0)).view(1, B * C, 2 * T - 1), grad_out.view(B * C, 1, T), groups=B * C)
+    return rows.view(B, C, T).sum(0)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """cuDNN convolves in TF32 by default, about 1e-3 off: not inside this operator."""
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed

@@ -1,0 +1,28 @@
+"""The formula, as plainly as PyTorch can say it: a loop over the lag, tensors over everything else.
+
+The reference that every implementation is held to: slow, in any dtype, and right in float64.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    T = k.shape[-1]
+    out = torch.full_like(k, eps)
+    for n in range(T):                                   # out[t] += w[lag n] * k[t - n]
+        out[:, :, n:] += w[:, T - 1 - n, None] * k[:, :, :T - n]
+    return out
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    T = k.shape[-1]
+    grad_w, grad_k = torch.zeros_like(w), torch.zeros_like(k)
+    for n in range(T):
+        grad_k[:, :, :T - n] += w[:, T - 1 - n, None] * grad_out[:, :, n:]
+        grad_w[:, T - 1 - n] = (grad_out[:, :, n:] * k[:, :, :T - n]).sum(dim=(0, 2))
+    return grad_w, grad_k
