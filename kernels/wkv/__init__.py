@@ -54,18 +54,22 @@ class WKV:
         self._implementation, self._options = load("wkv", name), tuple(sorted(options.items()))
         self._operator_name = "_".join(str(part) for part in ("wkv", name, *(value for _, value in self._options)))
         self.requires: Requires = _requires(self._implementation, options)
+        self._operator = _operator(self._operator_name, self._implementation.__name__, self._options)
         self._registry_key = ("timex", str(options["timex"])) if "timex" in options else ("wkv", name)
 
     def __call__(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
                  state: WKVState | None = None) -> tuple[Tensor, WKVState]:
-        self._check(time_decay, time_first, k, v)
+        self._check(time_decay, time_first, k, v, state)
         a, b, p = state if state is not None else self._empty_state(k)
-        operator = _operator(self._operator_name, self._implementation.__name__, self._options)
-        y, *new_state = operator(time_decay, time_first, k, v, a, b, p)
+        y, *new_state = self._operator(time_decay, time_first, k, v, a, b, p)
         return y, WKVState(*new_state)
 
     def __repr__(self) -> str:
         return f"WKV({self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = self._implementation.__name__.rpartition(".")[2]
+        return partial(WKV, name, **dict(self._options)), ()
 
     def check(self, device: torch.device) -> None:
         """Raises KernelUnavailable, with the reason and the remedy, where this cannot run on `device`."""
@@ -74,11 +78,16 @@ class WKV:
     def _empty_state(self, k: Tensor) -> WKVState:
         return WKVState.empty(k.shape[0], k.shape[2], k.device, _compute_dtype(k))
 
-    def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor) -> None:
+    def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState | None) -> None:
         if k.dim() != 3 or k.shape != v.shape or not time_decay.shape == time_first.shape == k.shape[2:]:
             raise ValueError(
                 "WKV expects time_decay and time_first (C,), k and v (B,T,C), got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+        if not (k.is_floating_point() and v.is_floating_point()):
+            raise ValueError(f"WKV expects floating-point k and v, got {k.dtype} and {v.dtype}")
+        if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
+            raise ValueError(f"WKV expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
+                             f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         check_dtype(self.name, self.requires, time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if not torch.compiler.is_compiling():
             self.check(k.device)
@@ -88,8 +97,8 @@ class WKV:
              state: WKVState) -> tuple[Tensor, WKVState]:
         """One time step, k and v (B,C), the same torch formula whatever the implementation: decoding launches no kernel."""
         a, b, p = state
-        k, v, w, dtype = k.to(a.dtype), v.to(a.dtype), decay_exponent(time_decay).to(a.dtype), k.dtype
-        here = time_first + k
+        dtype, k, v, w = k.dtype, k.to(a.dtype), v.to(a.dtype), decay_exponent(time_decay.to(a.dtype))
+        here = time_first.to(a.dtype) + k
         top = torch.maximum(p, here)
         past, now = torch.exp(p - top), torch.exp(here - top)
         y = (past * a + now * v) / (past * b + now)

@@ -5,8 +5,8 @@ y = TimeX(W, e^k v) / TimeX(W, e^k): one call on the stacked batch. T is cut int
 call as further rows; the exact state is carried from block to block, which makes the work O(T N) instead of O(T^2) and bounds
 the range of exponents to what one block holds.
 
-Range: float32 holds e^-87. Where all k, and the exponent p of an incoming state, lie within 80 of each other the result is
-as exact as the scan's (|k| <= 40, say); beyond that, steps far below their block's maximum are lost, a step of which
+Range: float32 holds e^-87, and gradients need room above that. Where all k, and the exponent p of an incoming state, lie
+within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as the scan's; beyond that, steps far below their block's maximum are lost, a step of which
 everything is lost gives v_t, and a state of which everything is lost starts anew: always finite, no longer exact. The scans
 have no such limit.
 

@@ -1,0 +1,99 @@
+"""What happens around training steps: throughput, a clean Ctrl-C, and a progress bar that shows the loss."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+
+LAST = Path("checkpoints") / "last.ckpt"
+
+
+class Interrupted(Exception):
+    """Training was asked to stop, stopped between two steps, and saved a checkpoint."""
+
+
+class StopCleanly(Callback):
+    """The first Ctrl-C ends training after the step under way, with a checkpoint; the second one at once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint, self.asked, self._previous = checkpoint, False, signal.SIG_DFL
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._previous = signal.signal(signal.SIGINT, self._ask)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
+                           batch: Any, batch_idx: int) -> None:
+        if self.asked and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            trainer.save_checkpoint(self.checkpoint)
+            raise Interrupted
+
+    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self.asked and trainer.global_step:
+            trainer.save_checkpoint(self.checkpoint)
+            raise Interrupted
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nstopping after this step (Ctrl-C again stops at once) ...", file=sys.stderr)
+
+
+class Metrics(Callback):
+    """train/loss, tok_per_sec, lr and peak_mem (MiB) every `log_every` steps; validation is not in the time."""
+
+    def __init__(self, log_every: int) -> None:
+        self.log_every, self._tokens, self._since = log_every, 0, 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._restart()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._restart()
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
+                           batch: Any, batch_idx: int) -> None:
+        self._tokens += batch[0].numel()
+        if trainer.global_step % self.log_every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            pl_module.log("train/loss", outputs["loss"].detach() * trainer.accumulate_grad_batches, prog_bar=True)
+            pl_module.log("tok_per_sec", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
+            pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"])
+            pl_module.log("peak_mem", peak_memory_mib(pl_module.device))
+            self._restart()
+
+    def _restart(self) -> None:
+        self._tokens, self._since = 0, time.perf_counter()
+
+
+class Bar(TQDMProgressBar):
+    """Lightning's bar over optimiser steps without the logger's version number."""
+
+    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().get_metrics(*args, **kwargs).items() if name != "v_num"}
+
+
+def checkpoints(out_dir: Path, every: int) -> list[ModelCheckpoint]:
+    """checkpoints/last.ckpt every so many steps, and checkpoints/best.ckpt by val/loss."""
+    folder = out_dir / LAST.parent
+    shared: dict[str, Any] = {"dirpath": folder, "auto_insert_metric_name": False, "enable_version_counter": False}
+    return [ModelCheckpoint(filename="last", every_n_train_steps=every, save_on_train_epoch_end=False, **shared),
+            ModelCheckpoint(filename="best", monitor="val/loss", **shared)]
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """The most memory used so far, in MiB: the GPU's where the model is on one, else the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 20
+    if sys.platform == "win32":
+        return float("nan")              # the standard library cannot tell there
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used / 2 ** 20 if sys.platform == "darwin" else used / 2 ** 10

@@ -1,0 +1,27 @@
+"""Channel mixing, RWKV-4's feed-forward: sigmoid(R mix_r(x)) * (V relu(K mix_k(x))^2).
+
+Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are RWKV-LM's.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from rwkv.time_mix import mix, shift
+
+
+class ChannelMix(nn.Module):
+    """x (B,T,C) and last_x (B,C) before it -> (out (B,T,C), last x)."""
+
+    def __init__(self, n_embd: int, n_ffn: int) -> None:
+        super().__init__()
+        self.time_mix_k = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.time_mix_r = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.key = nn.Linear(n_embd, n_ffn, bias=False)
+        self.receptance = nn.Linear(n_embd, n_embd, bias=False)
+        self.value = nn.Linear(n_ffn, n_embd, bias=False)
+
+    def forward(self, x: Tensor, last_x: Tensor) -> tuple[Tensor, Tensor]:
+        before = shift(x, last_x)
+        hidden = torch.relu(self.key(mix(x, before, self.time_mix_k))).square()
+        gate = torch.sigmoid(self.receptance(mix(x, before, self.time_mix_r)))
+        return gate * self.value(hidden), x[:, -1]

@@ -1,0 +1,197 @@
+"""The command line: Hydra composes, the dataclasses of rwkv/config.py are its schema, and a user's error is one sentence.
+
+Free text and paths (prompt=, data.path=, ...) are taken verbatim, before Hydra's grammar sees them: commas, quotes, equals
+signs and newlines need no escaping. Overrides are checked, and every job of a sweep composed, before anything runs.
+"""
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kernels.registry import KernelUnavailable
+from kernels.select import select
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+VERBATIM = ("prompt", "checkpoint", "tokenizer", "out_dir", "resume", "data.path", "data.cache_dir",
+            "data.tokenizer", "logger.run_name", "logger.group")
+USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The overrides for Hydra, those taken verbatim by key, and Hydra's own flags (-m, --help, --cfg job)."""
+
+    overrides: list[str]
+    verbatim: dict[str, str]
+    flags: list[str]
+
+    @property
+    def keys(self) -> list[str]:
+        """What the user set, by dotted key; a group's name where a whole group was chosen."""
+        return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
+
+
+def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str) -> None:
+    """Composes configs/CONFIG_NAME.yaml with the command line into a `schema` and calls task(config, command line).
+
+    A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2.
+    """
+    line = split(sys.argv[1:], schema)
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+
+    def job(composed: DictConfig) -> None:
+        with_sentences(lambda: task(build(composed, line.verbatim), line))
+
+    with_sentences(lambda: check(line, schema, config_name))
+    sys.argv[1:] = line.flags + line.overrides
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+
+
+def split(arguments: list[str], schema: type) -> CommandLine:
+    """Tells verbatim overrides (of keys that the schema has, where they are given a value), overrides and flags apart."""
+    line = CommandLine([], {}, [])
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in VERBATIM and _exists(schema, key):
+            line.verbatim[key] = value
+        elif equals and not argument.startswith("-"):
+            line.overrides.append(argument)
+        else:
+            line.flags.append(argument)
+    return line
+
+
+def build(composed: DictConfig, verbatim: dict[str, str]) -> Any:
+    """The schema's object, with the verbatim values put in (`null` means none, as in YAML)."""
+    config = OmegaConf.to_object(composed)
+    for key, value in verbatim.items():
+        *parents, last = key.split(".")
+        target = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, None if value == "null" else value)
+    return config
+
+
+def sweep_dir() -> Path | None:
+    """The directory that Hydra gives this job of a sweep (-m); None outside of one."""
+    settings = HydraConfig.get()
+    return Path(settings.runtime.output_dir) if settings.mode == RunMode.MULTIRUN else None
+
+
+def with_sentences(action: Callable[[], None]) -> None:
+    """Turns a user's error into its sentence and exit status 2. A ValueError from foreign code is a bug, and stays one."""
+    try:
+        action()
+    except (KernelUnavailable, UsageError) as error:
+        _exit(error)
+    except (ValueError, OSError) as error:
+        if not _ours(error):
+            raise
+        _exit(error)
+
+
+class UsageError(Exception):
+    """A command line that says something that does not exist or does not fit."""
+
+
+def check(line: CommandLine, schema: type, config_name: str) -> None:
+    """Raises UsageError for an unknown option, group choice or flag value; composes every job, so types are right too."""
+    if any(flag in ("--help", "-h", "--hydra-help") for flag in line.flags):
+        return
+    for override in line.overrides:
+        check_override(override, schema)
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        for overrides in _jobs(line.overrides):
+            _compose(config_name, overrides, line.verbatim)
+
+
+def check_override(override: str, schema: type) -> None:
+    key, _, value = override.partition("=")
+    if key.startswith(("+", "~", "hydra.", "hydra/")):
+        return
+    if (CONFIGS / key).is_dir():
+        for choice in value.split(","):
+            _check_choice(key, choice.strip())
+    elif not _exists(schema, key):
+        options = _options(schema)
+        close = get_close_matches(key, options, n=1) or [option for option in options if option.endswith(f".{key}")]
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(options)}"
+        raise UsageError(f"unknown option {key}; {hint}")
+
+
+def _check_choice(group: str, choice: str) -> None:
+    choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    if choice in choices or choice == "null":
+        return
+    if group == "kernel":
+        select(choice)                   # says what there is, and what runs here
+    raise UsageError(f"unknown {group} {choice!r}; there are: {', '.join(choices)}")
+
+
+def _jobs(overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job: one list, or the product over the overrides that name several values."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise UsageError(f"cannot read the options: {_first_line(error)}") from None
+    choices = [[f"{item.key_or_group}={value}" for value in item.sweep_string_iterator()]
+               if item.is_sweep_override() else [text] for text, item in zip(overrides, parsed, strict=True)]
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str]) -> None:
+    try:
+        composed = hydra.compose(config_name, overrides)
+    except HydraException as error:
+        cause = error.__cause__
+        detail = f"{getattr(cause, 'full_key', '')}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else ""
+        raise UsageError(detail or _first_line(error)) from None
+    build(composed, verbatim)
+
+
+def _exists(schema: Any, key: str) -> bool:
+    return key in _options(schema)
+
+
+def _options(schema: type, prefix: str = "") -> list[str]:
+    """Every dotted key of a schema's leaves."""
+    found = []
+    for item in fields(schema):
+        kind = get_type_hints(schema)[item.name]
+        nested = next((arg for arg in (kind, *get_args(kind)) if isinstance(arg, type) and is_dataclass(arg)), None)
+        if nested is not None and not isinstance(kind, UnionType):
+            found += _options(nested, f"{prefix}{item.name}.")
+        else:
+            found.append(prefix + item.name)
+    return found
+
+
+def _ours(error: BaseException) -> bool:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).is_relative_to(ROOT) and "site-packages" not in last.filename
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().splitlines()[0] if error is not None else ""
+
+
+def _exit(error: BaseException) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(USER_ERROR)

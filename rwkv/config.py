@@ -1,0 +1,167 @@
+"""What can be configured, with types and defaults: one dataclass per group of configs/. Knows nothing of Hydra.
+
+Each checks its own values when built, so that a wrong one is a ValueError with one sentence, before any work starts.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class KernelConfig:
+    name: str = "auto"
+
+
+@dataclass
+class ModelConfig:
+    """n_att and n_ffn, the widths inside time and channel mixing, are n_embd and 4 n_embd where they are None."""
+
+    n_layer: int = 4
+    n_embd: int = 192
+    n_att: int | None = None
+    n_ffn: int | None = None
+    ctx_len: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_embd", "ctx_len"):
+            _at_least(f"model.{name}", getattr(self, name), 1)
+        for name in ("n_att", "n_ffn"):
+            _at_least(f"model.{name}", getattr(self, name) or 1, 1)
+
+
+@dataclass
+class DataConfig:
+    """name: stdlib | text.  tokenizer: byte | char | bpe | FILE.json.  vocab_size is for bpe alone."""
+
+    name: str = "stdlib"
+    path: str | None = None
+    tokenizer: str = "bpe"
+    vocab_size: int = 2048
+    batch_size: int = 16
+    cache_dir: str = ".cache"
+    val_fraction: float = 0.1
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("data.name", self.name, ("stdlib", "text"))
+        _at_least("data.batch_size", self.batch_size, 1)
+        _at_least("data.vocab_size", self.vocab_size, 257)
+        _at_least("data.num_workers", self.num_workers, 0)
+        _between("data.val_fraction", self.val_fraction, 0.0, 1.0)
+
+
+@dataclass
+class OptimConfig:
+    """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off."""
+
+    lr: float = 3e-3
+    min_lr: float = 1.5e-4
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    l2_wrap: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _one_of("optim.schedule", self.schedule, ("cosine", "exponential", "constant"))
+        _at_least("optim.warmup_steps", self.warmup_steps, 0)
+        for name in ("weight_decay", "grad_clip", "l2_wrap"):
+            _at_least(f"optim.{name}", getattr(self, name), 0)
+        if not 0 < self.min_lr <= self.lr:
+            raise ValueError(f"optim.min_lr must be above 0 and at most optim.lr, got {self.min_lr} and {self.lr}")
+
+
+@dataclass
+class TrainerConfig:
+    """Steps are optimiser steps. malloc: tuned keeps large freed blocks in the process (glibc), default does not."""
+
+    accelerator: str = "auto"
+    max_steps: int = 1000
+    val_every: int = 500
+    checkpoint_every: int = 500
+    log_every: int = 10
+    precision: str = "32-true"
+    accumulate: int = 1
+    overfit_batches: int = 0
+    malloc: str = "tuned"
+    sample_tokens: int = 200
+
+    def __post_init__(self) -> None:
+        _one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu"))
+        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
+        _one_of("trainer.malloc", self.malloc, ("tuned", "default"))
+        for name in ("max_steps", "val_every", "checkpoint_every", "log_every", "accumulate"):
+            _at_least(f"trainer.{name}", getattr(self, name), 1)
+        for name in ("overfit_batches", "sample_tokens"):
+            _at_least(f"trainer.{name}", getattr(self, name), 0)
+
+
+@dataclass
+class LoggerConfig:
+    """name: wandb | csv | none. The CSV file is always written, unless none."""
+
+    name: str = "wandb"
+    project: str = "timemix"
+    group: str | None = None
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("logger.name", self.name, ("wandb", "csv", "none"))
+
+
+@dataclass
+class TrainConfig:
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    seed: int = 0
+    out_dir: str | None = None
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)
+
+
+@dataclass
+class GenerateConfig:
+    """checkpoint: a file or a run's directory. tokenizer: FILE.json, where the checkpoint carries none."""
+
+    checkpoint: str = "runs/latest"
+    tokenizer: str | None = None
+    prompt: str | None = None
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    device: str = "auto"
+    dtype: str = "float32"
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        for name in ("max_new_tokens", "temperature", "top_k", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        _between("top_p", self.top_p, 0.0, 1.0, closed=True)
+
+
+def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} is at least {least}; got {value}")
+
+
+def _between(name: str, value: float, low: float, high: float, closed: bool = False) -> None:
+    if not (low < value < high or (closed and value == high)):
+        raise ValueError(f"{name} lies above {low:g} and {'at most' if closed else 'below'} {high:g}; got {value:g}")

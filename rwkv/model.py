@@ -1,0 +1,84 @@
+"""RWKV-4: embedding, n_layer blocks of time and channel mixing, and a head; official parameter names (RWKV-LM, RWKV-v4neo).
+
+One model, three forms that agree: whole sequences (T > 1), chunks with the state carried between them, and one token
+at a time (T = 1). Which kernel mixes time is the operator it is built with; the weights do not depend on it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.wkv import WKV
+from rwkv.channel_mix import ChannelMix
+from rwkv.checkpoint import Pretrained
+from rwkv.config import ModelConfig
+from rwkv.init import init_channel_mix, init_embedding_and_head, init_time_mix
+from rwkv.state import LayerState, State
+from rwkv.time_mix import TimeMix
+
+
+class Block(nn.Module):
+    """x + time mixing of it, then + channel mixing of it, each after a LayerNorm; block 0 normalises the embedding."""
+
+    def __init__(self, config: ModelConfig, layer: int, wkv: WKV) -> None:
+        super().__init__()
+        C = config.n_embd
+        if layer == 0:
+            self.ln0 = nn.LayerNorm(C)
+        self.ln1, self.ln2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.att = TimeMix(C, config.n_att or C, wkv)
+        self.ffn = ChannelMix(C, config.n_ffn or 4 * C)
+
+    def forward(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        mixed, att_x, wkv = self.att(self.ln1(x), state.att_x, state.wkv)
+        x = x + mixed
+        mixed, ffn_x = self.ffn(self.ln2(x), state.ffn_x)
+        return x + mixed, LayerState(att_x, wkv, ffn_x)
+
+
+class RWKV(Pretrained, nn.Module):
+    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed.
+
+    from_pretrained and save_pretrained are in rwkv/checkpoint.py.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, wkv: WKV) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.emb = nn.Embedding(vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, layer, wkv) for layer in range(config.n_layer))
+        self.ln_out = nn.LayerNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        hidden, state = self.hidden(tokens, state)
+        return self.head(hidden), state
+
+    def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """What the head reads, (B,T,C): for a loss, or for the logits of the last position alone."""
+        if tokens.dim() != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
+        state = state if state is not None else self.empty_state(len(tokens))
+        x, layers = self.blocks[0].ln0(self.emb(tokens)), []
+        for block, layer_state in zip(self.blocks, state.layers(), strict=True):
+            x, layer_state = block(x, layer_state)
+            layers.append(layer_state)
+        return self.ln_out(x), State.stack(layers)
+
+    def empty_state(self, B: int) -> State:
+        """The state before the first token, for B rows."""
+        C = self.config.n_embd
+        return State.empty(self.config.n_layer, B, C, self.config.n_att or C, self.emb.weight.device)
+
+    def init_weights(self) -> "RWKV":
+        """RWKV-4's initialisation, from torch's global random generator."""
+        init_embedding_and_head(self.emb, self.head)
+        for layer, block in enumerate(self.blocks):
+            init_time_mix(block.att, layer, len(self.blocks))
+            init_channel_mix(block.ffn, layer, len(self.blocks))
+        return self
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The logits (B,V) after the last of tokens (B,T), T >= 1, in one parallel pass."""
+        hidden, state = self.hidden(tokens, state)
+        return self.head(hidden[:, -1]), state

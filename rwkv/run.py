@@ -1,0 +1,118 @@
+"""A run's directory: the resolved configuration, checkpoints/, metrics.csv; runs/latest points to the newest.
+
+Also what a run continues from, and what it may not change when it does.
+"""
+
+import sys
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rwkv.callbacks import LAST
+from rwkv.checkpoint import follow, read_checkpoint
+from rwkv.config import TrainConfig
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The directory, the configuration that counts, and the checkpoint to continue from (None for a new run)."""
+
+    out_dir: Path
+    config: TrainConfig
+    resume_from: Path | None = None
+
+
+def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path | None = None) -> Run:
+    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line.
+
+    Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, and where a given
+    key of model or data differs from the run's.
+    """
+    if config.resume is not None:
+        resumed = _resumable(config)
+        if resumed is not None:
+            return _resume(config, given, resumed)
+        print("resume=auto: no run to continue, starting a new one", file=sys.stderr)
+    out_dir = Path(config.out_dir) if config.out_dir else default_dir or RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
+    return Run(out_dir, config)
+
+
+def create(run: Run, resolved: dict[str, Any]) -> None:
+    """Makes the directory, writes the resolved configuration into it and lets runs/latest point to it."""
+    run.out_dir.mkdir(parents=True, exist_ok=True)
+    (run.out_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
+    _point_latest(run.out_dir)
+
+
+def as_plain(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as plain containers that YAML, checkpoints and W&B take."""
+    plain = asdict(config)
+    plain["optim"]["betas"] = list(plain["optim"]["betas"])
+    return plain
+
+
+def _resumable(config: TrainConfig) -> Path | None:
+    """The checkpoint to continue from; None where resume=auto finds no run."""
+    if config.resume != "auto":
+        path = follow(Path(str(config.resume)))
+        path = path / LAST if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
+        return path
+    out_dir = Path(config.out_dir) if config.out_dir else follow(RUNS / "latest")
+    return out_dir / LAST if (out_dir / LAST).is_file() else None
+
+
+def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Run:
+    """The run's own configuration, with what the user gave anew, save what would make it another run."""
+    out_dir, read = checkpoint.resolve().parent.parent, read_checkpoint(checkpoint)
+    saved = read.run or {}
+    merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
+    for key in given:
+        if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")):
+            continue
+        old, new = _look_up(merged, key), _look_up(config, key)
+        if key.split(".")[0] in ("model", "data", "seed") and key != "data.cache_dir" and old != new:
+            raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
+        _put(merged, key, new)
+    return Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint)
+
+
+def _restore(default: Any, value: Any) -> Any:
+    if not is_dataclass(default):
+        return value
+    return type(default)(**{name: tuple(item) if isinstance(item, list) else item for name, item in value.items()})  # type: ignore[operator]
+
+
+def _look_up(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _put(config: Any, key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    setattr(_look_up(config, ".".join(parents)) if parents else config, last, value)
+
+
+def _point_latest(out_dir: Path) -> None:
+    """A symlink, or a one-line file where links need rights."""
+    latest = RUNS / "latest"
+    latest.parent.mkdir(exist_ok=True)
+    target = out_dir.resolve()
+    if target.is_relative_to(RUNS.resolve()):
+        target = target.relative_to(RUNS.resolve())
+    latest.unlink(missing_ok=True)
+    try:
+        latest.symlink_to(target, target_is_directory=True)
+    except OSError:
+        latest.write_text(f"{target}\n", encoding="utf-8")

@@ -1,0 +1,94 @@
+"""What Lightning trains: the loss, the metrics, the optimiser's groups and the schedule.
+
+Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
+split in windows, the state reset at each.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+
+from rwkv.checkpoint import ENTRY, describe
+from rwkv.config import OptimConfig
+from rwkv.loss import IGNORED, head_loss
+from rwkv.model import RWKV
+from rwkv.tokenizer import Tokenizer
+
+LR_SCALES = {"time_decay": 2.0, "time_first": 3.0}       # RWKV-LM's, relative to everything else
+
+
+class LanguageModel(lightning.LightningModule):
+    """Batches are (x, y), (B,T) int64 each; y is x one token on, -100 where nothing is to be predicted."""
+
+    def __init__(self, model: RWKV, optim: OptimConfig, max_steps: int, val_bytes: int) -> None:
+        super().__init__()
+        self.model, self.optim, self.max_steps, self.val_bytes = model, optim, max_steps, val_bytes
+        self.entry: dict[str, Any] = {}
+        self._nats, self._tokens = 0.0, 0
+
+    def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
+        """What every checkpoint carries beside the weights, so that generate.py needs nothing else."""
+        self.entry = describe(run, self.model.vocab_size, tokenizer)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(*batch, l2_wrap=self.optim.l2_wrap)
+
+    def loss(self, x: Tensor, y: Tensor, l2_wrap: float = 0.0) -> Tensor:
+        hidden, _ = self.model.hidden(x)
+        return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), l2_wrap)
+
+    def on_validation_epoch_start(self) -> None:
+        self._nats, self._tokens = 0.0, 0
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        n_tokens = int((batch[1] != IGNORED).sum())
+        self._nats += self.loss(*batch).item() * n_tokens
+        self._tokens += n_tokens
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/loss", self._nats / max(self._tokens, 1), prog_bar=True)
+        self.log("val/bpb", self._nats / math.log(2) / max(self.val_bytes, 1), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optim = self.optim
+        groups = parameter_groups(self.model, optim)
+        optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[ENTRY] = self.entry
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Weight decay on matrices alone; time_decay learns at twice and time_first at three times the rate."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        scale = LR_SCALES.get(name.rpartition(".")[2], 1.0)
+        decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
+        groups.setdefault((scale, decay), []).append(parameter)
+    return [{"params": parameters, "lr": optim.lr * scale, "weight_decay": decay}
+            for (scale, decay), parameters in groups.items()]
+
+
+def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
+    """The learning rate at a step as a multiple of optim.lr: a linear rise, then the fall to min_lr at max_steps."""
+    lowest = optim.min_lr / optim.lr
+
+    def factor(step: int) -> float:
+        if step < optim.warmup_steps:
+            return (step + 1) / optim.warmup_steps
+        progress = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
+        if optim.schedule == "cosine":
+            return lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2
+        return lowest ** progress if optim.schedule == "exponential" else 1.0
+
+    return factor
+
+
+def n_parameters(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

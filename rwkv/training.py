@@ -1,0 +1,86 @@
+"""Lightning's Trainer as this program uses it, what is said before a run, and what is shown after it."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.loggers import Logger
+
+from rwkv.allocator import keep_large_blocks
+from rwkv.callbacks import LAST, Bar, Metrics, StopCleanly, checkpoints
+from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.generation import generate
+from rwkv.run import Run
+from rwkv.task import LanguageModel, n_parameters
+from rwkv.tokenizer import Tokenizer
+
+ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
+
+
+def device_for(accelerator: str) -> torch.device:
+    """The device that trainer=auto|cpu|gpu means here. Raises ValueError for gpu where torch sees none."""
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("trainer=gpu needs a CUDA device, and torch sees none: use trainer=cpu")
+    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device: torch.device,
+                  loggers: list[Logger]) -> lightning.Trainer:
+    """A Trainer that counts optimiser steps, validates on the whole split, and stops cleanly."""
+    if config.malloc == "tuned":
+        keep_large_blocks()
+    return lightning.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, precision=config.precision,  # type: ignore[arg-type]
+        max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
+        val_check_interval=config.val_every * config.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        overfit_batches=config.overfit_batches, gradient_clip_val=grad_clip or None, logger=loggers, log_every_n_steps=1,
+        callbacks=[Metrics(config.log_every), StopCleanly(out_dir / LAST), Bar(refresh_rate=config.log_every),
+                   *checkpoints(out_dir, config.checkpoint_every)],
+        default_root_dir=out_dir, enable_model_summary=False)
+
+
+def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, source: str) -> None:
+    """What will happen: device, kernel, parameters, tokens, steps, estimated minutes; on standard error."""
+    config = run.config
+    tokens = config.data.batch_size * config.model.ctx_len * config.trainer.accumulate
+    steps = config.trainer.max_steps
+    minutes = _seconds_per_step(task, config, device) * steps / 60
+    say(f"data       {source}")
+    say(f"model      RWKV-4, {config.model.n_layer} layers, {config.model.n_embd} wide, "
+        f"{n_parameters(task.model.parameters()):,} parameters, vocabulary {task.model.vocab_size}")
+    say(f"kernel     {kernel} on {device.type}, precision {config.trainer.precision}, {torch.get_num_threads()} threads")
+    say(f"training   {steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens, about {minutes:.1f} minutes")
+    say(f"run        {run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))
+
+
+def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
+    """A sample on standard output, and the command for more."""
+    task.model.eval()
+    say("\nsample:")
+    for piece in generate(task.model, tokenizer, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
+    """Forward and backward of one batch, timed; it compiles the kernels on the way and leaves nothing behind."""
+    x = torch.zeros(config.data.batch_size, config.model.ctx_len, dtype=torch.long, device=device)
+    task.to(device)
+    since = 0.0
+    for step in range(1 + ESTIMATED_STEPS):
+        if step == 1:
+            since = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed"):
+            loss = task.loss(x, x)
+        loss.backward()
+    _: Any = loss.item()                 # waits for the device
+    task.zero_grad(set_to_none=True)
+    return (time.perf_counter() - since) / ESTIMATED_STEPS * config.trainer.accumulate
