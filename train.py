@@ -7,12 +7,13 @@ import lightning
 
 from kernels.select import AUTO, select, why_auto
 from rwkv import cli
-from rwkv.callbacks import LAST, Interrupted
+from rwkv.callbacks import Interrupted
 from rwkv.config import TrainConfig
-from rwkv.data import DataModule, prepare
+from rwkv.data import DataModule
 from rwkv.model import RWKV
 from rwkv.run import Run, as_plain, create, open_run
 from rwkv.task import LanguageModel
+from rwkv.tokens import prepare
 from rwkv.tracking import loggers
 from rwkv.training import announce, build_trainer, device_for, say, show_sample
 
@@ -32,30 +33,29 @@ def train(run: Run) -> None:
 
     lightning.seed_everything(config.seed, verbose=False)
     model = RWKV(config.model, data.tokenizer.vocab_size, wkv).init_weights()
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.sizes.val_bytes)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)
-    announce(run, kernel, device, task, data.description)
+    announce(run, kernel, device, task, data.describe())
 
     create(run, resolved)
     trainer = build_trainer(config.trainer, config.optim.grad_clip, run.out_dir, device,
-                            loggers(config.logger, run.out_dir, resolved))
+                            loggers(config.logger, run.out_dir, resolved, run.resume_step))
     fit(trainer, task, DataModule(data, config.data, config.model.ctx_len, config.seed), run)
     show_sample(task, data.tokenizer, config, run.out_dir)
 
 
 def fit(trainer: lightning.Trainer, task: LanguageModel, data: DataModule, run: Run) -> None:
     try:
-        trainer.fit(task, data, ckpt_path=run.resume_from)
+        trainer.fit(task, data, ckpt_path=run.resume_from, weights_only=True)
     except Interrupted:
         say(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
         sys.exit(130)
-    trainer.save_checkpoint(run.out_dir / LAST)
     if trainer.global_step % run.config.trainer.val_every:
         trainer.validate(task, data, verbose=False)
     metrics = trainer.callback_metrics
     say(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
-        f"(gzip -9 of the same text: {data.corpus.gzip_bpb:.4f})")
+        f"(gzip -9 of the same text: {data.corpus.sizes.gzip_bpb:.4f})")
 
 
 if __name__ == "__main__":

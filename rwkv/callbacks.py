@@ -3,14 +3,17 @@
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from tqdm import tqdm
 
 LAST = Path("checkpoints") / "last.ckpt"
+SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # in the progress bar
 
 
 class Interrupted(Exception):
@@ -18,7 +21,10 @@ class Interrupted(Exception):
 
 
 class StopCleanly(Callback):
-    """The first Ctrl-C ends training after the step under way, with a checkpoint; the second one at once."""
+    """Training ends with a checkpoint: at its last step, and at the first Ctrl-C; a second Ctrl-C stops at once.
+
+    Saved in hooks, while the loaders still know where they are: after fit has returned they do not.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint, self.asked, self._previous = checkpoint, False, signal.SIG_DFL
@@ -36,6 +42,9 @@ class StopCleanly(Callback):
         if self.asked and trainer.global_step:
             trainer.save_checkpoint(self.checkpoint)
             raise Interrupted
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        trainer.save_checkpoint(self.checkpoint)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         signal.signal(signal.SIGINT, self._previous)
@@ -62,6 +71,7 @@ class Metrics(Callback):
                            batch: Any, batch_idx: int) -> None:
         self._tokens += batch[0].numel()
         if trainer.global_step % self.log_every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            pl_module.log("step", float(trainer.global_step))
             pl_module.log("train/loss", outputs["loss"].detach() * trainer.accumulate_grad_batches, prog_bar=True)
             pl_module.log("tok_per_sec", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
             pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"])
@@ -72,11 +82,38 @@ class Metrics(Callback):
         self._tokens, self._since = 0, time.perf_counter()
 
 
-class Bar(TQDMProgressBar):
-    """Lightning's bar over optimiser steps without the logger's version number."""
+class Bar(Callback):
+    """A progress bar over optimiser steps on standard error; every half minute a line where that is no terminal."""
 
-    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {name: value for name, value in super().get_metrics(*args, **kwargs).items() if name != "v_num"}
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        interval = 0.2 if sys.stderr.isatty() else 30.0
+        self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, unit="step", mininterval=interval,
+                         maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._bar is not None and trainer.global_step > self._bar.n:
+            self._bar.set_postfix_str(_short(trainer.callback_metrics), refresh=False)
+            self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_start(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str("validating")
+
+    def on_validation_end(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str("")
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _short(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {float(metrics[name]):.4g}" for name in SHOWN if name in metrics)
 
 
 def checkpoints(out_dir: Path, every: int) -> list[ModelCheckpoint]:

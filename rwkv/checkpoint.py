@@ -33,6 +33,7 @@ class Checkpoint:
     weights: dict[str, Tensor]
     tokenizer: dict[str, Any] | None = None
     run: dict[str, Any] | None = None
+    step: int = 0
 
 
 class Pretrained:
@@ -157,7 +158,8 @@ def _own(path: Path, content: dict[str, Any]) -> Checkpoint:
         entry, tensors = content[ENTRY], content["state_dict"]
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         config = ModelConfig(**entry["run"]["model"])
-        return Checkpoint(path, config, entry["vocab_size"], weights, entry["tokenizer"], entry["run"])
+        return Checkpoint(path, config, entry["vocab_size"], weights, entry["tokenizer"], entry["run"],
+                          content.get("global_step", 0))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has a {ENTRY} entry that this version cannot read (it lacks {error}): was it written by a "
                          "newer version?") from error

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 VERBATIM = ("prompt", "checkpoint", "tokenizer", "out_dir", "resume", "data.path", "data.cache_dir",
             "data.tokenizer", "logger.run_name", "logger.group")
-USER_ERROR = 2
+USER_ERROR, INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
         key, equals, value = argument.partition("=")
         if equals and key in VERBATIM and _exists(schema, key):
             line.verbatim[key] = value
-        elif equals and not argument.startswith("-"):
+        elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
             line.flags.append(argument)
@@ -99,6 +99,9 @@ def with_sentences(action: Callable[[], None]) -> None:
     """Turns a user's error into its sentence and exit status 2. A ValueError from foreign code is a bug, and stays one."""
     try:
         action()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except (KernelUnavailable, UsageError) as error:
         _exit(error)
     except (ValueError, OSError) as error:
@@ -123,7 +126,9 @@ def check(line: CommandLine, schema: type, config_name: str) -> None:
 
 
 def check_override(override: str, schema: type) -> None:
-    key, _, value = override.partition("=")
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise UsageError(f"cannot read {override!r}: options are written key=value, for instance kernel=conv1d")
     if key.startswith(("+", "~", "hydra.", "hydra/")):
         return
     if (CONFIGS / key).is_dir():

@@ -22,11 +22,12 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class Run:
-    """The directory, the configuration that counts, and the checkpoint to continue from (None for a new run)."""
+    """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run)."""
 
     out_dir: Path
     config: TrainConfig
     resume_from: Path | None = None
+    resume_step: int | None = None
 
 
 def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path | None = None) -> Run:
@@ -84,7 +85,9 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
         if key.split(".")[0] in ("model", "data", "seed") and key != "data.cache_dir" and old != new:
             raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
         _put(merged, key, new)
-    return Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint)
+    if read.step >= merged.trainer.max_steps:
+        raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
+    return Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint, read.step)
 
 
 def _restore(default: Any, value: Any) -> Any:

@@ -50,6 +50,7 @@ class LanguageModel(lightning.LightningModule):
         self._tokens += n_tokens
 
     def on_validation_epoch_end(self) -> None:
+        self.log("step", float(self.trainer.global_step))
         self.log("val/loss", self._nats / max(self._tokens, 1), prog_bar=True)
         self.log("val/bpb", self._nats / math.log(2) / max(self.val_bytes, 1), prog_bar=True)
 

@@ -1,7 +1,9 @@
 """Lightning's Trainer as this program uses it, what is said before a run, and what is shown after it."""
 
+import logging
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from rwkv.run import Run
 from rwkv.task import LanguageModel, n_parameters
 from rwkv.tokenizer import Tokenizer
 
+LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers")
 ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
 
 
@@ -30,6 +33,7 @@ def device_for(accelerator: str) -> torch.device:
 def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device: torch.device,
                   loggers: list[Logger]) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates on the whole split, and stops cleanly."""
+    quiet()
     if config.malloc == "tuned":
         keep_large_blocks()
     return lightning.Trainer(
@@ -37,9 +41,16 @@ def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device
         max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         val_check_interval=config.val_every * config.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         overfit_batches=config.overfit_batches, gradient_clip_val=grad_clip or None, logger=loggers, log_every_n_steps=1,
-        callbacks=[Metrics(config.log_every), StopCleanly(out_dir / LAST), Bar(refresh_rate=config.log_every),
+        callbacks=[Metrics(config.log_every), StopCleanly(out_dir / LAST), Bar(),
                    *checkpoints(out_dir, config.checkpoint_every)],
-        default_root_dir=out_dir, enable_model_summary=False)
+        default_root_dir=out_dir, enable_model_summary=False, enable_progress_bar=False)
+
+
+def quiet() -> None:
+    """Leaves out what libraries say of their own insides: advice that a user of this program cannot follow."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in LIBRARY_CHATTER:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, source: str) -> None:

@@ -1,0 +1,138 @@
+"""Batches for training and validation from files of tokens.
+
+B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) its first T, y (B,T) its last T, so
+that windows share no predicted token. Training goes through a seeded permutation of all whole windows, then through the
+next one, without end: step by step the same order for any number of workers, and from any step on. Validation takes all
+windows in order, and the rest as a last one, filled up with IGNORED targets.
+"""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from rwkv.config import DataConfig
+from rwkv.loss import IGNORED
+from rwkv.tokens import Corpus, load
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """The windows of a file of tokens; `partial`: the rest after the last whole window is one as well."""
+
+    def __init__(self, path: Path, ctx_len: int, partial: bool = False) -> None:
+        self.path, self.ctx_len, self.partial = path, ctx_len, partial
+        self.tokens = load(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker opens the file itself."""
+        return Windows, (self.path, self.ctx_len, self.partial)
+
+    def __len__(self) -> int:
+        predicted = len(self.tokens) - 1
+        return -(-predicted // self.ctx_len) if self.partial else predicted // self.ctx_len
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One window: x (T,), y (T,)."""
+        x, y = self.__getitems__([index])
+        return x[0], y[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Windows `indices` (B,) as one batch: x (B,T), y (B,T), int64."""
+        places = np.asarray(indices)[:, None] * self.ctx_len + np.arange(self.ctx_len + 1)
+        last = len(self.tokens) - 1
+        tokens = self.tokens[np.minimum(places, last)].astype(np.int64)
+        targets = np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORED)
+        return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
+
+
+class EndlessPermutations(Sampler[list[int]]):
+    """`batches` batches of indices below `size`: each index once in `size` draws, in an order of its own each time.
+
+    Of `world` processes, the one with `rank` has every world-th index of the common order.
+    """
+
+    def __init__(self, size: int, batch_size: int, batches: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        self.size, self.batch_size, self.batches, self.seed = size, batch_size, batches, seed
+        self.rank, self.world = rank, world
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> "PermutationIterator":
+        return PermutationIterator(self)
+
+
+class PermutationIterator(Iterator[list[int]]):
+    """Where one pass over EndlessPermutations stands: `drawn` indices, by all processes together."""
+
+    def __init__(self, sampler: EndlessPermutations) -> None:
+        self.sampler, self.drawn = sampler, 0
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def __next__(self) -> list[int]:
+        sampler = self.sampler
+        common = sampler.batch_size * sampler.world
+        if self.drawn >= sampler.batches * common:
+            raise StopIteration
+        self.drawn += common
+        return [self._index(place) for place in range(self.drawn - common + sampler.rank, self.drawn, sampler.world)]
+
+    def _index(self, place: int) -> int:
+        epoch, offset = divmod(place, self.sampler.size)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng((self.sampler.seed, epoch)).permutation(self.sampler.size)
+        return int(self._order[offset])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+class DataModule(LightningDataModule):
+    """A corpus as Lightning's loaders. To Lightning, one epoch is the whole run: trainer.max_steps steps.
+
+    The place in the data is in every checkpoint that is saved while the loader runs, so in any hook of training or
+    validation; after the end of fit Lightning has forgotten it.
+    """
+
+    def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int) -> None:
+        super().__init__()
+        self.corpus, self.config, self.ctx_len, self.seed = corpus, config, ctx_len, seed
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        """Batches (x, y), each (B,T); its state_dict says how many were drawn."""
+        windows = Windows(self.corpus.train, self.ctx_len)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+            return StatefulDataLoader(windows, batch_sampler=self._sampler(len(windows)), collate_fn=_as_it_is,
+                                      num_workers=self.config.num_workers, generator=_own_generator(self.seed))
+
+    def val_dataloader(self) -> DataLoader:
+        """Batches (x, y), each (B,T), the last one smaller: every token but the first is a target once."""
+        windows = Windows(self.corpus.val, self.ctx_len, partial=True)
+        return DataLoader(windows, self.config.batch_size, collate_fn=_as_it_is, generator=_own_generator(self.seed))
+
+    def _sampler(self, size: int) -> EndlessPermutations:
+        trainer, batch_size = self.trainer, self.config.batch_size
+        if trainer is None or trainer.max_steps < 0:
+            return EndlessPermutations(size, batch_size, -(-size // batch_size), self.seed)
+        batches = trainer.max_steps * trainer.accumulate_grad_batches
+        return EndlessPermutations(size, batch_size, batches, self.seed, trainer.global_rank, trainer.world_size)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _own_generator(seed: int) -> torch.Generator:
+    """Loaders draw a seed for their workers: not from the global generator, whose state then only the model moves."""
+    return torch.Generator().manual_seed(seed)
