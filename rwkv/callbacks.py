@@ -27,7 +27,8 @@ class StopCleanly(Callback):
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint, self.asked, self._previous = checkpoint, False, signal.SIG_DFL
+        self.checkpoint, self.asked = checkpoint, False
+        self._previous: Any = signal.SIG_DFL
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._previous = signal.signal(signal.SIGINT, self._ask)

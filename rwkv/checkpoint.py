@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -63,13 +63,12 @@ class Pretrained:
 
         Raises ValueError for another suffix.
         """
-        path, model = Path(path), self
-        assert isinstance(model, torch.nn.Module)
+        path, model = Path(path), cast(Any, self)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         if path.suffix == ".pth":
             save_atomically(weights, path)
         elif path.suffix == ".ckpt":
-            entry = describe({"model": asdict(model.config)}, model.vocab_size, tokenizer)  # type: ignore[arg-type]
+            entry = describe({"model": asdict(model.config)}, model.vocab_size, tokenizer)
             save_atomically({"state_dict": {PREFIX + name: tensor for name, tensor in weights.items()}, ENTRY: entry}, path)
         else:
             raise ValueError(f"save_pretrained writes .pth or .ckpt, not {path.name}: choose one of these suffixes")

@@ -20,7 +20,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
     Targets of -100 do not count. l2_wrap adds, to the gradient alone, l2_wrap / N * (largest logit) at each row's largest
     logit, which keeps logits from drifting.
     """
-    loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap)  # type: ignore[no-untyped-call]
+    loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap)
     return loss
 
 
@@ -42,7 +42,7 @@ class _HeadLoss(torch.autograd.Function):
         return total / counted
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad, grad_weight * grad, None, None
 

@@ -4,6 +4,8 @@ One model, three forms that agree: whole sequences (T > 1), chunks with the stat
 at a time (T = 1). Which kernel mixes time is the operator it is built with; the weights do not depend on it.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -58,8 +60,9 @@ class RWKV(Pretrained, nn.Module):
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         state = state if state is not None else self.empty_state(len(tokens))
-        x, layers = self.blocks[0].ln0(self.emb(tokens)), []
-        for block, layer_state in zip(self.blocks, state.layers(), strict=True):
+        blocks, layers = self._layers(), []
+        x = blocks[0].ln0(self.emb(tokens))
+        for block, layer_state in zip(blocks, state.layers(), strict=True):
             x, layer_state = block(x, layer_state)
             layers.append(layer_state)
         return self.ln_out(x), State.stack(layers)
@@ -72,10 +75,13 @@ class RWKV(Pretrained, nn.Module):
     def init_weights(self) -> "RWKV":
         """RWKV-4's initialisation, from torch's global random generator."""
         init_embedding_and_head(self.emb, self.head)
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self._layers()):
             init_time_mix(block.att, layer, len(self.blocks))
             init_channel_mix(block.ffn, layer, len(self.blocks))
         return self
+
+    def _layers(self) -> list[Block]:
+        return [cast(Block, block) for block in self.blocks]
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -93,7 +93,8 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
 def _restore(default: Any, value: Any) -> Any:
     if not is_dataclass(default):
         return value
-    return type(default)(**{name: tuple(item) if isinstance(item, list) else item for name, item in value.items()})  # type: ignore[operator]
+    kind: Any = type(default)
+    return kind(**{name: tuple(item) if isinstance(item, list) else item for name, item in value.items()})
 
 
 def _look_up(config: Any, key: str) -> Any:

@@ -75,5 +75,7 @@ def _logged_in() -> bool:
 
     try:
         return bool(wandb.login(prompt=False))
+    except wandb.errors.AuthenticationError as error:
+        raise ValueError(f"W&B refuses the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
     except wandb.errors.UsageError:      # no key, and nobody to ask for one
         return False

@@ -31,13 +31,17 @@ class TimeX:
         self.name = name
         self._implementation = load("timex", name)
         self.requires: Requires = self._implementation.REQUIRES
+        self._operator = _operator(name)     # not in __call__: torch.compile would trace the registration
 
     def __call__(self, w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         self._check(w, k)
-        return _operator(self.name)(w, k, float(eps))
+        return self._operator(w, k, float(eps))
 
     def __repr__(self) -> str:
         return f"TimeX({self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TimeX, (self.name,)
 
     def forward(self, w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         """The same, without checks and without autograd: for operators built on this one."""
@@ -92,11 +96,12 @@ def _crop(padded: Tensor, like: Tensor) -> Tensor:
 @cache
 def _operator(name: str) -> Any:
     """The implementation as a differentiable torch operator, registered at first use as timemix::timex_NAME."""
-    timex = TimeX(name)
-    operator = torch.library.custom_op(f"timemix::timex_{name}", timex.forward, mutates_args=(),
-                                       schema="(Tensor w, Tensor k, float eps) -> Tensor")
-    gradient = torch.library.custom_op(f"timemix::timex_{name}_backward", timex.backward, mutates_args=(),
-                                       schema="(Tensor w, Tensor k, Tensor grad_out) -> (Tensor, Tensor)")
+    operator = torch.library.custom_op(
+        f"timemix::timex_{name}", lambda *inputs: TimeX(name).forward(*inputs), mutates_args=(),
+        schema="(Tensor w, Tensor k, float eps) -> Tensor")
+    gradient = torch.library.custom_op(
+        f"timemix::timex_{name}_backward", lambda *inputs: TimeX(name).backward(*inputs), mutates_args=(),
+        schema="(Tensor w, Tensor k, Tensor grad_out) -> (Tensor, Tensor)")
     operator.register_fake(lambda w, k, eps: k.new_empty(k.shape))
     gradient.register_fake(lambda w, k, grad_out: (w.new_empty(w.shape), k.new_empty(k.shape)))
     operator.register_autograd(lambda ctx, grad_out: (*gradient(*ctx.saved_tensors, grad_out), None),

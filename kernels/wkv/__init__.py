@@ -50,7 +50,7 @@ class WKV:
     """
 
     def __init__(self, name: str, **options: str | int) -> None:
-        self.name = options.get("timex", name)
+        self.name = str(options.get("timex", name))
         self._implementation, self._options = load("wkv", name), tuple(sorted(options.items()))
         self._operator_name = "_".join(str(part) for part in ("wkv", name, *(value for _, value in self._options)))
         self.requires: Requires = _requires(self._implementation, options)

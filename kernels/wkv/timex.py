@@ -6,9 +6,9 @@ call as further rows; the exact state is carried from block to block, which make
 the range of exponents to what one block holds.
 
 Range: float32 holds e^-87, and gradients need room above that. Where all k, and the exponent p of an incoming state, lie
-within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as the scan's; beyond that, steps far below their block's maximum are lost, a step of which
-everything is lost gives v_t, and a state of which everything is lost starts anew: always finite, no longer exact. The scans
-have no such limit.
+within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as the scan's; beyond that, steps far
+below their block's maximum are lost, a step of which everything is lost gives v_t, and a state of which everything is lost
+starts anew: always finite, no longer exact. The scans have no such limit.
 
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
 """
@@ -107,7 +107,7 @@ def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
     return Weights(w, torch.cat((powers[:, :-1].flip(-1) * scale, now), dim=1), powers * scale, powers.flip(-1), steps)
 
 
-def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Block, tuple[Tensor, ...]]:
+def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Block, tuple[Tensor, Tensor, Tensor]]:
     N = weights.lag.shape[1]
     k, v = _by_block(k, N), _by_block(v, N)
     m = k.amax(-1)

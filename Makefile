@@ -1,0 +1,33 @@
+# make train, make test: each makes its own environment in .venv first, from constraints.txt; offline once that is there.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+OUT ?= gpu-check
+
+.PHONY: train test lint bench gpu-check clean
+
+train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
+	$(BIN)/python train.py $(ARGS)
+
+test: lint                               ## everything that must be true
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)                      ## verify and time every kernel; rewrite the tables from what was measured
+	$(BIN)/python -m kernels.bench timex --json benchmarks/results/timex_cpu.json
+	$(BIN)/python -m kernels.bench wkv --json benchmarks/results/wkv_cpu.json
+	$(BIN)/python -m kernels.tables
+
+gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
+	$(PYTHON) -m kernels.gpu_check $(OUT)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .cache .mypy_cache .ruff_cache .hypothesis
