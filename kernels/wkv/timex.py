@@ -67,7 +67,7 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Ten
     for start, stop, N in _segments(k.shape[1], block):
         weights = _weights(time_decay, time_first, N)
         blocks, (a, b, p) = _blocks(weights, k[:, start:stop], v[:, start:stop], a, b, p)
-        num, den = _sums(weights, blocks, timex)
+        num, den = _sums(weights, blocks, timex, (blocks.x * blocks.v, blocks.a), (blocks.x, blocks.b))
         ys.append(_by_time(torch.where(den > LOST, num / den, blocks.v)))
     return torch.cat(ys, dim=1), a, b, p
 
@@ -124,19 +124,19 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Ten
     return Block(x, v, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True))), (a, b, p)
 
 
-def _sums(weights: Weights, blocks: Block, timex: str) -> tuple[Tensor, Tensor]:
-    """Numerator and denominator of y, (B,n,C,N): the block's own steps by convolution, plus the decayed incoming state."""
-    convolved = TimeX(timex).forward(weights.lag, _stacked(blocks.x * blocks.v, blocks.x))
-    num, den = convolved.view(2, *blocks.x.shape).mul_(blocks.own[..., None])
-    for total, past in ((num, blocks.a), (den, blocks.b)):
+def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
+    """Of each (own (B,n,C,N), past (B,n,C)): the block's own steps by convolution, plus the decayed incoming state."""
+    convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
+    sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
+    for total, (_, past) in zip(sums, terms, strict=True):
         total.addcmul_((blocks.past * past)[..., None], weights.decay_in)
-    return num, den
+    return sums
 
 
 def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor,
                      timex: str) -> tuple[Tensor, ...]:
     x, v = blocks.x, blocks.v
-    _, den = _sums(weights, blocks, timex)
+    den = _sums(weights, blocks, timex, (x, blocks.b))[0]
     lost = den <= LOST
     grad_num = torch.where(lost, 0.0, grad_y / den)
     grad_den = -grad_num * y
@@ -190,9 +190,9 @@ def _by_time(tensor: Tensor) -> Tensor:
     return tensor.transpose(2, 3).reshape(B, n * N, C)
 
 
-def _stacked(first: Tensor, second: Tensor) -> Tensor:
-    """Two (B,n,C,N) as the rows of one batch, (2Bn,C,N)."""
-    return torch.stack((first, second)).flatten(0, 2)
+def _stacked(*tensors: Tensor) -> Tensor:
+    """Several (B,n,C,N) as the rows of one batch, (Bn,C,N) one after the other."""
+    return torch.stack(tensors).flatten(0, 2)
 
 
 def _weighted_sum(tensor: Tensor, table: Tensor) -> Tensor:
