@@ -1,0 +1,133 @@
+"""The one place that imports Taichi and calls ti.init: `from kernels._taichi import launch, ti`.
+
+`launch(kernel, *args)` starts Taichi at the first launch, never at import, and refuses with a sentence what Taichi
+cannot do: a second arch in one process, a forked child, a GPU but the first, a tensor too long for 32-bit indices.
+"""
+
+import contextlib
+import io
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.registry import KernelUnavailable
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Taichi prints a banner; it takes a redirected sys.stdout for a notebook's and prints more, so swap both."""
+    streams = sys.stdout, sys.__stdout__
+    sys.stdout = sys.__stdout__ = io.StringIO()  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.__stdout__ = streams  # type: ignore[misc]
+
+
+with _silent(), warnings.catch_warnings(action="ignore"):  # its import uses what newer Pythons deprecate
+    import taichi as ti
+
+NUMEL_MAX = 2**30
+INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant cannot wrap, and it merges neighbouring loads
+BLOCK = 512  # steps of a CPU kernel's outermost loop that Taichi hands to one thread at a time; see share
+
+_started_in: int | None = None  # the process whose threads Taichi runs on
+_lock = threading.RLock()  # one thread at a time compiles and launches
+
+
+def launch(kernel: Callable[..., None], *args: Any) -> None:
+    """Runs `kernel(*args)` on the device of its first argument, in order with torch's current stream."""
+    device, numel = args[0].device, max(arg.numel() for arg in args if isinstance(arg, Tensor))
+    if numel >= NUMEL_MAX:
+        raise KernelUnavailable(f"Taichi kernels index with 32 bits, and a tensor of {numel} elements is over their "
+                                f"limit of {NUMEL_MAX}: use a smaller batch, or another kernel")
+    if _started_in not in (None, os.getpid()):  # before the lock, which the fork may have copied in its locked state
+        raise KernelUnavailable("Taichi was started before this process was forked, and a launch would hang: "
+                                "use the spawn start method, or another kernel")
+    with _lock:
+        _ensure(device)
+        if device.type == "cpu":  # as NumPy arrays, which Taichi takes a third faster than tensors
+            kernel(*(arg.numpy() if isinstance(arg, Tensor) else arg for arg in args))
+            return
+        with _in_stream_order(device):
+            kernel(*args)
+
+
+def shares(tasks: int) -> int:
+    """How many shares to cut `tasks` into: enough that a thread that finishes early takes another."""
+    return min(tasks, 2 * torch.get_num_threads())
+
+
+@ti.func
+def share(i, tasks, n):  # type: ignore[no-untyped-def]
+    """(first, end) of the tasks of step i of `for i in range(n * BLOCK)`, where n = shares(tasks).
+
+    Taichi hands out the outermost loop of a CPU kernel in blocks of 512 steps: with fewer than that one core does
+    everything. So the first step of each block does a share of the tasks, and the others nothing.
+    """
+    at_work = 1 - ti.min(i % BLOCK, 1)  # arithmetic, because an `if` around vector code aborts the process
+    per_share = (tasks + n - 1) // n
+    first = i // BLOCK * per_share
+    return at_work * first, at_work * ti.min(first + per_share, tasks)
+
+
+def _ensure(device: torch.device) -> None:
+    """Starts Taichi on `device`, or checks that it runs there; raises KernelUnavailable with the reason otherwise."""
+    global _started_in
+    wanted = ti.cuda if device.type == "cuda" else ti.cpu
+    if device.index:
+        raise KernelUnavailable(f"Taichi runs on the first GPU only, not on {device}: move the tensors to cuda:0, "
+                                "or set CUDA_VISIBLE_DEVICES")
+    if ti.lang.impl.get_runtime().prog is None:
+        _start(wanted)
+    if ti.cfg.arch != wanted:
+        raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
+                                f"{_name(wanted)}: use another process, or another kernel")
+    _started_in = os.getpid()
+
+
+def _start(arch: Any) -> None:
+    """real_matrix_scalarize=False keeps ti vectors as LLVM vectors: several times faster on a CPU.
+
+    fast_math (Taichi's default) stays on because it is what allows fused multiply-adds; NaN and infinity still
+    propagate through the sums of products, which is all that these kernels compute.
+    """
+    try:
+        with _silent(), _no_version_check():
+            ti.init(arch=arch, enable_fallback=False, cpu_max_num_threads=torch.get_num_threads(),
+                    real_matrix_scalarize=False, offline_cache=True, log_level=ti.ERROR)
+    except RuntimeError as error:
+        raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
+
+
+@contextlib.contextmanager
+def _no_version_check() -> Iterator[None]:
+    """ti.init would ask a server for the newest version: nothing here goes on the network unasked."""
+    check = ti._version_check.start_version_check_thread
+    ti._version_check.start_version_check_thread = lambda: None
+    try:
+        yield
+    finally:
+        ti._version_check.start_version_check_thread = check
+
+
+@contextlib.contextmanager
+def _in_stream_order(device: torch.device) -> Iterator[None]:
+    """Taichi launches on the legacy default stream, which is torch's default: a fence where torch is on another one."""
+    if device.type != "cuda" or torch.cuda.current_stream() == torch.cuda.default_stream():
+        yield
+        return
+    current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
+
+
+def _name(arch: Any) -> str:
+    return "cuda" if arch == ti.cuda else "the CPU" if arch == ti.cpu else str(arch)

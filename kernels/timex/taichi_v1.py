@@ -1,0 +1,186 @@
+"""Rung 1: rows in fast memory. A tile of outputs reads its stretch of w and k from a copy: local arrays on a CPU (which
+tell LLVM that nothing overlaps, so that it vectorises the sums), shared memory on a GPU, one output a thread.
+
+Both products are one, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
+    forward   window of w, x = k           i counts t downwards from the end of its tile
+    grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+    grad_w    window of k, x = grad_out    i counts the columns of w
+What lies outside a row is staged as zero, so any T is right. (Zero times an infinity is NaN: a value that is not finite
+spoils other outputs of its tile, too.)
+"""
+
+# mypy: disable-error-code="index, no-untyped-def, valid-type"
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels._taichi import BLOCK, launch, share, shares, ti
+from kernels.registry import Requires
+
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 bounds the number of threads, too
+
+TILE = 64
+Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
+Tile = ti.types.vector(TILE, ti.f32)
+Window = ti.types.vector(2 * TILE, ti.f32)
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(k)
+    _launch(_forward_cpu, _forward_cuda, k.shape[0] * k.shape[1], w, k, out, *k.shape, eps, False)
+    return out
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return _backward_w(k, grad_out), _backward_k(w, grad_out)
+
+
+def _backward_k(w: Tensor, grad_out: Tensor) -> Tensor:
+    (B, C, T), grad_k = grad_out.shape, torch.empty_like(grad_out)
+    _launch(_forward_cpu, _forward_cuda, B * C, w, grad_out, grad_k, B, C, T, 0.0, True)
+    return grad_k
+
+
+def _backward_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    grad_w = torch.empty_like(k[0])
+    tasks = grad_w.shape[0] * -(-grad_w.shape[1] // TILE)
+    _launch(_grad_w_cpu, _grad_w_cuda, tasks, k, grad_out, grad_w, *k.shape)
+    return grad_w
+
+
+def _launch(on_cpu: Any, on_cuda: Any, tasks: int, left: Tensor, right: Tensor, result: Tensor, *numbers: Any) -> None:
+    tensors = left.view(-1), right.view(-1), result.view(-1)
+    if left.is_cuda:
+        launch(on_cuda, *tensors, *numbers)
+    else:
+        launch(on_cpu, *tensors, *numbers, shares(tasks))
+
+
+@ti.kernel
+def _forward_cpu(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f32, backwards: ti.template(), n: int):
+    for step in range(n * BLOCK):
+        first, end = share(step, B * C, n)
+        for row in range(first, end):
+            for tile in range((T + TILE - 1) // TILE):
+                total = Tile(eps)
+                for u_tile in range(tile + 1):
+                    window, ks = Window(0.0), Tile(0.0)
+                    _stage_window(window, w, row % C * T, T - TILE - (tile - u_tile) * TILE, T)
+                    _stage_tile(ks, k, row * T, u_tile * TILE, T, backwards)
+                    _correlate(total, window, ks)
+                for i in range(ti.max(0, tile * TILE + TILE - T), TILE):
+                    t = tile * TILE + TILE - 1 - i
+                    out[row * T + _column(t, T, backwards)] = total[i]
+
+
+@ti.kernel
+def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int, n: int):
+    for step in range(n * BLOCK):
+        tiles = (T + TILE - 1) // TILE
+        first, end = share(step, C * tiles, n)
+        for task in range(first, end):
+            c, i_0 = task // tiles, task % tiles * TILE
+            total = Tile(0.0)
+            for b in range(B):
+                part = Tile(0.0)  # of one batch: fewer roundings than one sum over all
+                for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
+                    t_0, row = t_tile * TILE, (b * C + c) * T
+                    window, gs = Window(0.0), Tile(0.0)
+                    _stage_window(window, k, row, t_0 - (T - 1) + i_0, T)
+                    _stage_tile(gs, grad_out, row, t_0, T, False)
+                    _correlate(part, window, gs)
+                total += part
+            for i in range(ti.min(TILE, T - i_0)):
+                grad_w[c * T + i_0 + i] = total[i]
+
+
+@ti.func
+def _column(t, T, backwards: ti.template()):
+    return T - 1 - t if ti.static(backwards) else t
+
+
+@ti.func
+def _stage_window(window: ti.template(), x: ti.template(), row, at, T):
+    for j in range(ti.max(0, -at), ti.min(2 * TILE - 1, T - at)):
+        window[j] = x[row + at + j]
+
+
+@ti.func
+def _stage_tile(tile: ti.template(), x: ti.template(), row, at, T, backwards: ti.template()):
+    for j in range(ti.min(TILE, T - at)):
+        tile[j] = x[row + _column(at + j, T, backwards)]
+
+
+@ti.func
+def _correlate(total: ti.template(), window: ti.template(), x: ti.template()):
+    for i in range(TILE):
+        dot = 0.0
+        for j in range(TILE):
+            dot += window[i + j] * x[j]
+        total[i] += dot
+
+
+@ti.kernel
+def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f32, backwards: ti.template()):
+    tiles = (T + TILE - 1) // TILE
+    ti.loop_config(block_dim=TILE)
+    for thread in range(B * C * tiles * TILE):
+        window, ks = ti.simt.block.SharedArray(2 * TILE, ti.f32), ti.simt.block.SharedArray(TILE, ti.f32)
+        row, tile, i = thread // TILE // tiles, thread // TILE % tiles, thread % TILE
+        total = eps
+        for u_tile in range(tile + 1):
+            _share_window(window, i, w, row % C * T, T - TILE - (tile - u_tile) * TILE, T)
+            _share_tile(ks, i, k, row * T, u_tile * TILE, T, backwards)
+            total += _dot(window, ks, i)
+        t = tile * TILE + TILE - 1 - i
+        if t < T:
+            out[row * T + _column(t, T, backwards)] = total
+
+
+@ti.kernel
+def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
+    tiles = (T + TILE - 1) // TILE
+    ti.loop_config(block_dim=TILE)
+    for thread in range(C * tiles * TILE):
+        window, gs = ti.simt.block.SharedArray(2 * TILE, ti.f32), ti.simt.block.SharedArray(TILE, ti.f32)
+        c, i_0, i = thread // TILE // tiles, thread // TILE % tiles * TILE, thread % TILE
+        total = 0.0
+        for b in range(B):
+            for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
+                t_0, row = t_tile * TILE, (b * C + c) * T
+                _share_window(window, i, k, row, t_0 - (T - 1) + i_0, T)
+                _share_tile(gs, i, grad_out, row, t_0, T, False)
+                total += _dot(window, gs, i)
+        if i_0 + i < T:
+            grad_w[c * T + i_0 + i] = total
+
+
+@ti.func
+def _share_window(window: ti.template(), i, x: ti.template(), row, at, T):
+    window[i] = _read(x, row, at + i, T)
+    window[i + TILE] = _read(x, row, at + i + TILE, T)
+
+
+@ti.func
+def _share_tile(tile: ti.template(), i, x: ti.template(), row, at, T, backwards: ti.template()):
+    tile[i] = _read(x, row, _column(at + i, T, backwards), T)
+
+
+@ti.func
+def _read(x: ti.template(), row, column, T):
+    value = 0.0
+    if 0 <= column < T:
+        value = x[row + column]
+    return value
+
+
+@ti.func
+def _dot(window: ti.template(), x: ti.template(), i):
+    """Thread i's sum, between two barriers: after all threads have staged, and before any of them does so again."""
+    ti.simt.block.sync()
+    dot = 0.0
+    for j in range(TILE):
+        dot += window[i + j] * x[j]
+    ti.simt.block.sync()
+    return dot
