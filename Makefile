@@ -17,8 +17,8 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)                      ## verify and time every kernel; rewrite the tables from what was measured
-	$(BIN)/python -m kernels.bench timex --json benchmarks/results/timex_cpu.json
-	$(BIN)/python -m kernels.bench wkv --json benchmarks/results/wkv_cpu.json
+	$(BIN)/python -m kernels.bench timex --json benchmarks/results/timex-cpu.json
+	$(BIN)/python -m kernels.bench wkv --json benchmarks/results/wkv-cpu.json
 	$(BIN)/python -m kernels.tables
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs

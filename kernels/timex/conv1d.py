@@ -22,21 +22,26 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return _grad_w(k, grad_out), _causal(grad_out.flip(-1), w).flip(-1)
+    return grad_w(k, grad_out), grad_k(w, grad_out)
+
+
+def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
+    """The forward convolution with time running backwards."""
+    return _causal(grad_out.flip(-1), w).flip(-1)
+
+
+def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    """The gradient by lag is k correlated with grad_out: a convolution with one group per row and channel."""
+    B, C, T = k.shape
+    with _full_precision():
+        rows = F.conv1d(F.pad(k, (T - 1, 0)).view(1, B * C, 2 * T - 1), grad_out.view(B * C, 1, T), groups=B * C)
+    return rows.view(B, C, T).sum(0)
 
 
 def _causal(k: Tensor, w: Tensor) -> Tensor:
     C, T = w.shape
     with _full_precision():
         return F.conv1d(F.pad(k, (T - 1, 0)), w.unsqueeze(1), groups=C)
-
-
-def _grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """The gradient by lag is k correlated with grad_out: a convolution with one group per row and channel."""
-    B, C, T = k.shape
-    with _full_precision():
-        rows = F.conv1d(F.pad(k, (T - 1, 0)).view(1, B * C, 2 * T - 1), grad_out.view(B * C, 1, T), groups=B * C)
-    return rows.view(B, C, T).sum(0)
 
 
 @contextmanager

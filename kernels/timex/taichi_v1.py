@@ -33,20 +33,20 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return _backward_w(k, grad_out), _backward_k(w, grad_out)
+    return grad_w(k, grad_out), grad_k(w, grad_out)
 
 
-def _backward_k(w: Tensor, grad_out: Tensor) -> Tensor:
-    (B, C, T), grad_k = grad_out.shape, torch.empty_like(grad_out)
-    _launch(_forward_cpu, _forward_cuda, B * C, w, grad_out, grad_k, B, C, T, 0.0, True)
-    return grad_k
+def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
+    (B, C, T), grad = grad_out.shape, torch.empty_like(grad_out)
+    _launch(_forward_cpu, _forward_cuda, B * C, w, grad_out, grad, B, C, T, 0.0, True)
+    return grad
 
 
-def _backward_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    grad_w = torch.empty_like(k[0])
-    tasks = grad_w.shape[0] * -(-grad_w.shape[1] // TILE)
-    _launch(_grad_w_cpu, _grad_w_cuda, tasks, k, grad_out, grad_w, *k.shape)
-    return grad_w
+def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    grad = torch.empty_like(k[0])
+    tasks = grad.shape[0] * -(-grad.shape[1] // TILE)
+    _launch(_grad_w_cpu, _grad_w_cuda, tasks, k, grad_out, grad, *k.shape)
+    return grad
 
 
 def _launch(on_cpu: Any, on_cuda: Any, tasks: int, left: Tensor, right: Tensor, result: Tensor, *numbers: Any) -> None:

@@ -107,7 +107,8 @@ def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
     return Weights(w, torch.cat((powers[:, :-1].flip(-1) * scale, now), dim=1), powers * scale, powers.flip(-1), steps)
 
 
-def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Block, tuple[Tensor, Tensor, Tensor]]:
+def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+            p: Tensor) -> tuple[Block, tuple[Tensor, Tensor, Tensor]]:
     N = weights.lag.shape[1]
     k, v = _by_block(k, N), _by_block(v, N)
     m = k.amax(-1)

@@ -1,0 +1,59 @@
+"""python -m kernels: every implementation of every operator, its idea, where it runs, and where it cannot run here, why."""
+
+import ast
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kernels.registry import KernelUnavailable, load, names, why_not
+
+OPERATORS = ("timex", "wkv")
+WIDTH = 127
+
+
+def main() -> None:
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for op in OPERATORS:
+        print(f"{op}: {idea(op, '__init__')}\n")
+        rows = [("", "runs on", "here"), *((name, runs_on(op, name), here(op, name, devices)) for name in names(op))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + "  "
+            print(wrapped(head, describe(op, row[0], devices) if row[0] else "idea"))
+        print()
+    print(f"Devices here: {', '.join(devices)}. A kernel is chosen by name: python train.py kernel=NAME, "
+          "kernels.select.select(NAME).")
+
+
+def runs_on(op: str, name: str) -> str:
+    """The devices that the file declares; a file whose package is missing cannot be asked."""
+    try:
+        return " ".join(load(op, name).REQUIRES.devices)
+    except KernelUnavailable:
+        return "?"
+
+
+def here(op: str, name: str, devices: Sequence[str]) -> str:
+    return " ".join(device for device in devices if why_not(op, name, device) is None) or "no"
+
+
+def describe(op: str, name: str, devices: Sequence[str]) -> str:
+    reasons = [why_not(op, name, device) for device in devices]
+    return idea(op, name) + (f" Not here: {reasons[0]}." if all(reasons) else "")
+
+
+def idea(op: str, name: str) -> str:
+    """The first sentence of the file's docstring, read without importing the file: its back end may not be installed."""
+    text = (Path(__file__).parent / op / f"{name}.py").read_text(encoding="utf-8")
+    paragraph = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).partition(". ")[0].removesuffix(".") + "."
+
+
+def wrapped(head: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+if __name__ == "__main__":
+    main()

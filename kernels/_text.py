@@ -1,0 +1,20 @@
+"""Rows of text as an aligned table for the terminal, or as a table for a README."""
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+
+def aligned(rows: Rows, left: int = 1) -> str:
+    """Columns two spaces apart; the first `left` columns flush left, numbers after them flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) if index < left else cell.rjust(width)
+                       for index, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown(rows: Rows, left: int = 1) -> str:
+    """The first row is the heading."""
+    heading, *body = rows
+    rule = ["---" if index < left else "---:" for index in range(len(heading))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *body))

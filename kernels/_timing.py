@@ -1,0 +1,59 @@
+"""Times of several functions on one device, taken in turns so that their ratios hold on a machine that others use too."""
+
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+Key = TypeVar("Key", bound=Hashable)
+
+SHORTEST_S = 0.004       # what is measured at once: a short function is repeated until it takes this long
+MAX_ROUNDS = 21
+LONG_S = 3.0
+
+
+def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
+    """Seconds per call of every function, one sample a round; who has used up its budget sits out the rounds that follow.
+
+    Each function has been called before its first sample, except where a single call takes more than its budget.
+    """
+    once = {key: _seconds_warm(function, device) for key, function in work.items()}
+    samples: dict[Key, list[float]] = {key: [first] if first > budget_s else [] for key, first in once.items()}
+    repeats = {key: max(1, math.ceil(SHORTEST_S / first)) for key, first in once.items()}
+    for _ in range(MAX_ROUNDS):
+        for key, function in work.items():
+            if sum(samples[key]) * repeats[key] < budget_s:
+                samples[key].append(seconds(function, device, repeats[key]))
+    return samples
+
+
+def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
+    """Mean seconds of one call out of `repeats`, everything that was launched having finished."""
+    return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
+
+
+
+def _seconds_warm(function: Callable[[], Any], device: str) -> float:
+    """The second call, because the first may have paid for a compilation; of a very long one the first."""
+    once = seconds(function, device)
+    return seconds(function, device) if once < LONG_S else once
+
+
+def _seconds_cpu(function: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return time.perf_counter() - start
+
+
+def _seconds_cuda(function: Callable[[], Any], repeats: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,30 @@
+"""What all tests share: `pytest --device cuda`, and uninitialised memory full of NaN for the tests of kernels."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the tests of kernels run on")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN: an element that a kernel forgets to write cannot pass for a right one."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]

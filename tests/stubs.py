@@ -1,0 +1,34 @@
+"""Implementations that exist for one test: a module in sys.modules that the registry finds, and no file in the repository."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kernels import registry
+
+_numbers = itertools.count()         # a torch operator is registered once per process and name
+
+
+@contextmanager
+def stub(op: str = "timex", forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None,
+         **requires: Any) -> Iterator[str]:
+    """The name under which the registry has, inside the `with`, an implementation of `op` with these functions."""
+    name = f"stub_{next(_numbers)}"
+    module = ModuleType(f"kernels.{op}.{name}", "A stub for a test.")
+    vars(module).update(REQUIRES=registry.Requires(**requires), forward=forward, backward=backward)
+    names = registry.names
+
+    def with_stub(asked: str) -> tuple[str, ...]:
+        return (*names(asked), name) if asked == op else names(asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        patch.setattr(registry, "names", with_stub)
+        yield name
+    registry.load.cache_clear()
+    registry.why_not.cache_clear()
