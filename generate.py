@@ -21,9 +21,10 @@ def main(config: GenerateConfig, line: cli.CommandLine) -> None:
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt or ""
+    pieces = generate(model, tokenizer, prompt, config.max_new_tokens, config.temperature, config.top_k, config.top_p,
+                      config.seed)
     print(prompt, end="", flush=True)
-    for piece in generate(model, tokenizer, prompt, config.max_new_tokens, config.temperature, config.top_k, config.top_p,
-                          config.seed):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 

@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 def parts(device: str, out_dir: Path, scratch: Path, steps: int) -> Iterator[Part]:
     """Every part is a process of its own: Taichi has one arch per process, and a crash takes nothing else along."""
     python, results = sys.executable, out_dir.absolute()
-    yield Part("tests", [python, "-m", "pytest", "tests/test_timex.py", "tests/test_wkv.py", "-rs", "-p", "no:cacheprovider",
-                         "--device", device], 300)
+    yield Part("tests", [python, "-m", "pytest", "tests/test_timex.py", "tests/test_wkv.py", "-W", "default",
+                         "--device", device], 300)   # that machine's versions may warn of what ours do not
     for op in ("timex", "wkv"):
         bench = [python, "-m", "kernels.bench", op, "--device", device]
         yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json"], 300)

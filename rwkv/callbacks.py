@@ -72,11 +72,12 @@ class Metrics(Callback):
                            batch: Any, batch_idx: int) -> None:
         self._tokens += batch[0].numel()
         if trainer.global_step % self.log_every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            pl_module.log("step", float(trainer.global_step))
-            pl_module.log("train/loss", outputs["loss"].detach() * trainer.accumulate_grad_batches, prog_bar=True)
-            pl_module.log("tok_per_sec", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
-            pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"])
-            pl_module.log("peak_mem", peak_memory_mib(pl_module.device))
+            metrics = {"train/loss": outputs["loss"].item() * trainer.accumulate_grad_batches,
+                       "tok_per_sec": self._tokens / (time.perf_counter() - self._since),
+                       "lr": trainer.optimizers[0].param_groups[0]["lr"], "peak_mem": peak_memory_mib(pl_module.device)}
+            pl_module.log_dict(metrics, logger=False)    # for the bar; Lightning would log them again at every step
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, trainer.global_step)
             self._restart()
 
     def _restart(self) -> None:

@@ -6,7 +6,7 @@ Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are RWKV-LM's.
 import torch
 from torch import Tensor, nn
 
-from rwkv.time_mix import mix, shift
+from rwkv.fused import sigmoid_gate, squared_relu, token_shift_mixes
 
 
 class ChannelMix(nn.Module):
@@ -21,7 +21,6 @@ class ChannelMix(nn.Module):
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
     def forward(self, x: Tensor, last_x: Tensor) -> tuple[Tensor, Tensor]:
-        before = shift(x, last_x)
-        hidden = torch.relu(self.key(mix(x, before, self.time_mix_k))).square()
-        gate = torch.sigmoid(self.receptance(mix(x, before, self.time_mix_r)))
-        return gate * self.value(hidden), x[:, -1]
+        for_k, for_r = token_shift_mixes(x, last_x, self.time_mix_k, self.time_mix_r)
+        hidden = squared_relu(self.key(for_k))
+        return sigmoid_gate(self.receptance(for_r), self.value(hidden)), x[:, -1]

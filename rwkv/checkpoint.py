@@ -7,6 +7,7 @@ Lightning checkpoint with one more entry, `timemix`: the configuration and the t
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +138,9 @@ def save_atomically(content: Mapping[str, Any], path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")      # torch's thoughts on foreign pickles; the sentence below says it
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError,
             pickle.UnpicklingError) as error:
         raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain tensors "
@@ -157,7 +160,7 @@ def _own(path: Path, content: dict[str, Any]) -> Checkpoint:
         entry, tensors = content[ENTRY], content["state_dict"]
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         config = ModelConfig(**entry["run"]["model"])
-        return Checkpoint(path, config, entry["vocab_size"], weights, entry["tokenizer"], entry["run"],
+        return Checkpoint(path, config, entry["vocab_size"], _tensors(path, weights), entry["tokenizer"], entry["run"],
                           content.get("global_step", 0))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} has a {ENTRY} entry that this version cannot read (it lacks {error}): was it written by a "
@@ -166,16 +169,27 @@ def _own(path: Path, content: dict[str, Any]) -> Checkpoint:
 
 def _official(path: Path, content: dict[str, Any]) -> Checkpoint:
     """Sizes are inferred from the tensors; time_mix may be [C] and time_decay [C,1], as older files have them."""
-    layers = [int(match[1]) for name in content if (match := re.match(r"blocks\.(\d+)\.", name))]
-    try:
-        weights = {name: _official_shape(name, tensor) for name, tensor in content.items()}
-        vocab_size, n_embd = weights["emb.weight"].shape
-        n_att, n_ffn = (len(weights[f"blocks.0.{name}.weight"]) for name in ("att.key", "ffn.key"))
-        len(weights["blocks.0.att.time_first"])
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an RWKV-4 checkpoint: {error} does not fit the official layout") from error
-    config = ModelConfig(n_layer=max(layers) + 1, n_embd=n_embd, n_att=n_att, n_ffn=n_ffn, ctx_len=1024)
+    weights = {name: _official_shape(name, tensor) for name, tensor in _tensors(path, content).items()}
+    vocab_size, n_embd = _matrix_sizes(path, weights, "emb.weight")
+    n_att, _ = _matrix_sizes(path, weights, "blocks.0.att.key.weight")
+    n_ffn, _ = _matrix_sizes(path, weights, "blocks.0.ffn.key.weight")
+    n_layer = 1 + max(int(match[1]) for name in weights if (match := re.match(r"blocks\.(\d+)\.", name)))
+    config = ModelConfig(n_layer=n_layer, n_embd=n_embd, n_att=n_att, n_ffn=n_ffn, ctx_len=1024)
     return Checkpoint(path, config, vocab_size, weights)
+
+
+def _tensors(path: Path, content: dict[Any, Any]) -> dict[str, Tensor]:
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{path} is not an RWKV-4 checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
+    return content
+
+
+def _matrix_sizes(path: Path, weights: dict[str, Tensor], name: str) -> tuple[int, int]:
+    if name not in weights or weights[name].dim() != 2:
+        raise ValueError(f"{path} is not an RWKV-4 checkpoint: it has no matrix {name}")
+    rows, columns = weights[name].shape
+    return rows, columns
 
 
 def _official_shape(name: str, tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ signs and newlines need no escaping. Overrides are checked, and every job of a s
 """
 
 import itertools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 VERBATIM = ("prompt", "checkpoint", "tokenizer", "out_dir", "resume", "data.path", "data.cache_dir",
             "data.tokenizer", "logger.run_name", "logger.group")
+OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 USER_ERROR, INTERRUPTED = 2, 130
 
 
@@ -102,6 +104,9 @@ def with_sentences(action: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:              # whoever read standard output has seen enough, as in: generate.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except (KernelUnavailable, UsageError) as error:
         _exit(error)
     except (ValueError, OSError) as error:
@@ -129,7 +134,8 @@ def check_override(override: str, schema: type) -> None:
     key, equals, value = override.partition("=")
     if not equals:
         raise UsageError(f"cannot read {override!r}: options are written key=value, for instance kernel=conv1d")
-    if key.startswith(("+", "~", "hydra.", "hydra/")):
+    key = key.lstrip("+")
+    if key.startswith(("~", "hydra.", "hydra/")):
         return
     if (CONFIGS / key).is_dir():
         for choice in value.split(","):
@@ -143,7 +149,7 @@ def check_override(override: str, schema: type) -> None:
 
 def _check_choice(group: str, choice: str) -> None:
     choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    if choice in choices or choice == "null":
+    if choice in choices or (choice == "null" and group in OPTIONAL):
         return
     if group == "kernel":
         select(choice)                   # says what there is, and what runs here
@@ -168,7 +174,10 @@ def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str]) -
         cause = error.__cause__
         detail = f"{getattr(cause, 'full_key', '')}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else ""
         raise UsageError(detail or _first_line(error)) from None
-    build(composed, verbatim)
+    try:
+        build(composed, verbatim)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{error.full_key}: {_first_line(error)}") from None
 
 
 def _exists(schema: Any, key: str) -> bool:

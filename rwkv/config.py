@@ -68,8 +68,10 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _one_of("optim.schedule", self.schedule, ("cosine", "exponential", "constant"))
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
-        for name in ("weight_decay", "grad_clip", "l2_wrap"):
+        for name in ("weight_decay", "grad_clip", "l2_wrap", "eps"):
             _at_least(f"optim.{name}", getattr(self, name), 0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.min_lr <= self.lr:
             raise ValueError(f"optim.min_lr must be above 0 and at most optim.lr, got {self.min_lr} and {self.lr}")
 

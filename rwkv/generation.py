@@ -20,14 +20,19 @@ def generate(model: RWKV, tokenizer: Tokenizer, prompt: str = "", max_new_tokens
              top_k: int = 0, top_p: float = 0.95, seed: int = 0) -> Iterator[str]:
     """Pieces of text that continue `prompt` (not repeated), as they come, each of whole characters.
 
-    Without a prompt generation starts from the end-of-text token; that token ends a text. Raises ValueError where the
-    prompt cannot be encoded or the tokenizer does not fit the model.
+    Without a prompt generation starts from the end-of-text token; that token ends a text. Raises ValueError, before the
+    first piece is asked for, where the prompt cannot be encoded or the tokenizer does not fit the model.
     """
-    generator = torch.Generator().manual_seed(seed)
+    tokens = encode_prompt(model, tokenizer, prompt)
+    return _pieces(model, tokenizer, tokens, max_new_tokens, temperature, top_k, top_p, torch.Generator().manual_seed(seed))
+
+
+def _pieces(model: RWKV, tokenizer: Tokenizer, tokens: Tensor, max_new_tokens: int, temperature: float, top_k: int,
+            top_p: float, generator: torch.Generator) -> Iterator[str]:
     decoder = tokenizer.decoder()
-    logits, state = prefill(model, encode_prompt(model, tokenizer, prompt))
+    logits, state = prefill(model, tokens)
     for _ in range(max_new_tokens):
-        token = sample(logits, generator, temperature, top_k, top_p)
+        token = sample(logits[:, :tokenizer.vocab_size], generator, temperature, top_k, top_p)
         if token.item() == tokenizer.end_of_text:
             break
         if piece := decoder.push(int(token)):

@@ -1,4 +1,4 @@
-"""Cross-entropy fused with the head: the (B*T,V) logits exist for a few hundred rows at a time, and never as a gradient.
+"""Cross-entropy fused with the head: the (B*T,V) logits exist for some rows at a time, and never as a gradient.
 
 The gradients come out of the same pass over the chunks as the loss, and backward only scales them; so L2Wrap, whose
 strength must follow loss scaling and gradient accumulation, is scaled by the incoming gradient like everything else.
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 512                              # rows of logits at a time
+CHUNK = 2 ** 21                          # logits at a time: 8 MiB
 IGNORED = -100                           # a target that does not count
 
 
@@ -30,8 +30,9 @@ class _HeadLoss(torch.autograd.Function):
         counted, wanted = (targets != IGNORED).sum().clamp(min=1), any(ctx.needs_input_grad)
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for rows in torch.arange(len(hidden), device=hidden.device).split(CHUNK):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        rows = max(1, CHUNK // len(weight))
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
             logits = (hidden[part] @ weight.T).float()
             total += _sum_nll(logits, targets[part])
             if wanted:

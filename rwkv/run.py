@@ -49,7 +49,10 @@ def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
     """Makes the directory, writes the resolved configuration into it and lets runs/latest point to it."""
-    run.out_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run.out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
     (run.out_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
     _point_latest(run.out_dir)
 
@@ -77,6 +80,8 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
     """The run's own configuration, with what the user gave anew, save what would make it another run."""
     out_dir, read = checkpoint.resolve().parent.parent, read_checkpoint(checkpoint)
     saved = read.run or {}
+    if "trainer" not in saved or checkpoint.parent.name != LAST.parent.name:
+        raise ValueError(f"nothing to resume from at {checkpoint}: it is not a checkpoint in the directory of a run")
     merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
     for key in given:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")):

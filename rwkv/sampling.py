@@ -13,7 +13,8 @@ def sample(logits: Tensor, generator: torch.Generator, temperature: float = 1.0,
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(-1)
-    logits = _keep_top_p(_keep_top_k(logits / temperature, top_k), top_p)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # at most 0: no temperature overflows
+    logits = _keep_top_p(_keep_top_k(logits, top_k), top_p)
     return torch.multinomial(torch.softmax(logits, -1), 1, generator=generator).squeeze(-1)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.wkv import WKV, WKVState
+from rwkv.fused import sigmoid_gate, token_shift_mixes
 
 
 class TimeMix(nn.Module):
@@ -28,25 +29,12 @@ class TimeMix(nn.Module):
         self.output = nn.Linear(n_att, n_embd, bias=False)
 
     def forward(self, x: Tensor, last_x: Tensor, state: WKVState) -> tuple[Tensor, Tensor, WKVState]:
-        before = shift(x, last_x)
-        k = self.key(mix(x, before, self.time_mix_k))
-        v = self.value(mix(x, before, self.time_mix_v))
-        r = torch.sigmoid(self.receptance(mix(x, before, self.time_mix_r)))
-        y, state = self._remember(k, v, state)
-        return self.output(r * y), x[:, -1], state
+        for_k, for_v, for_r = token_shift_mixes(x, last_x, self.time_mix_k, self.time_mix_v, self.time_mix_r)
+        y, state = self._remember(self.key(for_k), self.value(for_v), state)
+        return self.output(sigmoid_gate(self.receptance(for_r), y)), x[:, -1], state
 
     def _remember(self, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
         if k.shape[1] == 1 and not torch.is_grad_enabled():
             y, state = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], state)
             return y.unsqueeze(1), state
         return self.wkv(self.time_decay, self.time_first, k, v, state)
-
-
-def shift(x: Tensor, last_x: Tensor) -> Tensor:
-    """x_{t-1} at every t, (B,T,C); before the first comes last_x (B,C)."""
-    return torch.cat((last_x.to(x.dtype).unsqueeze(1), x[:, :-1]), dim=1)
-
-
-def mix(x: Tensor, before: Tensor, mu: Tensor) -> Tensor:
-    """mu x_t + (1 - mu) x_{t-1}"""
-    return torch.lerp(before, x, mu.to(x.dtype))

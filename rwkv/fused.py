@@ -1,0 +1,78 @@
+"""The model's elementwise steps with few temporaries: each computes its gradient itself, in the fewest passes over memory.
+
+On a CPU these steps are bound by memory, and autograd's general formulas read and write each tensor several times more.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def token_shift_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
+    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step."""
+    mixes: tuple[Tensor, ...] = _TokenShiftMixes.apply(x, last_x.to(x.dtype), *(mu.to(x.dtype) for mu in mus))
+    return mixes
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2"""
+    squared: Tensor = _SquaredRelu.apply(x)
+    return squared
+
+
+def sigmoid_gate(gate: Tensor, x: Tensor) -> Tensor:
+    """sigmoid(gate) * x"""
+    gated: Tensor = _SigmoidGate.apply(gate, x)
+    return gated
+
+
+class _TokenShiftMixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
+        before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
+        change = x - before
+        ctx.save_for_backward(change, *mus)
+        return tuple(torch.addcmul(before, change, mu) for mu in mus)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        change, *mus = ctx.saved_tensors
+        grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
+        for grad, mu in zip(grads[1:], mus[1:], strict=True):
+            grad_x.addcmul_(grad, mu)
+            grad_before += grad
+        grad_before -= grad_x
+        grad_x[:, :-1] += grad_before[:, 1:]
+        grad_mus = ((grad * change).sum((0, 1), keepdim=True) for grad in grads)
+        return grad_x, grad_before[:, 0], *grad_mus
+
+
+class _SquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = x.clamp(min=0)
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        positive, = ctx.saved_tensors
+        return torch.mul(grad, positive).mul_(2)
+
+
+class _SigmoidGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
+        share = torch.sigmoid(gate)
+        ctx.save_for_backward(share, x)
+        return share * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        share, x = ctx.saved_tensors
+        return torch.ops.aten.sigmoid_backward(grad * x, share), grad * share
