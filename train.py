@@ -33,7 +33,7 @@ def train(run: Run) -> None:
 
     lightning.seed_everything(config.seed, verbose=False)
     model = RWKV(config.model, data.tokenizer.vocab_size, wkv).init_weights()
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.sizes.val_bytes)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)
     announce(run, kernel, device, task, data.describe())

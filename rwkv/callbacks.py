@@ -21,17 +21,17 @@ class Interrupted(Exception):
 
 
 class StopCleanly(Callback):
-    """Training ends with a checkpoint: at its last step, and at the first Ctrl-C; a second Ctrl-C stops at once.
+    """Training ends with a checkpoint: at its last step, and at the first Ctrl-C or SIGTERM; a second one stops at once.
 
     Saved in hooks, while the loaders still know where they are: after fit has returned they do not.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint, self.asked = checkpoint, False
-        self._previous: Any = signal.SIG_DFL
+        self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._ask)
+        self._previous = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            batch: Any, batch_idx: int) -> None:
@@ -48,11 +48,13 @@ class StopCleanly(Callback):
         trainer.save_checkpoint(self.checkpoint)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _ask(self, *_: Any) -> None:
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         print("\nstopping after this step (Ctrl-C again stops at once) ...", file=sys.stderr)
 
 
@@ -60,10 +62,13 @@ class Metrics(Callback):
     """train/loss, tok_per_sec, lr and peak_mem (MiB) every `log_every` steps; validation is not in the time."""
 
     def __init__(self, log_every: int) -> None:
-        self.log_every, self._tokens, self._since = log_every, 0, 0.0
+        self.log_every, self._tokens, self._since, self._lr = log_every, 0, 0.0, 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restart()
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restart()
@@ -74,7 +79,7 @@ class Metrics(Callback):
         if trainer.global_step % self.log_every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             metrics = {"train/loss": outputs["loss"].item() * trainer.accumulate_grad_batches,
                        "tok_per_sec": self._tokens / (time.perf_counter() - self._since),
-                       "lr": trainer.optimizers[0].param_groups[0]["lr"], "peak_mem": peak_memory_mib(pl_module.device)}
+                       "lr": self._lr, "peak_mem": peak_memory_mib(pl_module.device)}
             pl_module.log_dict(metrics, logger=False)    # for the bar; Lightning would log them again at every step
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)

@@ -21,6 +21,7 @@ from rwkv.config import ModelConfig
 
 ENTRY = "timemix"                        # our own entry in a .ckpt
 PREFIX = "model."                        # of the weights in a .ckpt
+DTYPES = ("float32", "bfloat16")
 KEPT_FLOAT32 = ("time_decay", "time_first")
 
 
@@ -47,6 +48,8 @@ class Pretrained:
         Raises ValueError where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where the
         kernel cannot run on `device`.
         """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         wkv = select(kernel, device)
         return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype)
 
@@ -173,7 +176,7 @@ def _official(path: Path, content: dict[str, Any]) -> Checkpoint:
     vocab_size, n_embd = _matrix_sizes(path, weights, "emb.weight")
     n_att, _ = _matrix_sizes(path, weights, "blocks.0.att.key.weight")
     n_ffn, _ = _matrix_sizes(path, weights, "blocks.0.ffn.key.weight")
-    n_layer = 1 + max(int(match[1]) for name in weights if (match := re.match(r"blocks\.(\d+)\.", name)))
+    n_layer = len({match[1] for name in weights if (match := re.match(r"blocks\.(\d+)\.", name))})
     config = ModelConfig(n_layer=n_layer, n_embd=n_embd, n_att=n_att, n_ffn=n_ffn, ctx_len=1024)
     return Checkpoint(path, config, vocab_size, weights)
 

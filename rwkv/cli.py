@@ -98,7 +98,7 @@ def sweep_dir() -> Path | None:
 
 
 def with_sentences(action: Callable[[], None]) -> None:
-    """Turns a user's error into its sentence and exit status 2. A ValueError from foreign code is a bug, and stays one."""
+    """Turns a user's error into its sentence and exit status 2. A ValueError that we did not raise is a bug, and stays one."""
     try:
         action()
     except KeyboardInterrupt:
@@ -109,8 +109,10 @@ def with_sentences(action: Callable[[], None]) -> None:
         sys.exit(0)
     except (KernelUnavailable, UsageError) as error:
         _exit(error)
-    except (ValueError, OSError) as error:
-        if not _ours(error):
+    except OSError as error:             # a full disk, a folder that may not be written
+        _exit(error)
+    except ValueError as error:
+        if not _raised_here(error):
             raise
         _exit(error)
 
@@ -123,6 +125,9 @@ def check(line: CommandLine, schema: type, config_name: str) -> None:
     """Raises UsageError for an unknown option, group choice or flag value; composes every job, so types are right too."""
     if any(flag in ("--help", "-h", "--hydra-help") for flag in line.flags):
         return
+    for flag in line.flags:
+        if "=" in flag:
+            raise UsageError(f"unknown flag {flag}; options are written without dashes: {flag.lstrip('-')}")
     for override in line.overrides:
         check_override(override, schema)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -143,7 +148,7 @@ def check_override(override: str, schema: type) -> None:
     elif not _exists(schema, key):
         options = _options(schema)
         close = get_close_matches(key, options, n=1) or [option for option in options if option.endswith(f".{key}")]
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(options)}"
+        hint = f"did you mean {close[0]}?" if close else "--help lists them all"
         raise UsageError(f"unknown option {key}; {hint}")
 
 
@@ -197,9 +202,11 @@ def _options(schema: type, prefix: str = "") -> list[str]:
     return found
 
 
-def _ours(error: BaseException) -> bool:
+def _raised_here(error: BaseException) -> bool:
+    """Whether a `raise` of this program made it: not a library's, and not one of Python's own functions called by us."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(ROOT) and "site-packages" not in last.filename
+    ours = Path(last.filename).is_relative_to(ROOT) and "site-packages" not in last.filename
+    return ours and (last.line or "").startswith("raise ")
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -3,6 +3,7 @@
 Each checks its own values when built, so that a wrong one is a ValueError with one sentence, before any work starts.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,8 +73,9 @@ class OptimConfig:
             _at_least(f"optim.{name}", getattr(self, name), 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
-        if not 0 < self.min_lr <= self.lr:
-            raise ValueError(f"optim.min_lr must be above 0 and at most optim.lr, got {self.min_lr} and {self.lr}")
+        if not 0 < self.min_lr <= self.lr < math.inf:
+            raise ValueError("optim.lr must be finite, and optim.min_lr above 0 and at most optim.lr; "
+                             f"got {self.lr} and {self.min_lr}")
 
 
 @dataclass

@@ -26,6 +26,8 @@ class Text:
 
 def read(config: DataConfig) -> Text:
     """The text that data.name and data.path name. Raises ValueError where there is none."""
+    if config.name == "stdlib" and config.path:
+        raise ValueError(f"data=stdlib takes no data.path: to train on {config.path}, give data=text as well")
     if config.name == "stdlib":
         return read_stdlib(Path(sysconfig.get_path("stdlib")), config.val_fraction)
     if not config.path:

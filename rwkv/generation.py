@@ -31,13 +31,14 @@ def _pieces(model: RWKV, tokenizer: Tokenizer, tokens: Tensor, max_new_tokens: i
             top_p: float, generator: torch.Generator) -> Iterator[str]:
     decoder = tokenizer.decoder()
     logits, state = prefill(model, tokens)
-    for _ in range(max_new_tokens):
+    for remaining in reversed(range(max_new_tokens)):
         token = sample(logits[:, :tokenizer.vocab_size], generator, temperature, top_k, top_p)
         if token.item() == tokenizer.end_of_text:
             break
         if piece := decoder.push(int(token)):
             yield piece
-        logits, state = decode_one_token(model, token, state)
+        if remaining:
+            logits, state = decode_one_token(model, token, state)
     if rest := decoder.flush():
         yield rest
 

@@ -17,8 +17,8 @@ IGNORED = -100                           # a target that does not count
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 0.0) -> Tensor:
     """Mean negative log-likelihood in nats of targets (N,) under softmax(hidden (N,C) @ weight (V,C).T).
 
-    Targets of -100 do not count. l2_wrap adds, to the gradient alone, l2_wrap / N * (largest logit) at each row's largest
-    logit, which keeps logits from drifting.
+    Targets of -100 do not count. l2_wrap adds, to the gradient alone, l2_wrap * (largest logit) at each row's largest
+    logit, divided like the loss by the number of targets that count: it keeps logits from drifting.
     """
     loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap)
     return loss

@@ -83,9 +83,7 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
     if "trainer" not in saved or checkpoint.parent.name != LAST.parent.name:
         raise ValueError(f"nothing to resume from at {checkpoint}: it is not a checkpoint in the directory of a run")
     merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
-    for key in given:
-        if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")):
-            continue
+    for key in _options_given(given):
         old, new = _look_up(merged, key), _look_up(config, key)
         if key.split(".")[0] in ("model", "data", "seed") and key != "data.cache_dir" and old != new:
             raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
@@ -93,6 +91,13 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
     if read.step >= merged.trainer.max_steps:
         raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
     return Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint, read.step)
+
+
+def _options_given(given: Collection[str]) -> list[str]:
+    """The keys to compare or take anew; an experiment= or debug= sets options of every group but the kernel and the logger."""
+    if any(key in ("experiment", "debug") for key in given):
+        given = ["model", "data", "optim", "trainer", *given]
+    return [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
 
 
 def _restore(default: Any, value: Any) -> Any:

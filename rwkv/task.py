@@ -24,9 +24,10 @@ LR_SCALES = {"time_decay": 2.0, "time_first": 3.0}       # RWKV-LM's, relative t
 class LanguageModel(lightning.LightningModule):
     """Batches are (x, y), (B,T) int64 each; y is x one token on, -100 where nothing is to be predicted."""
 
-    def __init__(self, model: RWKV, optim: OptimConfig, max_steps: int, val_bytes: int) -> None:
+    def __init__(self, model: RWKV, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
         super().__init__()
-        self.model, self.optim, self.max_steps, self.val_bytes = model, optim, max_steps, val_bytes
+        self.model, self.optim, self.max_steps = model, optim, max_steps
+        self.val_bytes_per_token = val_bytes_per_token
         self.entry: dict[str, Any] = {}
         self._nats, self._tokens = 0.0, 0
 
@@ -51,8 +52,9 @@ class LanguageModel(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.trainer.global_step))
-        self.log("val/loss", self._nats / max(self._tokens, 1), prog_bar=True)
-        self.log("val/bpb", self._nats / math.log(2) / max(self.val_bytes, 1), prog_bar=True)
+        loss = self._nats / max(self._tokens, 1)
+        self.log("val/loss", loss)
+        self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
 
     def configure_optimizers(self) -> Any:
         optim = self.optim
@@ -60,6 +62,12 @@ class LanguageModel(lightning.LightningModule):
         optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
+                                    gradient_clip_algorithm: str | None = None) -> None:
+        """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have."""
+        if gradient_clip_val:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry

@@ -53,9 +53,14 @@ class Corpus:
     source: str
     sha256: str
 
+    @property
+    def val_bytes_per_token(self) -> float:
+        """Bytes of the validation text for each token that is predicted of it."""
+        return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
+
     def bits_per_byte(self, val_loss: float) -> float:
-        """From nats per predicted token, over the whole validation split, to bits per byte of its text."""
-        return val_loss / math.log(2) * (self.sizes.val_tokens - 1) / self.sizes.val_bytes
+        """From nats per predicted token of the validation split to bits per byte of its text."""
+        return val_loss / math.log(2) / self.val_bytes_per_token
 
     def describe(self) -> str:
         """One line for people."""

@@ -61,6 +61,8 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
 def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any]) -> WandbLogger:
     import wandb
 
+    if wandb.run is not None:            # that of the sweep's job before this one, in the same process
+        wandb.finish()
     offline = wandb.setup(wandb.Settings(silent=True)).settings._offline or not _logged_in()
     logger = WandbLogger(
         project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",

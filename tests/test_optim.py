@@ -1,0 +1,62 @@
+"""The optimiser's groups and the schedules."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import small_model
+
+from rwkv.config import OptimConfig
+from rwkv.task import LanguageModel, lr_factor, parameter_groups
+
+CONFIG = OptimConfig(lr=1e-3, min_lr=1e-5, warmup_steps=10, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-7)
+DECAYED = {"emb.weight", "head.weight", *(f"blocks.{layer}.{name}.weight" for layer in range(3) for name in (
+    "att.key", "att.value", "att.receptance", "att.output", "ffn.key", "ffn.value", "ffn.receptance"))}
+
+
+def test_every_parameter_is_in_one_group_with_its_rate_and_decay() -> None:
+    model = small_model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, CONFIG)
+    assert sorted(names[parameter] for group in groups for parameter in group["params"]) == sorted(names.values())
+    for group in groups:
+        for name in (names[parameter] for parameter in group["params"]):
+            scale = {"time_decay": 2, "time_first": 3}.get(name.split(".")[-1], 1)
+            assert group["lr"] == pytest.approx(scale * 1e-3)
+            assert group["weight_decay"] == (0.1 if name in DECAYED else 0.0)
+
+
+def test_the_optimiser_is_the_configured_one_and_follows_the_schedule() -> None:
+    configured = LanguageModel(small_model(), CONFIG, max_steps=100, val_bytes_per_token=1.0).configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert scheduler["interval"] == "step"
+    for group in optimizer.param_groups:
+        assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-7)
+        assert group["lr"] == pytest.approx(group["initial_lr"] / 10)
+    for _ in range(100):
+        optimizer.step()
+        scheduler["scheduler"].step()
+    for group in optimizer.param_groups:
+        assert group["lr"] == pytest.approx(group["initial_lr"] / 100)
+
+
+@pytest.mark.parametrize(("schedule", "halfway"), [("cosine", (1 + 0.01) / 2), ("exponential", 0.1), ("constant", 1.0)])
+def test_a_schedule_rises_and_falls(schedule: str, halfway: float) -> None:
+    factor = lr_factor(OptimConfig(lr=1e-3, min_lr=1e-5, warmup_steps=10, schedule=schedule), 110)
+    assert [factor(step) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert factor(60) == pytest.approx(halfway)
+    assert factor(110) == factor(1000) == pytest.approx(1.0 if schedule == "constant" else 0.01)
+
+
+@given(st.sampled_from(("cosine", "exponential", "constant")), st.integers(0, 50), st.integers(1, 100),
+       st.floats(1e-6, 1.0), st.floats(1e-3, 1.0))
+def test_any_schedule_stays_between_its_rates_and_never_rises_after_the_warm_up(
+        schedule: str, warmup: int, max_steps: int, lr: float, lowest: float) -> None:
+    config = OptimConfig(lr=lr, min_lr=lr * lowest, schedule=schedule, warmup_steps=warmup)
+    factors = [lr_factor(config, max_steps)(step) for step in range(max_steps + 1)]
+    assert all(0 < factor <= 1 + 1e-12 for factor in factors)
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(factors[warmup:]))
+    assert all(factor >= lowest * (1 - 1e-9) for factor in factors[warmup:])
