@@ -10,7 +10,8 @@ from kernels.registry import KernelUnavailable, check, names, runnable, why_not
 from kernels.wkv import WKV
 
 AUTO = "auto"
-PREFERRED = ("taichi_v3", "conv1d")      # what auto takes, the first that runs
+# What auto takes: the first that runs. On a CPU the fastest measured (the README's table); on a GPU nothing is measured yet.
+PREFERRED = {"cpu": ("taichi_scan", "conv1d"), "cuda": ("taichi_v3", "conv1d")}
 
 
 def selectable() -> list[str]:
@@ -22,12 +23,15 @@ def resolve(name: str, device: str | torch.device = "cpu") -> str:
     """`auto` as the name that it stands for on `device`; any other name as it is."""
     if name != AUTO:
         return name
-    return next(choice for choice in PREFERRED if why_not("timex", choice, torch.device(device).type) is None)
+    device = torch.device(device).type
+    return next(choice for choice in _preferred(device) if why_not(_op(choice), choice, device) is None)
 
 
 def why_auto(device: str | torch.device = "cpu") -> str:
     """What auto resolves to on `device` and, where it is not the first choice, why: one line to print."""
-    chosen, reason = resolve(AUTO, device), why_not("timex", PREFERRED[0], torch.device(device).type)
+    device = torch.device(device).type
+    first = _preferred(device)[0]
+    chosen, reason = resolve(AUTO, device), why_not(_op(first), first, device)
     return f"{chosen} (chosen by auto)" if reason is None else f"{chosen} (chosen by auto: {reason})"
 
 
@@ -36,13 +40,20 @@ def select(name: str, device: str | torch.device = "cpu") -> WKV:
     name, device = resolve(name, device), torch.device(device)
     if name not in selectable():
         raise ValueError(f"unknown kernel {name!r}; on {device.type} there are: {', '.join(_runnable(device))}")
-    op = "wkv" if name in names("wkv") else "timex"
     try:
-        check(op, name, device)
+        check(_op(name), name, device)
     except KernelUnavailable as error:
         reason = str(error).split("; on ")[0]
         raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(_runnable(device))}") from None
-    return WKV(name) if op == "wkv" else WKV("timex", timex=name)
+    return WKV(name) if _op(name) == "wkv" else WKV("timex", timex=name)
+
+
+def _op(name: str) -> str:
+    return "wkv" if name in names("wkv") else "timex"
+
+
+def _preferred(device: str) -> tuple[str, ...]:
+    return PREFERRED.get(device, PREFERRED["cpu"])
 
 
 def _runnable(device: torch.device) -> list[str]:

@@ -39,7 +39,7 @@ class DataConfig:
     path: str | None = None
     tokenizer: str = "bpe"
     vocab_size: int = 2048
-    batch_size: int = 16
+    batch_size: int = 8
     cache_dir: str = ".cache"
     val_fraction: float = 0.1
     num_workers: int = 0
@@ -83,9 +83,9 @@ class TrainerConfig:
     """Steps are optimiser steps. malloc: tuned keeps large freed blocks in the process (glibc), default does not."""
 
     accelerator: str = "auto"
-    max_steps: int = 1000
-    val_every: int = 500
-    checkpoint_every: int = 500
+    max_steps: int = 1100
+    val_every: int = 550
+    checkpoint_every: int = 550
     log_every: int = 10
     precision: str = "32-true"
     accumulate: int = 1

@@ -36,7 +36,7 @@ def test_a_stub_in_the_folder_is_selectable() -> None:
 
 
 def test_auto_takes_the_first_preferred_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for missing, chosen in (("", "taichi_v3"), ("taichi_v3", "conv1d")):
+    for missing, chosen in (("", "taichi_scan"), ("taichi_scan", "conv1d")):
         reasons = {missing: "it is away"}
         monkeypatch.setattr(select, "why_not", lambda op, name, device, reasons=reasons: reasons.get(name))
         assert select.resolve("auto") == chosen
