@@ -33,7 +33,10 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """name: stdlib | text.  tokenizer: byte | char | bpe | FILE.json.  vocab_size is for bpe alone."""
+    """name: stdlib | text.  tokenizer: byte | char | bpe | FILE.json.  vocab_size is for bpe alone.
+
+    sample_prompt: what the sample shown after training continues; empty for a text from its beginning.
+    """
 
     name: str = "stdlib"
     path: str | None = None
@@ -43,6 +46,7 @@ class DataConfig:
     cache_dir: str = ".cache"
     val_fraction: float = 0.1
     num_workers: int = 0
+    sample_prompt: str = ""
 
     def __post_init__(self) -> None:
         _one_of("data.name", self.name, ("stdlib", "text"))
@@ -83,9 +87,9 @@ class TrainerConfig:
     """Steps are optimiser steps. malloc: tuned keeps large freed blocks in the process (glibc), default does not."""
 
     accelerator: str = "auto"
-    max_steps: int = 1100
-    val_every: int = 550
-    checkpoint_every: int = 550
+    max_steps: int = 1000
+    val_every: int = 500
+    checkpoint_every: int = 500
     log_every: int = 10
     precision: str = "32-true"
     accumulate: int = 1

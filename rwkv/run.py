@@ -18,6 +18,7 @@ from rwkv.config import TrainConfig
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
+FREE = ("data.cache_dir", "data.sample_prompt")      # what may change when a run is continued
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
     merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
     for key in _options_given(given):
         old, new = _look_up(merged, key), _look_up(config, key)
-        if key.split(".")[0] in ("model", "data", "seed") and key != "data.cache_dir" and old != new:
+        if key.split(".")[0] in ("model", "data", "seed") and key not in FREE and old != new:
             raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
         _put(merged, key, new)
     if read.step >= merged.trainer.max_steps:

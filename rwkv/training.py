@@ -71,7 +71,9 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     """A sample on standard output, and the command for more."""
     task.model.eval()
     say("\nsample:")
-    for piece in generate(task.model, tokenizer, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+    prompt = config.data.sample_prompt
+    print(prompt, end="")
+    for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
         print(piece, end="", flush=True)
     print(flush=True)
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
