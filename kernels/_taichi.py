@@ -95,8 +95,7 @@ def _ensure(device: torch.device) -> None:
 def _start(arch: Any) -> None:
     """real_matrix_scalarize=False keeps ti vectors as LLVM vectors: several times faster on a CPU.
 
-    fast_math (Taichi's default) stays on because it is what allows fused multiply-adds; NaN and infinity still
-    propagate through the sums of products, which is all that these kernels compute.
+    fast_math (Taichi's default) stays on: it lets LLVM reorder sums, and NaN and infinity still propagate through them.
     """
     try:
         with _silent(), _no_version_check():

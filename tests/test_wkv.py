@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.compare import WKVInputs, double, err_ratio, errors, misses, wkv_results, wkv_tolerance
-from kernels.registry import check, names, why_not
+from kernels.registry import check, load, names, why_not
 from kernels.select import selectable
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
@@ -91,6 +91,12 @@ def test_gradients_of_each_output_alone(wkv: WKV, of: str, device: str) -> None:
 @pytest.mark.parametrize("block", [1, 7, 200])
 def test_every_block_length_is_the_same_operator(block: int, device: str) -> None:
     assert not against_reference(WKV("timex", timex="conv1d", block=block), cases.inputs(3, 70, 4, device=device))
+
+
+@pytest.mark.parametrize("in_cache", [1, 300])
+def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load("wkv", "torch_scan"), "IN_CACHE", in_cache)
+    assert not against_reference(WKV("torch_scan"), cases.inputs(3, 270, 4, 5.0, device=device))
 
 
 def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
