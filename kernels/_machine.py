@@ -18,7 +18,7 @@ COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # well beyond any cache
 
 def describe(device: str) -> dict[str, Any]:
     """Processor, GPU, threads, versions, commit and time, as plain data."""
-    machine = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "system": platform.platform(terse=True),
+    machine = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}",
                "python": platform.python_version(), "torch": torch.__version__}
     machine |= {name: version for name in PACKAGES if (version := _version(name))}
     if device == "cuda":

@@ -67,7 +67,10 @@ class LanguageModel(lightning.LightningModule):
                                     gradient_clip_algorithm: str | None = None) -> None:
         """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have."""
         if gradient_clip_val:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # elsewhere, looking would wait for the device
+                torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
