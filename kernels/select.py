@@ -20,11 +20,12 @@ def selectable() -> list[str]:
 
 
 def resolve(name: str, device: str | torch.device = "cpu") -> str:
-    """`auto` as the name that it stands for on `device`; any other name as it is."""
+    """`auto` as the name that it stands for on `device`, the last choice where none runs; any other name as it is."""
     if name != AUTO:
         return name
     device = torch.device(device).type
-    return next(choice for choice in _preferred(device) if why_not(_op(choice), choice, device) is None)
+    choices = _preferred(device)
+    return next((choice for choice in choices if why_not(_op(choice), choice, device) is None), choices[-1])
 
 
 def why_auto(device: str | torch.device = "cpu") -> str:
@@ -44,7 +45,8 @@ def select(name: str, device: str | torch.device = "cpu") -> WKV:
         check(_op(name), name, device)
     except KernelUnavailable as error:
         reason = str(error).split("; on ")[0]
-        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(_runnable(device))}") from None
+        others = _runnable(device)[1:]
+        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(others)}" if others else reason) from None
     return WKV(name) if _op(name) == "wkv" else WKV("timex", timex=name)
 
 

@@ -48,6 +48,13 @@ def test_auto_runs_here() -> None:
     assert select.resolve("formula") == "formula"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("name", ["auto", "conv1d", "taichi_v3"])
+def test_a_device_that_is_not_there_is_a_sentence(name: str) -> None:
+    with pytest.raises(KernelUnavailable, match="on cuda needs a CUDA device, and torch sees none$"):
+        select.select(name, "cuda")
+
+
 def test_an_unknown_kernel_lists_those_that_run_here() -> None:
     with pytest.raises(ValueError, match=r"^unknown kernel 'nonsense'; on cpu there are: auto, conv1d, .*reference") as error:
         select.select("nonsense")
