@@ -45,8 +45,8 @@ def select(name: str, device: str | torch.device = "cpu") -> WKV:
         check(_op(name), name, device)
     except KernelUnavailable as error:
         reason = str(error).split("; on ")[0]
-        others = _runnable(device)[1:]
-        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(others)}" if others else reason) from None
+        here = _runnable(device)         # auto first, which is of no use alone
+        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(here)}" if here[1:] else reason) from None
     return WKV(name) if _op(name) == "wkv" else WKV("timex", timex=name)
 
 

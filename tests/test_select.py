@@ -51,7 +51,7 @@ def test_auto_runs_here() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("name", ["auto", "conv1d", "taichi_v3"])
 def test_a_device_that_is_not_there_is_a_sentence(name: str) -> None:
-    with pytest.raises(KernelUnavailable, match="on cuda needs a CUDA device, and torch sees none$"):
+    with pytest.raises(KernelUnavailable, match=r"on cuda needs a CUDA device, and torch sees none$"):
         select.select(name, "cuda")
 
 
