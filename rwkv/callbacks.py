@@ -1,6 +1,7 @@
 """What happens around training steps: throughput, a clean Ctrl-C, and a progress bar that shows the loss."""
 
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -59,10 +60,15 @@ class StopCleanly(Callback):
 
 
 class Metrics(Callback):
-    """train/loss, tok_per_sec, lr and peak_mem (MiB) every `log_every` steps; validation is not in the time."""
+    """train/loss, tok_per_sec, lr and peak_mem (MiB) every `log_every` steps; validation is not in the time.
+
+    At the end it says the median milliseconds of a step, of those that were logged.
+    """
 
     def __init__(self, log_every: int) -> None:
         self.log_every, self._tokens, self._since, self._lr = log_every, 0, 0.0, 0.0
+        self._ms_per_token: list[float] = []
+        self._tokens_per_step = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restart()
@@ -77,13 +83,20 @@ class Metrics(Callback):
                            batch: Any, batch_idx: int) -> None:
         self._tokens += batch[0].numel()
         if trainer.global_step % self.log_every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            metrics = {"train/loss": outputs["loss"].item() * trainer.accumulate_grad_batches,
-                       "tok_per_sec": self._tokens / (time.perf_counter() - self._since),
+            loss, seconds = outputs["loss"].item(), time.perf_counter() - self._since
+            self._ms_per_token.append(1000 * seconds / self._tokens)
+            self._tokens_per_step = batch[0].numel() * trainer.accumulate_grad_batches
+            metrics = {"train/loss": loss * trainer.accumulate_grad_batches, "tok_per_sec": self._tokens / seconds,
                        "lr": self._lr, "peak_mem": peak_memory_mib(pl_module.device)}
             pl_module.log_dict(metrics, logger=False)    # for the bar; Lightning would log them again at every step
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)
             self._restart()
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        if stage == "fit" and self._ms_per_token:
+            median = statistics.median(self._ms_per_token) * self._tokens_per_step
+            print(f"median {median:.1f} ms a step of {self._tokens_per_step:,} tokens", file=sys.stderr)
 
     def _restart(self) -> None:
         self._tokens, self._since = 0, time.perf_counter()

@@ -41,7 +41,7 @@ def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device
         max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         val_check_interval=config.val_every * config.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         overfit_batches=config.overfit_batches, gradient_clip_val=grad_clip or None, logger=loggers, log_every_n_steps=1,
-        callbacks=[Metrics(config.log_every), StopCleanly(out_dir / LAST), Bar(),
+        callbacks=[StopCleanly(out_dir / LAST), Bar(), Metrics(config.log_every),
                    *checkpoints(out_dir, config.checkpoint_every)],
         default_root_dir=out_dir, enable_model_summary=False, enable_progress_bar=False)
 
@@ -57,7 +57,7 @@ def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, s
     """What will happen: device, kernel, parameters, tokens, steps, estimated minutes; on standard error."""
     config = run.config
     tokens = config.data.batch_size * config.model.ctx_len * config.trainer.accumulate
-    steps = config.trainer.max_steps
+    steps = config.trainer.max_steps - (run.resume_step or 0)
     minutes = _seconds_per_step(task, config, device) * steps / 60
     say(f"data       {source}")
     say(f"model      RWKV-4, {config.model.n_layer} layers, {config.model.n_embd} wide, "
