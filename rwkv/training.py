@@ -41,7 +41,7 @@ def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device
         max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
         val_check_interval=config.val_every * config.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         overfit_batches=config.overfit_batches, gradient_clip_val=grad_clip or None, logger=loggers, log_every_n_steps=1,
-        callbacks=[StopCleanly(out_dir / LAST), Bar(), Metrics(config.log_every),
+        callbacks=[Bar(), Metrics(config.log_every), StopCleanly(out_dir / LAST),
                    *checkpoints(out_dir, config.checkpoint_every)],
         default_root_dir=out_dir, enable_model_summary=False, enable_progress_bar=False)
 
