@@ -9,24 +9,22 @@ from kernels.select import select
 from rwkv import cli
 from rwkv.checkpoint import Checkpoint, read_checkpoint
 from rwkv.config import GenerateConfig
-from rwkv.generation import generate
 from rwkv.model import RWKV
+from rwkv.state_file import load_context
 from rwkv.tokenizer import Tokenizer
+from rwkv.writing import check, prompts_of, write
 
 
 def main(config: GenerateConfig, line: cli.CommandLine) -> None:
+    check(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     wkv = select(config.kernel.name, device)
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
-    prompt = sys.stdin.read() if config.prompt == "-" else config.prompt or ""
-    pieces = generate(model, tokenizer, prompt, config.max_new_tokens, config.temperature, config.top_k, config.top_p,
-                      config.seed)
-    print(prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+    context = load_context(config.state, model, tokenizer) if config.state else None
+    if not write(model, tokenizer, config, prompts_of(config), context):
+        sys.exit(cli.INTERRUPTED)
 
 
 def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> Tokenizer:

@@ -30,7 +30,9 @@ from kernels.select import select
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 VERBATIM = ("prompt", "checkpoint", "tokenizer", "out_dir", "resume", "data.path", "data.cache_dir",
-            "data.tokenizer", "data.sample_prompt", "logger.run_name", "logger.group")
+            "data.tokenizer", "data.sample_prompt", "logger.run_name", "logger.group", "prompts", "stop", "state", "save_state",
+            "out")
+REPEATABLE = ("stop",)                   # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -40,7 +42,7 @@ class CommandLine:
     """The overrides for Hydra, those taken verbatim by key, and Hydra's own flags (-m, --help, --cfg job)."""
 
     overrides: list[str]
-    verbatim: dict[str, str]
+    verbatim: dict[str, str | list[str]]
     flags: list[str]
 
     @property
@@ -70,7 +72,9 @@ def split(arguments: list[str], schema: type) -> CommandLine:
     line = CommandLine([], {}, [])
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if equals and key in VERBATIM and _exists(schema, key):
+        if equals and key in REPEATABLE and _exists(schema, key):
+            line.verbatim[key] = [*line.verbatim.get(key, []), value]
+        elif equals and key in VERBATIM and _exists(schema, key):
             line.verbatim[key] = value
         elif not argument.startswith("-"):
             line.overrides.append(argument)
@@ -79,7 +83,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
     return line
 
 
-def build(composed: DictConfig, verbatim: dict[str, str]) -> Any:
+def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:
     """The schema's object, with the verbatim values put in (`null` means none, as in YAML)."""
     config = OmegaConf.to_object(composed)
     for key, value in verbatim.items():
@@ -172,7 +176,7 @@ def _jobs(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices)]
 
 
-def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str]) -> None:
+def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | list[str]]) -> None:
     try:
         composed = hydra.compose(config_name, overrides)
     except HydraException as error:

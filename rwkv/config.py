@@ -138,26 +138,49 @@ class TrainConfig:
 
 @dataclass
 class GenerateConfig:
-    """checkpoint: a file or a run's directory. tokenizer: FILE.json, where the checkpoint carries none."""
+    """checkpoint: a file or a run's directory. tokenizer: FILE.json, where the checkpoint carries none.
+
+    prompts: a file with a prompt on each line; num_samples of each, with seeds from `seed` on, batch_size texts at a time.
+    stop may be given several times. state: a file that save_state= wrote. out: a file for the texts as lines of JSON, with
+    the log-probabilities of the `logprobs` likeliest tokens. The options of choosing a token: rwkv/sampling.py.
+    """
 
     checkpoint: str = "runs/latest"
     tokenizer: str | None = None
     prompt: str | None = None
+    prompts: str | None = None
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = "auto"
     dtype: str = "float32"
     max_new_tokens: int = 200
+    stop: list[str] = field(default_factory=list)
+    stop_tokens: list[int] = field(default_factory=list)
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    banned: list[int] = field(default_factory=list)
+    order: str = "hf"
+    logprobs: int = 0
     seed: int = 0
+    num_samples: int = 1
+    batch_size: int = 16
+    state: str | None = None
+    save_state: str | None = None
+    stream: bool = True
+    out: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        _one_of("dtype", self.dtype, ("float32", "bfloat16", "int8"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        for name in ("max_new_tokens", "temperature", "top_k", "seed"):
+        for name in ("max_new_tokens", "seed", "logprobs"):
             _at_least(name, getattr(self, name), 0)
-        _between("top_p", self.top_p, 0.0, 1.0, closed=True)
+        for name in ("num_samples", "batch_size"):
+            _at_least(name, getattr(self, name), 1)
 
 
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:

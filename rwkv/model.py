@@ -46,6 +46,7 @@ class RWKV(Pretrained, nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, wkv: WKV) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
+        self.fingerprint: str | None = None      # rwkv/fingerprint.py
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer, wkv) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)
@@ -61,7 +62,7 @@ class RWKV(Pretrained, nn.Module):
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         state = state if state is not None else self.empty_state(len(tokens))
         blocks, layers = self._layers(), []
-        x = blocks[0].ln0(self.emb(tokens))
+        x = blocks[0].ln0(self.emb(tokens).to(self.ln_out.weight.dtype))
         for block, layer_state in zip(blocks, state.layers(), strict=True):
             x, layer_state = block(x, layer_state)
             layers.append(layer_state)

@@ -1,0 +1,127 @@
+"""One token after the other for a batch of rows, with as few small operations as PyTorch allows.
+
+The arithmetic is the model's (rwkv/model.py at T = 1, WKV.step), which the tests hold it to. What makes it quicker: the
+weights' forms are prepared once, buffers are overwritten, all mixes of a layer are one operation, and WKV's two
+rescalings, of what y reads and of what the state becomes, are done together.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.wkv import decay_exponent
+from rwkv.channel_mix import ChannelMix
+from rwkv.model import RWKV, Block
+from rwkv.state import State
+from rwkv.time_mix import TimeMix
+
+
+class Decoder:
+    """Reads one token (B,) per step from a state of its own; `state` is what it has become, and `keep` drops rows."""
+
+    @torch.inference_mode()
+    def __init__(self, model: RWKV, state: State) -> None:
+        self._embedding, blocks = model.emb.weight, model._layers()
+        self._ln0, self._ln_out = _norm(blocks[0].ln0), _norm(model.ln_out)
+        self._layers = [_Layer(block, *parts) for block, parts in zip(blocks, zip(*state, strict=True), strict=True)]
+        self._head, self._dtype = _linear(model.head), model.ln_out.weight.dtype
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """The logits (B,V) after tokens (B,)."""
+        x = self._ln0(F.embedding(tokens.to(self._embedding.device), self._embedding).to(self._dtype))
+        for layer in self._layers:
+            x = layer.step(x)
+        return self._head(self._ln_out(x))
+
+    @torch.inference_mode()
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with these rows alone, in this order."""
+        for layer in self._layers:
+            layer.keep(rows)
+
+    def state(self) -> State:
+        """A copy of the state."""
+        parts = ((layer.att.x, *layer.att.ab, layer.att.p, layer.ffn.x) for layer in self._layers)
+        return State(*(torch.stack(part).float() for part in zip(*parts, strict=True)))
+
+
+class _Layer:
+    def __init__(self, block: Block, att_x: Tensor, a: Tensor, b: Tensor, p: Tensor, ffn_x: Tensor) -> None:
+        self._ln1, self._ln2 = _norm(block.ln1), _norm(block.ln2)
+        self.att, self.ffn = _TimeMixStep(block.att, att_x, a, b, p), _ChannelMixStep(block.ffn, ffn_x)
+
+    def step(self, x: Tensor) -> Tensor:
+        x = x + self.att.step(self._ln1(x))
+        return self.ffn.add_step(x, self._ln2(x))
+
+    def keep(self, rows: list[int]) -> None:
+        self.att.keep(rows)
+        self.ffn.x = self.ffn.x[rows]
+
+
+class _TimeMixStep:
+    """x (B,C) -> (B,C). The state: x of the step before; ab (2,B,A), numerator and denominator; p (B,A)."""
+
+    def __init__(self, att: TimeMix, x: Tensor, a: Tensor, b: Tensor, p: Tensor) -> None:
+        self._key, self._value, self._receptance = _linear(att.key), _linear(att.value), _linear(att.receptance)
+        self._output = _linear(att.output)
+        self._mu = torch.stack((att.time_mix_k[0], att.time_mix_v[0], att.time_mix_r[0]))                   # (3,1,C)
+        u, w = att.time_first.float(), decay_exponent(att.time_decay.float())
+        self._on_p = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)        # (2,1,A): as y reads p, as the state keeps it
+        self._on_k = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
+        self.x, self.ab, self.p = x.to(self._mu.dtype), torch.stack((a, b)), p
+        self._v1 = torch.ones_like(self.ab)                                                          # (2,B,A): v and 1
+
+    def step(self, x: Tensor) -> Tensor:
+        for_k, for_v, for_r = torch.lerp(self.x, x, self._mu).unbind()
+        self.x = x
+        y = self._remember(self._key(for_k), self._value(for_v))
+        return self._output(self._receptance(for_r).sigmoid_().mul_(y))
+
+    def _remember(self, k: Tensor, v: Tensor) -> Tensor:
+        """WKV.step twice at once: index 0 is y's weighting (p against u + k), index 1 the new state's (p + w against k)."""
+        past, now = self.p + self._on_p, k + self._on_k                                                      # (2,B,A)
+        top = torch.maximum(past, now)
+        past, now = past.sub_(top).exp_(), now.sub_(top).exp_()
+        self._v1[0] = v
+        y_and_state = torch.mul(past.unsqueeze(1), self.ab).addcmul_(now.unsqueeze(1), self._v1)           # (2,2,B,A)
+        (num, den), self.ab = y_and_state.unbind()
+        self.p = top[1]
+        return num.div_(den)
+
+    def keep(self, rows: list[int]) -> None:
+        self.x, self.ab, self.p, self._v1 = self.x[rows], self.ab[:, rows], self.p[rows], self._v1[:, rows]
+
+
+class _ChannelMixStep:
+    """x (B,C) -> (B,C). The state: x of the step before."""
+
+    def __init__(self, ffn: ChannelMix, x: Tensor) -> None:
+        self._key, self._value, self._receptance = _linear(ffn.key), _linear(ffn.value), _linear(ffn.receptance)
+        self._mu = torch.stack((ffn.time_mix_k[0], ffn.time_mix_r[0]))                                      # (2,1,C)
+        self.x = x.to(self._mu.dtype)
+
+    def add_step(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + what channel mixing makes of x."""
+        for_k, for_r = torch.lerp(self.x, x, self._mu).unbind()
+        self.x = x
+        hidden = self._key(for_k).relu_().square_()
+        return torch.addcmul(residual, self._receptance(for_r).sigmoid_(), self._value(hidden))
+
+
+def _norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    assert isinstance(norm, nn.LayerNorm)
+    return partial(_layer_norm, norm.weight, norm.bias, norm.normalized_shape, norm.eps)
+
+
+def _layer_norm(weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float, x: Tensor) -> Tensor:
+    return torch.layer_norm(x, shape, weight, bias, eps)
+
+
+def _linear(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The layer as a plain function: nn.Module's call costs as much as a small operation."""
+    return partial(F.linear, weight=layer.weight) if type(layer) is nn.Linear else layer.forward
