@@ -141,7 +141,7 @@ class GenerateConfig:
     """checkpoint: a file or a run's directory. tokenizer: FILE.json, where the checkpoint carries none.
 
     prompts: a file with a prompt on each line; num_samples of each, with seeds from `seed` on, batch_size texts at a time.
-    stop may be given several times. state: a file that save_state= wrote. out: a file for the texts as lines of JSON, with
+    stop and logit_bias=ID:NUMBER may be given several times. state: a file that save_state= wrote. out: a file for the texts as lines of JSON, with
     the log-probabilities of the `logprobs` likeliest tokens. The options of choosing a token: rwkv/sampling.py.
     """
 
@@ -162,7 +162,7 @@ class GenerateConfig:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: list[str] = field(default_factory=list)
     banned: list[int] = field(default_factory=list)
     order: str = "hf"
     logprobs: int = 0

@@ -25,15 +25,20 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, non_negative: bool = False) -> None:
         super().__init__()
+        self.in_features = weight.shape[1]
         self._step, self._zero = (1 / 255, 0) if non_negative else (1 / 127, 128)
         self._packed = _pack(weight.detach().float())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         largest = rows.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
-        product: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows / largest, self._step, self._zero, self._packed)
-        return product.mul_(largest).view(*x.shape[:-1], -1)
+        return self.product(rows / largest).mul_(largest).view(*x.shape[:-1], -1)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """The integer product alone, of rows (B,K) within [-1, 1]."""
+        out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows, self._step, self._zero, self._packed)
+        return out
 
 
 @torch.no_grad()

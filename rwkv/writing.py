@@ -32,8 +32,8 @@ def check(config: GenerateConfig) -> tuple[Ending, Sampling]:
         raise ValueError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
     ending = Ending(config.max_new_tokens, tuple(config.stop), tuple(config.stop_tokens))
     return ending, Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty,
-                            config.presence_penalty, config.frequency_penalty, config.logit_bias, tuple(config.banned),
-                            config.order)
+                            config.presence_penalty, config.frequency_penalty, dict(map(_bias, config.logit_bias)),
+                            tuple(config.banned), config.order)
 
 
 def prompts_of(config: GenerateConfig) -> list[str]:
@@ -72,6 +72,14 @@ def write(model: RWKV, tokenizer: Tokenizer, config: GenerateConfig, prompts: Se
             if interrupt.asked:
                 return False
     return True
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ValueError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
 
 
 def _show(writer: Writer, stream: bool, start: int, interrupt: Interrupt) -> None:

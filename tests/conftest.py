@@ -1,7 +1,8 @@
 """What all tests share: `pytest --device cuda`, and uninitialised memory full of NaN for the tests of kernels."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +29,13 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """train.py and generate.py in an empty directory: tests/programs.py, imported here since kernels need none of it."""
+    from programs import caller
+
+    monkeypatch.chdir(tmp_path)
+    return caller(monkeypatch, capsys)

@@ -1,9 +1,6 @@
 """The command line: every configuration composes, free text stays as it was typed, and a user's mistake is one sentence."""
 
-import io
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,35 +11,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import small_model
+from programs import PROGRAMS, Run, one_sentence
 
-import generate
-import train
 from rwkv import cli
 from rwkv.config import GenerateConfig, TrainConfig
 from rwkv.run import as_plain
-from rwkv.tokenizer import CharTokenizer
 
-PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig)}
 CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """run("train", "kernel=conv1d", ...) -> exit status, standard output, standard error, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(program: str, *arguments: str) -> tuple[int, str, str]:
-        main, schema = PROGRAMS[program]
-        monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
-        status = 0
-        try:
-            cli.run(main, schema, program)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def compose(program: str, *arguments: str) -> Any:
@@ -128,17 +103,6 @@ def test_null_is_none() -> None:
 # What is wrong is said in one sentence
 
 
-def one_sentence(result: tuple[int, str, str], *said: str) -> None:
-    status, output, error = result
-    assert (status, output) == (2, "")
-    assert error.startswith("error: ")
-    assert error.endswith("\n")
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-    for part in said:
-        assert part in error
-
-
 @pytest.mark.parametrize(("argument", "said"), [
     ("kernel=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
     ("kernel.name=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
@@ -211,41 +175,6 @@ def test_a_foreign_file_to_resume_from_is_one_sentence(run: Run) -> None:
     one_sentence(run("train", "resume=weights.pth"), "weights.pth")
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    tokenizer = CharTokenizer("abc ü,\n")
-    small_model("conv1d", tokenizer.vocab_size).save_pretrained(tmp_path / "model.ckpt", tokenizer)
-    return tmp_path / "model.ckpt"
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:2000])
-
-
-@pytest.mark.parametrize(("arguments", "said"), [
-    ((), "no checkpoint at runs/latest"),
-    (("checkpoint=absent.ckpt",), "no checkpoint at absent.ckpt"),
-    (("checkpoint=.",), "no checkpoint in ."),
-    (("checkpoint=model.ckpt", "kernel=nonsense"), "unknown kernel 'nonsense'"),
-    (("checkpoint=model.ckpt", "prompt=zebra!"), "'!', 'e', 'r', 'z': not among the 7 characters"),
-    (("checkpoint=model.ckpt", "tokenizer=absent.json"), "cannot read the tokenizer file absent.json"),
-    (("checkpoint=model.ckpt", "temperature=-1"), "temperature is at least 0"),
-    (("checkpoint=model.ckpt", "top_p=0"), "top_p lies above 0 and at most 1"),
-    (("checkpoint=model.ckpt", "top_p=high"), "top_p: Value 'high'"),
-    (("checkpoint=model.ckpt", "max_tokens=3"), "did you mean max_new_tokens?"),
-    (("checkpoint=model.ckpt", "dtype=int8"), "dtype is one of float32, bfloat16"),
-])
-def test_a_wrong_generation_is_one_sentence(run: Run, checkpoint: Path, arguments: tuple[str, ...], said: str) -> None:
-    one_sentence(run("generate", *arguments), said)
-
-
-def test_a_damaged_checkpoint_is_one_sentence(run: Run, checkpoint: Path) -> None:
-    truncate(checkpoint)
-    one_sentence(run("generate", "checkpoint=model.ckpt"), "model.ckpt cannot be read as a checkpoint: it is truncated")
-    small_model(vocab_size=256).save_pretrained("bare.pth")
-    one_sentence(run("generate", "checkpoint=bare.pth"), "bare.pth carries no tokenizer: name its file with tokenizer=")
-
-
 def test_a_bug_keeps_its_stack_trace() -> None:
     """Only what this program says on purpose is a sentence."""
     with pytest.raises(ValueError, match="Expecting value"):
@@ -257,32 +186,7 @@ def test_a_bug_keeps_its_stack_trace() -> None:
 # What is right
 
 
-@pytest.mark.parametrize("prompt", ["abc\n", "", "a b, c"])
-def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, checkpoint: Path, prompt: str) -> None:
-    status, output, error = run("generate", "checkpoint=model.ckpt", f"prompt={prompt}", "max_new_tokens=20", "kernel=conv1d")
-    assert (status, error) == (0, "")
-    assert output.startswith(prompt)
-    assert set(output) <= set("abc ü,\n")
-    again = run("generate", "checkpoint=model.ckpt", f"prompt={prompt}", "max_new_tokens=20", "kernel=reference")
-    assert again[1] == output
-
-
-def test_a_prompt_from_standard_input(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("cab\nü"))
-    assert run("generate", "checkpoint=model.ckpt", "prompt=-", "max_new_tokens=0") == (0, "cab\nü\n", "")
-
-
 def test_help_is_there(run: Run) -> None:
     status, output, _ = run("train", "--help")
     assert status == 0
     assert "kernel: auto, conv1d, formula" in output
-
-
-def test_the_end_of_the_reader_is_not_an_error(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python generate.py | head`"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w", encoding="utf-8") as closed, monkeypatch.context() as patch:  # noqa: PTH123 (a descriptor)
-        patch.setattr(sys, "stdout", closed)
-        status, _, error = run("generate", "checkpoint=model.ckpt", "prompt=a", "kernel=conv1d")
-    assert (status, error) == (0, "")

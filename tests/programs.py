@@ -1,0 +1,41 @@
+"""The programs as a user starts them, within this process: `run("generate", "prompt=a")`."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import generate
+import train
+from rwkv import cli
+from rwkv.config import GenerateConfig, TrainConfig
+
+PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig)}
+Run = Callable[..., tuple[int, str, str]]
+
+
+def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """run("train", "kernel=conv1d", ...) -> exit status, standard output, standard error."""
+    def call(program: str, *arguments: str) -> tuple[int, str, str]:
+        main, schema = PROGRAMS[program]
+        monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+        status = 0
+        try:
+            cli.run(main, schema, program)
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def one_sentence(result: tuple[int, str, str], *said: str) -> None:
+    """A user's mistake: exit status 2, nothing on standard output, and one line that says all of `said`."""
+    status, output, error = result
+    assert (status, output) == (2, "")
+    assert error.startswith("error: ")
+    assert error.endswith("\n")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    for part in said:
+        assert part in error
