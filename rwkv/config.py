@@ -141,8 +141,9 @@ class GenerateConfig:
     """checkpoint: a file or a run's directory. tokenizer: FILE.json, where the checkpoint carries none.
 
     prompts: a file with a prompt on each line; num_samples of each, with seeds from `seed` on, batch_size texts at a time.
-    stop and logit_bias=ID:NUMBER may be given several times. state: a file that save_state= wrote. out: a file for the texts as lines of JSON, with
-    the log-probabilities of the `logprobs` likeliest tokens. The options of choosing a token: rwkv/sampling.py.
+    stop and logit_bias=ID:NUMBER may be given several times. state: a file that save_state= wrote. out: a file for the
+    texts as lines of JSON, with the log-probabilities of the `logprobs` likeliest tokens. The options of choosing a token:
+    rwkv/sampling.py.
     """
 
     checkpoint: str = "runs/latest"
