@@ -3,10 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 READY_TO_TEST := .venv/installed-dev
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 OUT ?= gpu-check
+BENCH := $(BIN)/python -m kernels.bench
+RESULTS := benchmarks/results
+MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: train test lint bench gpu-check clean
+.PHONY: train test soak lint bench peers parity gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -14,14 +18,25 @@ train: $(INSTALLED)                      ## train the default model and print a 
 test: lint                               ## everything that must be true
 	$(BIN)/python -m pytest
 
+soak: $(READY_TO_TEST)                   ## what takes minutes: a thousand damaged files, full sizes
+	$(BIN)/python -m pytest -m soak
+
 lint: $(READY_TO_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrite the tables from what was measured
-	$(BIN)/python -m kernels.bench timex --json benchmarks/results/timex-cpu.json
-	$(BIN)/python -m kernels.bench wkv --json benchmarks/results/wkv-cpu.json
+bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrite the tables and figures from what was measured
+	$(BENCH) timex --sweep --json $(RESULTS)/timex-cpu.json
+	$(BENCH) wkv --sweep --json $(RESULTS)/wkv-cpu.json
+	$(BENCH) wkv --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv-cpu-bfloat16.json
 	$(BIN)/python -m kernels.tables
+	$(BIN)/python -m kernels.plot benchmarks/plots
+	-$(BIN)/python -m kernels.verdicts
+
+peers: $(PEERS)/installed                ## PyPI's rwkv and transformers, apart: their packages have the names of ours
+
+parity: $(READY_TO_TEST) $(PEERS)/installed     ## logits and state beside the peers' and beside float64, under every kernel
+	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
 	$(PYTHON) -m kernels.gpu_check $(OUT)
@@ -35,5 +50,10 @@ $(READY_TO_TEST): $(INSTALLED)
 	$(PIP) -e ".[dev]"
 	touch $@
 
+$(PEERS)/installed: constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers
+	touch $@
+
 clean:
-	rm -rf .venv .cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) .cache .mypy_cache .ruff_cache .hypothesis

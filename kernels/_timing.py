@@ -11,7 +11,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 SHORTEST_S = 0.004       # what is measured at once: a short function is repeated until it takes this long
 MAX_ROUNDS = 21
-LONG_S = 3.0
 
 
 def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
@@ -19,7 +18,7 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
 
     Each function has been called before its first sample, except where a single call takes more than its budget.
     """
-    once = {key: _seconds_warm(function, device) for key, function in work.items()}
+    once = {key: _seconds_warm(function, device, budget_s) for key, function in work.items()}
     samples: dict[Key, list[float]] = {key: [first] if first > budget_s else [] for key, first in once.items()}
     repeats = {key: max(1, math.ceil(SHORTEST_S / first)) for key, first in once.items()}
     for _ in range(MAX_ROUNDS):
@@ -29,16 +28,20 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
     return samples
 
 
+def shortest(function: Callable[[], Any], device: str, calls: int = 2) -> float:
+    """Seconds of the fastest of a few calls, for an estimate; the first may pay for a compilation."""
+    return min(seconds(function, device) for _ in range(calls))
+
+
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
     """Mean seconds of one call out of `repeats`, everything that was launched having finished."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
 
 
-
-def _seconds_warm(function: Callable[[], Any], device: str) -> float:
-    """The second call, because the first may have paid for a compilation; of a very long one the first."""
+def _seconds_warm(function: Callable[[], Any], device: str, budget_s: float) -> float:
+    """The second call, because the first may have paid for a compilation; of a long one the first."""
     once = seconds(function, device)
-    return seconds(function, device) if once < LONG_S else once
+    return seconds(function, device) if once < budget_s else once
 
 
 def _seconds_cpu(function: Callable[[], Any], repeats: int) -> float:

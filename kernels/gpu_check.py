@@ -2,10 +2,15 @@
 
 The conformance tests, both benchmarks, and a short training run with each kernel that runs there; train.py is started as
 any user would start it, and nothing of it is imported. Each part has a time limit, and one that fails does not stop the
-others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output), log.txt (everything that the parts
-printed), timex.json and wkv.json (the benchmarks' data). Exit status: 0 all well, 1 a part failed, 2 no CUDA device.
+others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output; the verdicts of kernels/verdicts.py),
+log.txt (everything that the parts printed), timex.json and wkv.json (the benchmarks' data: copied to benchmarks/results/ as
+timex-cuda.json and wkv-cuda.json, they are in the READMEs' tables), and figures where matplotlib is installed.
+Exit status: 0 all parts ran well, whatever the verdicts; 1 a part failed, 2 no CUDA device.
 
---device cpu tries the same on a CPU; --only tests,bench-timex,bench-wkv,train runs some of the parts.
+--device cpu tries the same on a CPU, --shape with small benchmarks. --only tests,bench-timex,bench-wkv,train runs some of the
+parts; what OUT_DIR's summary.json says of the others stays, so that several short calls add up to one. --peer-ms
+FORWARD,BACKWARD gives what RWKV-CUDA's own v3 took, run by hand on the same GPU at B=32 C=768 T=768 (its
+depthwise_conv1d/run.py prints both).
 """
 
 import argparse
@@ -17,15 +22,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from kernels import _machine
+from kernels import _machine, plot
+from kernels._results import read
 from kernels._text import aligned
 from kernels.registry import load, names, why_not
 from kernels.select import selectable
+from kernels.verdicts import as_data, text, verdicts
 
 TAIL_LINES = 20
+TESTS = ("test_timex.py", "test_wkv.py", "test_cuda*.py", "test_triton*.py")
 
 
 @dataclass(frozen=True)
@@ -52,24 +61,27 @@ def main(argv: list[str] | None = None) -> int:
         print("gpu-check needs a CUDA device, and torch sees none: run it where there is one, or try it with --device cpu")
         return 2
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch, (args.out_dir / "log.txt").open("w", encoding="utf-8") as log:
-        chosen = [part for part in parts(args.device, args.out_dir, Path(scratch), args.steps) if _asked(part.name, args.only)]
+    with tempfile.TemporaryDirectory() as scratch, (args.out_dir / "log.txt").open("a", encoding="utf-8") as log:
+        every = parts(args.device, args.out_dir, Path(scratch), args.steps, args.shape)
+        chosen = [part for part in every if _asked(part.name, args.only)]
         outcomes = []
         for part in chosen:
             outcomes.append(outcome(part))
             log.write(f"\n=== {part.name}: {' '.join(part.command)}\n" + "\n".join(outcomes[-1].output) + "\n")
             print(f"{part.name}: {outcomes[-1].status} in {outcomes[-1].seconds:.0f} s", flush=True)
-    return report(outcomes, args.device, args.out_dir)
+    return report(outcomes, args.device, args.out_dir, args.peer_ms)
 
 
-def parts(device: str, out_dir: Path, scratch: Path, steps: int) -> Iterator[Part]:
+def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | None = None) -> Iterator[Part]:
     """Every part is a process of its own: Taichi has one arch per process, and a crash takes nothing else along."""
     python, results = sys.executable, out_dir.absolute()
-    yield Part("tests", [python, "-m", "pytest", "tests/test_timex.py", "tests/test_wkv.py", "-W", "default",
-                         "--device", device], 300)   # that machine's versions may warn of what ours do not
+    tests = [str(path) for name in TESTS for path in sorted((_machine.ROOT / "tests").glob(name))]
+    yield Part("tests", [python, "-m", "pytest", *tests, "-W", "default",      # that machine's versions may warn of what ours
+                         "--device", device], 560)                             # do not
     for op in ("timex", "wkv"):
-        bench = [python, "-m", "kernels.bench", op, "--device", device]
-        yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json"], 300)
+        bench = [python, "-m", "kernels.bench", op, "--device", device, *(["--shape", shape] if shape else ["--sweep"])]
+        figures = [] if plot.why_not() else ["--plot", str(results)]
+        yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json", *figures], 560)
     run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": steps,
            "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,
            "data.cache_dir": scratch / "cache"}
@@ -99,15 +111,23 @@ def outcome(part: Part) -> Outcome:
     return Outcome(part.name, status == "ok", status, time.perf_counter() - start, lines)
 
 
-def report(outcomes: list[Outcome], device: str, out_dir: Path) -> int:
-    """Writes summary.json, prints the table; the exit status."""
-    ok = all(outcome.ok for outcome in outcomes)
-    short = [asdict(outcome) | {"output": outcome.output[-TAIL_LINES:]} for outcome in outcomes]
-    summary = {"ok": ok, "device": device, "machine": _machine.describe(device), "parts": short}
-    (out_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    rows = [["part", "status", "s"], *([outcome.part, outcome.status, f"{outcome.seconds:.0f}"] for outcome in outcomes)]
-    print(f"\n{aligned(rows, left=2)}\n{'all well' if ok else 'NOT all well'}: {out_dir}")
+def report(outcomes: list[Outcome], device: str, out_dir: Path, peer_ms: tuple[float, float] | None = None) -> int:
+    """Writes summary.json, prints the parts and the verdicts; the exit status."""
+    file = out_dir / "summary.json"
+    parts = earlier(file) | {outcome.part: asdict(outcome) | {"output": outcome.output[-TAIL_LINES:]} for outcome in outcomes}
+    found = verdicts(read([path for path in (out_dir / "timex.json", out_dir / "wkv.json") if path.exists()]), peer_ms)
+    ok = all(part["ok"] for part in parts.values())
+    summary = {"ok": ok, "device": device, "machine": _machine.describe(device), "verdicts": as_data(found),
+               "parts": list(parts.values())}
+    file.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    rows = [["part", "status", "s"], *([name, part["status"], f"{part['seconds']:.0f}"] for name, part in parts.items())]
+    print(f"\n{aligned(rows, left=2)}\n\n{text(found)}\n\n{'all well' if ok else 'NOT all well'}: {out_dir}")
     return 0 if ok else 1
+
+
+def earlier(file: Path) -> dict[str, dict[str, Any]]:
+    """The parts that an earlier call with another --only left in the summary."""
+    return {part["part"]: part for part in json.loads(file.read_text(encoding="utf-8"))["parts"]} if file.exists() else {}
 
 
 def _asked(name: str, only: list[str]) -> bool:
@@ -121,7 +141,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
                         help="tests, bench, bench-timex, bench-wkv, train, train-NAME")
     parser.add_argument("--steps", type=int, default=20, help="steps of each training run")
+    parser.add_argument("--shape", metavar="B,C,T", help="this shape alone in both benchmarks, for a trial")
+    parser.add_argument("--peer-ms", type=_two, metavar="FORWARD,BACKWARD", help="RWKV-CUDA's own v3 on the same GPU")
     return parser.parse_args(argv)
+
+
+def _two(text: str) -> tuple[float, float]:
+    forward, backward = (float(number) for number in text.split(","))
+    return forward, backward
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
+EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
 
 
 class KernelUnavailable(RuntimeError):
@@ -23,7 +24,7 @@ class KernelUnavailable(RuntimeError):
 class Requires:
     """What an implementation needs, declared as data; TimeX and WKV pad, cast or refuse by it.
 
-    packages: PyPI names beyond torch.  devices: torch device types.  dtypes: what the file computes in; other floating
+    packages: modules beyond torch.  devices: torch device types.  dtypes: what the file computes in; other floating
     dtypes are cast to float32 and back.  T_multiple, B_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     """
@@ -63,10 +64,8 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
         requires = load(op, name).REQUIRES
     except KernelUnavailable as error:
         return str(error)
-    missing = [package for package in requires.packages if importlib.util.find_spec(package) is None]
-    if missing:
-        return _package_missing(name, missing[0])
-    return _device_missing(name, requires, device)
+    missing = [package for package in requires.packages if not _installed(package)]
+    return _device_missing(name, requires, device) or (_package_missing(name, missing[0]) if missing else None)
 
 
 def check(op: str, name: str, device: torch.device) -> None:
@@ -87,8 +86,16 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
     return [name for name in names(op) if why_not(op, name, device) is None]
 
 
+def _installed(package: str) -> bool:
+    """Of a dotted name whose parent is missing, find_spec does not say so, but raises."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _package_missing(name: str, package: str) -> str:
-    return f"{name} needs the package {package}, which is not installed (pip install {package})"
+    return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:

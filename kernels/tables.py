@@ -1,25 +1,25 @@
 """python -m kernels.tables [FILE ...]: the measured numbers in the READMEs, rewritten from the benchmark's JSON files.
 
-Without arguments: every file in benchmarks/results/. A README keeps its numbers between <!-- OP: measured --> and
-<!-- end of OP: measured -->; what is between them belongs to this program, what is around them to its author.
+Without arguments: every file in benchmarks/results/, so the same operator on a CPU and on GPUs, each under the line that says
+what it was measured on. A README keeps its numbers between <!-- OP: measured --> and <!-- end of OP: measured -->; what is
+between them belongs to this program, what is around them to its author.
 """
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kernels._results import caption, committed, read
 from kernels._text import markdown
 
 ROOT = Path(__file__).parent.parent
-FRONT = "README.md"                      # has room for one shape of each operator
+FRONT = "README.md"                      # has room for one shape of each operator and device, in float32
 READMES = (FRONT, "kernels/timex/README.md", "kernels/wkv/README.md")
 
 
 def main(files: list[str]) -> int:
-    paths = [Path(name) for name in files] or sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    reports = [report for path in paths if "op" in (report := json.loads(path.read_text(encoding="utf-8")))]
+    reports = read(files or committed())
     if not reports:
         print("no results of python -m kernels.bench ... --json FILE to write down", file=sys.stderr)
         return 1
@@ -27,14 +27,14 @@ def main(files: list[str]) -> int:
         readme = ROOT / name
         if readme.exists():
             before = readme.read_text(encoding="utf-8")
-            after = rewritten(before, map(first_shape, reports) if name == FRONT else reports)
+            after = rewritten(before, front(reports) if name == FRONT else reports)
             readme.write_text(after, encoding="utf-8")
             print(f"{name}: {'rewritten' if after != before else 'as it was'}")
     return 0
 
 
-def first_shape(report: dict[str, Any]) -> dict[str, Any]:
-    return report | {"shapes": report["shapes"][:1]}
+def front(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [report | {"shapes": report["shapes"][:1]} for report in reports if report["dtype"] == "float32"]
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
@@ -50,32 +50,88 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 
 def section(report: dict[str, Any]) -> str:
-    """One table for each shape, under a line that says what it was measured on."""
-    machine = report["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "taichi", "triton", "cuda") if name in machine)
-    where = f"{machine['gpu']}" if "gpu" in machine else f"{machine['cpu']}, {machine['threads']} threads"
-    head = f"{where}; {versions}; {report['dtype']}; commit {machine['commit']}, {machine['date'][:10]}."
-    return "\n\n".join((head, *(_shape(measured) for measured in report["shapes"])))
+    """One table for each shape, under a line that says what it was measured on, and one for what more steps cost."""
+    shape = {"timex": timex_table, "wkv": wkv_table}[report["op"]]
+    growth = growth_table(report["shapes"]) if report["op"] == "wkv" else None
+    return "\n\n".join((caption(report), *map(shape, report["shapes"]), *filter(None, [growth])))
 
 
-def _shape(measured: dict[str, Any]) -> str:
-    limits, results = measured["limits"], measured["results"]
-    sizes = ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
-    caption = (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
-               f"copy {limits['copy_gbs']:.0f} GB/s. Milliseconds; in brackets the share of the "
-               f"{'matrix product' if results[0]['gflops'] else 'copy'} and the speed relative to {measured['baseline']}.")
-    passes = list(dict.fromkeys(result["pass"] for result in results))
-    cells = {(result["name"], result["pass"]): _cell(result) for result in results}
+def timex_table(measured: dict[str, Any]) -> str:
+    """The passes side by side, each with its share of the machine and its speed relative to the baseline."""
+    passes, results = list(dict.fromkeys(result["pass"] for result in measured["results"])), _by_name(measured)
     rows = [["", *passes]]
-    rows += [[name, *(cells.get((name, part), "") for part in passes)] for name in dict.fromkeys(name for name, _ in cells)]
-    return f"{caption}\n\n{markdown(rows)}"
+    rows += [[name, *(_with_notes(parts[part]) if part in parts else "" for part in passes)] for name, parts in results.items()]
+    return (f"{_caption(measured)} Milliseconds; in brackets the share of the matrix product and the speed relative to "
+            f"{measured['baseline']}.\n\n{markdown(rows)}{_notes(measured)}")
 
 
-def _cell(result: dict[str, Any]) -> str:
-    share = result["of_matmul"] or result["of_copy"]
-    notes = [f"{share:.0%}"] + ([f"{result['vs_baseline']:.2g}x"] if result["vs_baseline"] else [])
-    digits = ".0f" if result["ms"] >= 100 else ".3g"
-    return f"{result['ms']:{digits}} ({', '.join(notes)})"
+def wkv_table(measured: dict[str, Any]) -> str:
+    """Times, their ratio to a copy of one tensor, extra memory, and the speed of both passes relative to the baseline."""
+    results = _by_name(measured)
+    baseline = _both(results[measured["baseline"]]) if measured["baseline"] in results else None
+    rows = [["", "forward ms", "backward ms", "x one copy", "extra MB", *([f"x {measured['baseline']}"] if baseline else [])]]
+    for name, parts in results.items():
+        forward, backward = parts["forward"], parts["backward"]
+        pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in ("copies", "extra_mb"))
+        speed = [_short(baseline / _both(parts))] if baseline else []
+        rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *speed])
+    one = measured["limits"]["copy_one_ms"]
+    return (f"{_caption(measured)} A copy of one such tensor takes {_ms(one)} ms; in pairs, forward and backward.\n\n"
+            f"{markdown(rows)}{_notes(measured)}")
+
+
+def growth_table(shapes: list[dict[str, Any]]) -> str | None:
+    """The longest T beside the shortest at the first shape's B and C; None where there is but one."""
+    B, C = (shapes[0]["shape"][axis] for axis in "BC")
+    alike = [one for one in shapes if (one["shape"]["B"], one["shape"]["C"]) == (B, C)]
+    alike.sort(key=lambda one: one["shape"]["T"])
+    if len(alike) < 2:
+        return None
+    (short, long), (first, last) = (alike[0]["shape"]["T"], alike[-1]["shape"]["T"]), map(_by_name, (alike[0], alike[-1]))
+    rows = [["", "time forward", "time backward", "extra MB forward", "extra MB backward"]]
+    for name in (name for name in first if name in last):
+        times = [f"x {last[name][part]['ms'] / first[name][part]['ms']:.1f}" for part in ("forward", "backward")]
+        memory = [f"{_short(first[name][part]['extra_mb'])} to {_short(last[name][part]['extra_mb'])}"
+                  for part in ("forward", "backward")]
+        rows.append([name, *times, *memory])
+    return f"From T = {short} to T = {long}, {long / short:.3g} times the steps, B = {B}, C = {C}:\n\n{markdown(rows)}"
+
+
+def _caption(measured: dict[str, Any]) -> str:
+    limits, sizes = measured["limits"], ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
+    return (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
+            f"copy {limits['copy_gbs']:.0f} GB/s.")
+
+
+def _notes(measured: dict[str, Any]) -> str:
+    """Who is missing for what it takes; who cannot run on that device at all is not expected there."""
+    slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
+    return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
+
+
+def _by_name(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for result in measured["results"]:
+        found.setdefault(result["name"], {})[result["pass"]] = result
+    return found
+
+
+def _both(parts: dict[str, dict[str, Any]]) -> float:
+    return parts["forward"]["ms"] + parts["backward"]["ms"]
+
+
+def _with_notes(result: dict[str, Any]) -> str:
+    notes = [f"{result['of_matmul']:.0%}"] + ([f"{_short(result['vs_baseline'])}x"] if result["vs_baseline"] else [])
+    return f"{_ms(result['ms'])} ({', '.join(notes)})"
+
+
+def _ms(value: float) -> str:
+    return format(value, ".0f" if value >= 100 else ".3g")
+
+
+def _short(value: float) -> str:
+    """Two digits, or whole numbers; a tenth at least."""
+    return format(value, ".0f" if value >= 10 else ".1f")
 
 
 if __name__ == "__main__":

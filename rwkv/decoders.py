@@ -4,7 +4,7 @@ What is not UTF-8 becomes U+FFFD, at the earliest moment that it is certain.
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -19,6 +19,9 @@ class Decoder(Protocol):
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an incomplete character, else nothing."""
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """What a new decoder would show of all of them, flushed."""
+
 
 class BytesDecoder:
     """A Decoder for ids that stand for bytes of UTF-8: table[id]."""
@@ -28,13 +31,22 @@ class BytesDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        _require_id(token, len(self._table))
-        return self._utf8.decode(self._table[token])
+        return self._utf8.decode(self._table[require_id(token, len(self._table))])
 
     def flush(self) -> str:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes that all of them stand for. Raises ValueError for an id outside the vocabulary."""
+        ids = list(ids)
+        require_id(min(ids, default=0), len(self._table))
+        require_id(max(ids, default=0), len(self._table))
+        return b"".join(map(self._table.__getitem__, ids))
 
 
 class TextDecoder:
@@ -51,7 +63,7 @@ class TextDecoder:
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        _require_id(token, self._vocab_size)
+        require_id(token, self._vocab_size)
         if token in self._skipped:
             return ""
         self._pending.append(int(token))
@@ -66,15 +78,20 @@ class TextDecoder:
         self._shown, self._pending = [], []
         return text
 
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join([self.push(token) for token in ids]) + self.flush()
+
     def _new_text(self) -> str:
         before = self._decode(self._shown) if self._shown else ""
         text = self._decode(self._shown + self._pending)
         return text[len(before):] if text.startswith(before) else self._decode(self._pending)
 
 
-def _require_id(token: int, vocab_size: int) -> None:
+def require_id(token: int, vocab_size: int) -> int:
+    """`token`, which is one of 0..vocab_size-1, or a ValueError."""
     if not 0 <= token < vocab_size:
         raise ValueError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
+    return token
 
 
 def token_bytes(token: str) -> bytes:

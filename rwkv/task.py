@@ -75,6 +75,14 @@ class LanguageModel(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError where a run would go on with ids that mean other text."""
+        before = checkpoint.get(ENTRY, {}).get("tokenizer")
+        if self.entry and before and before != self.entry["tokenizer"]:
+            hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]
+            raise ValueError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
+                             f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
+
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
     """Weight decay on matrices alone; time_decay learns at twice and time_first at three times the rate."""

@@ -1,23 +1,26 @@
-"""Text to token ids and back: byte, char, and whatever the `tokenizers` library can read or train.
+"""Text to token ids and back: byte, char, whatever the `tokenizers` library can read or train, and the RWKV World vocabulary.
 
 A Tokenizer's ids are 0..vocab_size-1. `end_of_text` (0 for all but a JSON file that says otherwise) stands before every
 document in the data, ends a generated text, never comes out of `encode`, and decodes to nothing. `decode` and `decoder`
 take any sequence of ids: what is not UTF-8 becomes U+FFFD, one character at the earliest moment that it is certain.
+A checkpoint carries its tokenizer whole, with its hash; what is used with it must have the same.
 """
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from rwkv import world
 from rwkv.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
 
 END_OF_TEXT = "<|endoftext|>"
+NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 
 
 class Tokenizer(ABC):
@@ -48,10 +51,25 @@ class Tokenizer(ABC):
         """encode() of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """The ids of "".join(texts), in parts; what is in memory does not grow with the text, where `_settled` sees to that."""
+        rest = ""
+        for text in texts:
+            rest += text
+            end = self._settled(rest)
+            if end:
+                yield self.encode(rest[:end])
+                rest = rest[end:]
+        if rest:
+            yield self.encode(rest)
+
+    def _settled(self, text: str) -> int:
+        """How many characters at the beginning of `text` have the ids that they have alone, and so has what follows them."""
+        return len(text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`: what `decoder` gives, in one piece."""
-        decoder = self.decoder()
-        return "".join([decoder.push(token) for token in ids]) + decoder.flush()
+        return self.decoder().decode(ids)
 
     @cached_property
     def hash(self) -> str:
@@ -68,12 +86,24 @@ class Tokenizer(ABC):
                 return CharTokenizer(characters)
             case {"kind": "json", "definition": str(text)}:
                 return JsonTokenizer(text)
-        raise ValueError("not a tokenizer's description: expected kind byte, char or json, with what belongs to it")
+            case {"kind": "world", "vocabulary": str(text)}:
+                return WorldTokenizer(text)
+        raise ValueError("not a tokenizer's description: expected kind byte, char, json or world, with what belongs to it")
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
-        """A `tokenizers` JSON file. Raises ValueError where it is missing or something else."""
-        return JsonTokenizer(_read(Path(path)), source=str(path))
+        """A `tokenizers` .json file or a World vocabulary's .txt. Raises ValueError where it is missing or something else."""
+        text = _read(Path(path))
+        return WorldTokenizer(text, str(path)) if Path(path).suffix == ".txt" else JsonTokenizer(text, str(path))
+
+    @staticmethod
+    def named(name: str, option: str = "tokenizer", names: str = NAMES) -> "Tokenizer":
+        """byte, world (from an installed package), FILE.json or FILE.txt. Raises ValueError for anything else."""
+        if name == "byte":
+            return ByteTokenizer()
+        if name != "world" and not name.endswith((".json", ".txt")):
+            raise ValueError(f"{option} is {names}; got {name!r}")
+        return Tokenizer.from_file(world.installed() if name == "world" else name)
 
 
 class ByteTokenizer(Tokenizer):
@@ -138,6 +168,7 @@ class JsonTokenizer(Tokenizer):
         parsed = json.loads(text)
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
+        self._splits_at_lines = _splits_at_lines(parsed)
         self._special = {token["id"] for token in parsed.get("added_tokens", []) if token["special"]}
         self.vocab_size = 1 + max(self._library.get_vocab().values(), default=-1)
         self.end_of_text = self._find_end_of_text(source)
@@ -150,12 +181,19 @@ class JsonTokenizer(Tokenizer):
         return named or 0
 
     def _encode(self, text: str) -> list[int]:
-        return self._library.encode(text, add_special_tokens=False).ids
+        return self._encode_each([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
             _require_unicode(text)
-        return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return self._encode_each(list(texts))
+
+    def _encode_each(self, texts: list[str]) -> list[list[int]]:
+        """Without each token's place in the text, which takes twice the time and many times the memory."""
+        return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _settled(self, text: str) -> int:
+        return _last_line_end(text) if self._splits_at_lines else 0
 
     def decoder(self) -> Decoder:
         if self._byte_level:
@@ -184,18 +222,77 @@ class JsonTokenizer(Tokenizer):
         return cls(library.to_str())
 
 
+class WorldTokenizer(Tokenizer):
+    """The RWKV World vocabulary, from the text of its file; `source` is its name in errors.
+
+    vocab_size is that of the published models, 65536: the ids in use, 0 to 65529, rounded up to a multiple of 64. Those
+    beyond decode to nothing.
+    """
+
+    kind = "world"
+
+    def __init__(self, text: str, source: str = "the tokenizer's definition") -> None:
+        self._vocabulary = world.Vocabulary.parse(text, source)
+        self.vocab_size = -(-len(self._vocabulary.tokens) // 64) * 64
+
+    def _encode(self, text: str) -> list[int]:
+        return self._vocabulary.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        for text in texts:
+            _require_unicode(text)
+        return self._vocabulary.encode_batch(list(texts))
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """The ids of any bytes, UTF-8 or not."""
+        return self._vocabulary.encode_bytes(data)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`, exactly: the inverse of encode_bytes. Raises ValueError for an id outside the vocabulary."""
+        return self.decoder().decode_bytes(ids)
+
+    def _settled(self, text: str) -> int:
+        return self._vocabulary.settled(text)
+
+    def decoder(self) -> BytesDecoder:
+        return BytesDecoder(self._bytes)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        tokens = self._vocabulary.tokens
+        return tokens + [b""] * (self.vocab_size - len(tokens))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "vocabulary": self._vocabulary.to_text()}
+
+
 def build(kind: str, texts: Sequence[str], vocab_size: int = 2048) -> Tokenizer:
-    """What data.tokenizer names: byte, char (of `texts`), bpe (trained on `texts`, with vocab_size), or FILE.json."""
-    match kind:
-        case "byte":
-            return ByteTokenizer()
-        case "char":
-            return CharTokenizer(set().union(*texts))
-        case "bpe":
-            return JsonTokenizer.train(texts, vocab_size)
-    if not kind.endswith(".json"):
-        raise ValueError(f"data.tokenizer is byte, char, bpe or the path of a `tokenizers` .json file; got {kind!r}")
-    return Tokenizer.from_file(kind)
+    """What data.tokenizer names: char (of `texts`), bpe (trained on `texts`, with vocab_size), or what `named` knows."""
+    if kind == "char":
+        return CharTokenizer(set().union(*texts))
+    if kind == "bpe":
+        return JsonTokenizer.train(texts, vocab_size)
+    return Tokenizer.named(kind, "data.tokenizer", f"char, bpe, {NAMES}")
+
+
+def _splits_at_lines(parsed: dict[str, Any]) -> bool:
+    """Whether the file's rules never look across the place between a character and a newline after it.
+
+    So it is with GPT-2's and GPT-NeoX's: words do not contain spaces, and NFC never joins anything to a newline.
+    """
+    words = parsed.get("pre_tokenizer") or {}
+    normal = (parsed.get("normalizer") or {"type": "NFC"})["type"] == "NFC"
+    whole = any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in parsed.get("added_tokens", []))
+    return (normal and not whole and words.get("type") == "ByteLevel" and not words.get("add_prefix_space")
+            and words.get("use_regex", True))
+
+
+def _last_line_end(text: str) -> int:
+    """Where the last newline is that follows a character which is no space; 0 for none."""
+    end = text.rfind("\n")
+    while end > 0 and text[end - 1].isspace():
+        end = text.rfind("\n", 0, end)
+    return max(end, 0)
 
 
 def _parse(text: str, source: str) -> tokenizers.Tokenizer:
@@ -215,7 +312,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ValueError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a `tokenizers` JSON file: it is not UTF-8") from None
+        raise ValueError(f"{path} is not a tokenizer's file: it is not UTF-8") from None
 
 
 def _require_unicode(text: str) -> None:

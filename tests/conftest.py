@@ -3,9 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from cuda_host import Host
 
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -13,11 +17,23 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the tests of kernels run on")
+    parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> "Host":
+    """What executes CUDA kernels on the CPU: its compiled programs last as long as the tests do."""
+    from cuda_host import Host, why_not
+
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    return Host(tmp_path_factory.mktemp("cuda_host"))
 
 
 @pytest.fixture(scope="module")

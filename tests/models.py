@@ -11,10 +11,14 @@ from rwkv.model import RWKV
 SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
 
 
+def reasons() -> dict[str, str | None]:
+    """Every selectable kernel, and why it cannot run on this machine's CPU, None where it can."""
+    return {name: why_not("wkv" if name in names("wkv") else "timex", name) for name in selectable()}
+
+
 def kernels() -> list[object]:
     """Every selectable kernel as a parameter; those that cannot run on this machine's CPU are skipped with their reason."""
-    reasons = {name: why_not("wkv" if name in names("wkv") else "timex", name) for name in selectable()}
-    return [pytest.param(name, marks=[pytest.mark.skip(reason)] if reason else []) for name, reason in reasons.items()]
+    return [pytest.param(name, marks=[pytest.mark.skip(reason)] if reason else []) for name, reason in reasons().items()]
 
 
 def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, **sizes: int) -> RWKV:

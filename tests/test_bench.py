@@ -1,16 +1,24 @@
-"""The programs beside the kernels: the benchmark, the listing, the READMEs' tables, the check of a GPU machine."""
+"""The programs beside the kernels: benchmark, listing, tables, figures, verdicts, the check of a GPU; and adding a kernel."""
 
+import copy
 import json
+import re
+import shutil
+import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from stubs import stub
 
 from kernels import __main__ as listing
-from kernels import _machine, _subjects, _timing, bench, gpu_check, registry, tables
+from kernels import _machine, _memory, _subjects, _timing, bench, gpu_check, plot, registry, tables, verdicts
 from kernels.compare import err_ratio, misses
+from kernels.timex import cases as timex_cases
 from kernels.timex import conv1d, formula
 from kernels.wkv import reference
 
@@ -20,6 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_timing, "MAX_ROUNDS", 2)
     monkeypatch.setattr(_machine, "MATMUL_N", {"cpu": 64})
     monkeypatch.setattr(_machine, "COPY_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr(bench, "keep_large_blocks", lambda: True)      # it holds for the rest of the process
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict]:
@@ -43,8 +52,68 @@ def test_a_benchmark_prints_a_table_and_ends_in_json(op: str, names: list[str], 
         assert all(result["ms"] > 0 and result["err_ratio"] <= 1e-5 for result in measured["results"])
         assert [result["vs_baseline"] for result in measured["results"][:2]] == [1.0, 1.0]
         assert measured["limits"]["matmul_gflops"] > 0
+        for result in measured["results"]:
+            assert result["copies"] * measured["limits"]["copy_one_ms"] == pytest.approx(result["ms"])
     assert max(map(len, out.splitlines()[:-1])) <= 128
     assert {"cpu", "threads", "torch", "python", "commit", "date"} <= set(report["machine"])
+    assert (report["dtype"], report["malloc"], report["sweep"]) == ("float32", "tuned", [])
+
+
+@pytest.mark.parametrize("op", ["timex", "wkv"])
+def test_a_sweep_in_half_precision_with_the_allocator_as_it_comes(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, report = run(capsys, op, "--shape", "2,9,16", "--sweep", "8,16,24", "--only", "conv1d", "--dtype", "bfloat16",
+                            "--malloc", "default")
+    assert code == 0
+    assert (report["dtype"], report["malloc"]) == ("bfloat16", "default")
+    assert [measured["shape"]["T"] for measured in report["sweep"]] == [8, 24], "16 is measured already"
+    assert all(1e-4 < result["err_ratio"] < 2e-2 for measured in report["sweep"] for result in measured["results"])
+    assert f"{op} B=2 C=9 T=24 bfloat16 on cpu, malloc default" in out
+
+
+def test_backward_is_timed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        calls.append("forward")
+        return reference.forward(*inputs)
+
+    def backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        calls.append("backward")
+        return reference.backward(*inputs)
+
+    with stub("wkv", forward, backward) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.select.names", registry.names)
+        first, second = _subjects.WKVSubject(2, 3, 5, "cpu").passes(name)
+        for part in (first, second, second):
+            part.run()
+    assert calls[1:] == ["forward", "backward", "backward"], "the first forward pass makes the graph that is kept"
+    assert (first.bytes, second.bytes) == (3 * 4 * 2 * 3 * 5, 5 * 4 * 2 * 3 * 5)
+
+
+def test_extra_memory_is_the_peak_less_what_is_returned() -> None:
+    x = torch.zeros(1000, 100)
+
+    def three_at_once() -> torch.Tensor:
+        a = x.clone()
+        b = a.clone()
+        del a
+        return b.clone()                     # beside b; a is gone
+
+    assert _memory.extra_bytes(x.clone, "cpu") == 0
+    assert _memory.extra_bytes(lambda: (x.clone(), x.clone()), "cpu") == 0
+    assert _memory.extra_bytes(lambda: x[0], "cpu") == 0
+    assert _memory.extra_bytes(three_at_once, "cpu") == x.nbytes
+
+
+def test_what_a_forward_pass_saves_is_extra_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """conv1d pads k to 2T - 1 in both passes; the reference's backward pass keeps the states of every step."""
+    _, _, report = run(capsys, "wkv", "--shape", "4,32,64", "4,32,128", "--only", "reference")
+    at = [{result["pass"]: result["extra_mb"] for result in measured["results"] if result["name"] == "reference"}
+          for measured in report["shapes"]]
+    states = 3 * 4 * 4 * 32 * 64 / 1e6
+    assert states < at[0]["backward"] < 1.5 * states
+    assert 2 * states < at[1]["backward"] < 3 * states
+    assert at[0]["forward"] < 0.1 * states
 
 
 def test_flop_and_traffic_are_those_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,17 +170,27 @@ def test_what_cannot_run_here_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0
     assert report["shapes"][0]["skipped"] == {name: f"{name} runs on cuda, not on cpu"}
     assert f"not measured: {name} runs on cuda, not on cpu" in out
+    assert bench._grouped({"a": "a is away", "b": "b is slow", "c": "c is away"}) == ["a, c: is away", "b is slow"]
 
 
 def test_what_takes_too_long_is_measured_only_when_named(monkeypatch: pytest.MonkeyPatch,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_subjects, "LONGEST_S", 0)
+    monkeypatch.setattr(bench, "LONGEST_S", 0)
     monkeypatch.setattr(registry, "names", lambda op: ("conv1d", "formula"))
     _, _, report = run(capsys, "timex", "--shape", "2,3,16")
-    assert report["shapes"][0]["skipped"] == {
-        "formula": "formula takes over 0 s a pass at this shape; --only formula measures it"}
+    assert report["shapes"][0]["skipped"]["formula"] == (
+        "formula takes over 0 s forward and backward at this shape; --only 'formula' measures it")
     _, _, report = run(capsys, "timex", "--shape", "2,3,16", "--only", "formula")
-    assert {result["name"] for result in report["shapes"][0]["results"]} == {"conv1d", "formula"}
+    assert {result["name"] for result in report["shapes"][0]["results"]} == {"formula"}, "the baseline is slow too"
+
+
+def test_the_time_of_one_block_is_foretold_by_the_square_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_timing, "seconds", lambda function, device, repeats=1: 1.0)
+    subject = _subjects.WKVSubject(1, 3, 50, "cpu")
+    assert (subject.foretold("conv1d").seconds, subject.foretold(subject.baseline).seconds) == (8.0, 64.0)
+    assert bench._too_much(_subjects.Costs(1.0, 3e9), 2) == "2 GB beside inputs and outputs"
+    assert bench._too_much(_subjects.Costs(7.0, 3e9), 2) == "6 s forward and backward"
+    assert bench._too_much(_subjects.Costs(1.0, 1e9), 2) is None
 
 
 def test_a_gradient_with_a_function_of_its_own_is_timed_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +204,7 @@ def test_a_gradient_with_a_function_of_its_own_is_timed_alone(capsys: pytest.Cap
 @pytest.mark.parametrize(("args", "sentence"), [
     (["timex", "--shape", "2,3"], "invalid _shape value: '2,3'"), (["timex", "--shape", "2,0,3"], "invalid _shape value"),
     (["softmax"], "invalid choice: 'softmax'"), (["timex", "--only", "nonsense"], "unknown timex implementation 'nonsense'"),
+    (["wkv", "--only", "fft"], "unknown wkv implementation 'fft'"), (["timex", "--sweep", "8,0"], "invalid _lengths value"),
 ])
 def test_wrong_arguments_are_one_sentence(args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
@@ -168,9 +248,11 @@ def test_the_listing_says_why_not_here() -> None:
 
 
 def test_every_implementation_has_an_idea() -> None:
+    """Of its own, though a rung's idea may be the same in each back end."""
     ideas = {name: listing.idea(op, name) for op in ("timex", "wkv") for name in registry.names(op)}
     assert all(10 < len(idea) < 200 and idea.endswith(".") for idea in ideas.values()), ideas
-    assert len(set(ideas.values())) == len(ideas), "two implementations say the same of themselves"
+    said = {(name.partition("_")[0], idea) for name, idea in ideas.items()}
+    assert len(said) == len(ideas), "two implementations of one back end say the same of themselves"
 
 
 def test_tables_rewrite_what_is_between_the_markers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,11 +274,111 @@ def test_the_readmes_have_a_place_for_their_numbers(readme: str, op: str) -> Non
     assert text.count(f"<!-- {op}: measured -->") == text.count(f"<!-- end of {op}: measured -->") == 1
 
 
-def test_tables_without_results_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.main([]) == 1
+def test_tables_without_results_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "parity.json").write_text("[]")
+    assert tables.main([str(tmp_path / "parity.json")]) == 1
     assert "no results" in capsys.readouterr().err
+
+
+def result(name: str, part: str, ms: float, **more: float) -> dict:
+    """A row of a report, of which a copy of one tensor takes 1 ms."""
+    return {"name": name, "pass": part, "ms": ms, "gflops": None, "of_matmul": None, "gbs": 10.0, "of_copy": 0.5, "copies": ms,
+            "vs_baseline": None, "extra_mb": 0.0, "err_ratio": 0.0, **more}
+
+
+def report_of(op: str, device: str, *shapes: tuple[tuple[int, int, int], list[dict]]) -> dict:
+    machine = {"cpu": "a CPU", "threads": 2, "torch": "2", "commit": "abc", "date": "2026-01-01T00"}
+    return {"op": op, "device": device, "dtype": "float32", "malloc": "tuned", "sweep": [],
+            "machine": machine | ({"gpu": "NVIDIA H200"} if device == "cuda" else {}),
+            "shapes": [{"shape": dict(zip("BCT", shape, strict=True)), "baseline": "conv1d", "skipped": {}, "wrong": {},
+                        "limits": {"matmul_gflops": 5e4, "copy_gbs": 20.0, "copy_one_ms": 1.0}, "results": results}
+                       for shape, results in shapes]}
+
+
+def scan(name: str, forward: float, backward: float, **more: float) -> list[dict]:
+    return [result(name, "forward", forward, **more), result(name, "backward", backward, **more)]
+
+
+def test_tables_show_every_machine_and_what_more_steps_cost() -> None:
+    short, long = scan("taichi_scan", 6, 12, extra_mb=3.0), scan("taichi_scan", 48, 97.2, extra_mb=24.0)
+    reports = [report_of("wkv", "cpu", ((8, 768, 1024), short), ((8, 768, 8192), long)),        # the same B and C: compared
+               report_of("wkv", "cuda", ((8, 768, 1024), short))]
+    text = tables.rewritten("<!-- wkv: measured -->\n<!-- end of wkv: measured -->\n", reports)
+    assert text.index("a CPU, 2 threads, malloc tuned; torch 2;") < text.index("NVIDIA H200; torch 2;")
+    assert "| taichi_scan | 6 | 12 | 6.0, 12 | 3.0, 3.0 |" in text
+    reports[0]["shapes"][1]["skipped"] = {"conv1d": "conv1d takes over 6 s", "cuda_v0": "cuda_v0 runs on cuda, not on cpu"}
+    assert "Not measured, for the time or the memory that it takes at this shape: conv1d." in tables.section(reports[0])
+    assert "From T = 1024 to T = 8192, 8 times the steps" in text
+    assert "| taichi_scan | x 8.0 | x 8.1 | 3.0 to 24 | 3.0 to 24 |" in text
+    half = copy.deepcopy(reports[0]) | {"dtype": "bfloat16"}
+    assert [len(report["shapes"]) for report in tables.front([*reports, half])] == [1, 1]
+
+
+def test_verdicts_on_a_cpu() -> None:
+    rows = [*scan("taichi_scan", 5, 17), *scan("torch_scan", 50, 100), *scan("conv1d in one block", 240, 900)]
+    longer = [*scan("taichi_scan", 40, 140), *scan("torch_scan", 400, 800, extra_mb=1.0)]
+    found = verdicts.verdicts([report_of("wkv", "cpu", ((8, 768, 1024), rows), ((8, 768, 8192), longer))])
+    assert {one.what for one in found if not one.ok} == {
+        "taichi_scan / copy of one tensor, backward", "torch_scan / conv1d in one block, forward",
+        "taichi_scan, time at T=8192 / T=1024, backward, cpu", "torch_scan, extra MB at T=8192, forward, cpu",
+        "torch_scan, extra MB at T=8192, backward, cpu"}
+    assert {one.what for one in found if one.ok} >= {
+        "taichi_scan / copy of one tensor, forward", "torch_scan, time at T=8192 / T=1024, backward, cpu"}
+    assert "6 of 11 as asked" in verdicts.text(found)
+
+
+def test_verdicts_on_a_gpu() -> None:
+    timex = [*scan("taichi_v3", 0.5, 1.2), *scan("cuda_v3", 0.5, 1.0), *scan("cuda_v4", 0.2, 1.0), *scan("fft", 0.1, 0.1)]
+    wkv = [*scan("cuda_scan", 1, 1), *scan("reference", 1, 1)]
+    reports = [report_of("timex", "cuda", ((32, 768, 768), timex)), report_of("wkv", "cuda", ((32, 768, 768), wkv))]
+    found = {one.what: (one.found, one.limit, one.ok) for one in verdicts.verdicts(reports, peer_ms=(0.6, 0.9))}
+    flop = 32 * 768 * 768 * 769
+    assert found == {
+        "taichi_v3 / cuda_v3, forward": (1.0, 1.1, True), "taichi_v3 / cuda_v3, backward": (1.2, 1.1, False),
+        "ms of cuda_v4, the best TimeX forward; measured FMA floor": (0.2, pytest.approx(flop / 5e13 * 1e3), True),
+        "ms of cuda_v4, the best TimeX forward; nominal FMA floor": (0.2, pytest.approx(0.2166, abs=1e-4), True),
+        "ms of cuda_v3, forward; the peer's": (0.5, 0.6, True), "ms of cuda_v3, backward; the peer's": (1.0, 0.9, False),
+        "cuda_scan / memory floor, forward": (2.0, 1.5, False), "cuda_scan / memory floor, backward": (2.0, 2.0, True)}
+
+
+def test_figures_from_a_report(tmp_path: Path) -> None:
+    rungs = [row for index in range(4) for row in scan(f"taichi_v{index}", 400 - 90 * index, 900 - 150 * index)]
+    report = report_of("timex", "cpu", *(((32, 768, T), [*scan("conv1d", T / 4, T / 2), *rungs]) for T in (128, 768)))
+    files = plot.draw(tmp_path / "new", [report])
+    assert [file.name for file in files] == ["timex-cpu-time.png", "timex-cpu-ladder.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000 for file in files)
+    forward, _ = plot.time_against_T(report).axes
+    assert {text.get_text() for text in forward.texts} == {"conv1d", "taichi_v0", "taichi_v1", "taichi_v2", "taichi_v3"}
+    assert {line.get_label() for line in forward.lines} >= {"memory floor", "FMA floor"}
+    assert "CUDA C++: not measured here" in [text.get_text() for text in plot.ladder(report).axes[0].get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("op", ["timex", "wkv"])
+def test_a_figure_is_drawn_over_a_sweep(op: str) -> None:
+    T = {"timex": 2048, "wkv": 512}[op]
+    assert (8, 768, T) in bench._arguments([op, "--plot", "folder"]).sweep
+    assert bench._arguments([op, "--plot", "folder", "--shape", "1,2,3", "--sweep", "4,5"]).sweep == [(1, 2, 4), (1, 2, 5)]
+    assert bench._arguments([op]).sweep == []
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.draw(tmp_path, [report_of("timex", "cpu", ((8, 768, 1024), scan("conv1d", 1, 2)))]) == []
+    assert capsys.readouterr().err == (
+        "timex-cpu: no time figure, because fewer than two lengths were measured (--sweep)\n"
+        "timex-cpu: no ladder figure, because B=32 C=768 T=768 was not measured\n")
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.main(["timex", "--plot", str(tmp_path)])
+    assert "matplotlib, which is not installed (pip install matplotlib)" in capsys.readouterr().err
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=15).map(sorted))
+def test_names_beside_curves_do_not_overlap(heights: list[float]) -> None:
+    apart = plot.spread(heights, 0.05)
+    assert all(above - below >= 0.05 - 1e-9 for below, above in pairwise(apart))
+    assert sum(apart) == pytest.approx(sum(heights), abs=1e-6)
+    assert plot.spread([0.0, 1.0], 0.05) == [0.0, 1.0]
 
 
 def part(name: str, code: str, limit_s: float = 60) -> gpu_check.Part:
@@ -208,14 +390,23 @@ def test_gpu_check_collects_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path
     some = [part("good", "print('fine')"), part("bad", "print(1); raise SystemExit(3)"),
             part("slow", "import time; time.sleep(60)", 1)]
     monkeypatch.setattr(gpu_check, "parts", lambda *args: iter(some))
-    assert gpu_check.main([str(tmp_path / "out"), "--device", "cpu"]) == 1
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    out = tmp_path / "out"
+    out.mkdir()
+    report = report_of("timex", "cuda", ((32, 768, 768), scan("cuda_v3", 0.5, 1.0)))
+    (out / "timex.json").write_text(json.dumps(report))
+    assert gpu_check.main([str(out), "--device", "cpu", "--peer-ms", "0.4,2"]) == 1
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["ok"] is False
+    assert {one["what"]: one["ok"] for one in summary["verdicts"]}["ms of cuda_v3, forward; the peer's"] is False
     assert [(part["part"], part["ok"], part["status"]) for part in summary["parts"]] == [
         ("good", True, "ok"), ("bad", False, "failed with status 3"), ("slow", False, "stopped after 1 s")]
     assert summary["parts"][0]["output"] == ["fine"]
-    assert "=== good: " in (tmp_path / "out" / "log.txt").read_text()
+    assert "=== good: " in (out / "log.txt").read_text()
     assert "NOT all well" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check, "parts", lambda *args: iter([part("bad", ""), part("slow", "")]))
+    assert gpu_check.main([str(out), "--device", "cpu"]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert [(part["part"], part["ok"]) for part in summary["parts"]] == [("good", True), ("bad", True), ("slow", True)]
 
 
 def test_gpu_check_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -231,3 +422,38 @@ def test_gpu_check_has_a_part_for_everything(tmp_path: Path) -> None:
     assert names[:3] == ["tests", "bench-timex", "bench-wkv"]
     assert {"train-conv1d", "train-formula", "train-reference"} <= set(names)
     assert len([name for name in names if gpu_check._asked(name, ["bench", "train-conv1d"])]) == 3
+
+
+USE = """
+from kernels import __main__, bench, tables
+__main__.main()
+assert bench.main("timex --shape 2,3,16 --only dummy_v0 --seconds 0.01 --json benchmarks/results/timex-cpu.json".split()) == 0
+assert bench.main("wkv --shape 2,3,16 --only dummy_v0 --seconds 0.01 --json benchmarks/results/wkv-cpu.json".split()) == 0
+assert tables.main([]) == 0
+"""
+
+
+def test_a_new_kernel_is_two_files(tmp_path: Path) -> None:
+    """kernels/README.md taken at its word in a copy of this tree: listed, tested, timed and in the tables by being there."""
+    for name in ("kernels", "configs", "rwkv", "tests"):
+        shutil.copytree(tables.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "pyproject.toml", "train.py", "generate.py"):
+        shutil.copy(tables.ROOT / name, tmp_path)
+    formula_py = (tables.ROOT / "kernels" / "timex" / "formula.py").read_text(encoding="utf-8")
+    kernel = '"""The formula again, as an example."""\n\n' + formula_py[formula_py.index("import torch"):]
+    (tmp_path / "kernels" / "timex" / "dummy_v0.py").write_text(kernel, encoding="utf-8")
+    (tmp_path / "configs" / "kernel" / "dummy_v0.yaml").write_text("name: dummy_v0\n", encoding="utf-8")
+
+    listed = python(tmp_path, "-c", USE)
+    assert "The formula again, as an example." in listed
+    for readme in ("README.md", "kernels/timex/README.md", "kernels/wkv/README.md"):
+        assert "| dummy_v0 | " in (tmp_path / readme).read_text(encoding="utf-8")
+    some = "dummy_v0 and (output_and_gradients or gradcheck or command_line)"
+    tested = python(tmp_path, "-m", "pytest", "-k", some, "tests/test_timex.py", "tests/test_layout.py")
+    assert int(re.search(r"(\d+) passed", tested)[1]) == len(["gradcheck", "yaml"]) + 3 * len(timex_cases.SHAPES)
+
+
+def python(folder: Path, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

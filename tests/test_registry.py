@@ -1,5 +1,6 @@
 """What an implementation declares is what TimeX does about it: padding, cropping, casting, or one sentence of refusal."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -81,8 +82,24 @@ def test_a_missing_package_is_named_with_its_remedy() -> None:
     with stub(packages=("no_such_package",)) as name:
         assert registry.why_not("timex", name) == (
             f"{name} needs the package no_such_package, which is not installed (pip install no_such_package)")
-        with pytest.raises(KernelUnavailable, match=r"no_such_package.*; on cpu there are: conv1d, formula"):
+        with pytest.raises(KernelUnavailable, match=r"no_such_package.*; on cpu there are: conv1d, .*formula"):
             TimeX(name)(*cases.inputs(2, 3, 4))
+
+
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` may be missing altogether, in which case looking for cuda.core raises."""
+    def find_spec(package: str) -> None:
+        raise ModuleNotFoundError(f"No module named {package.partition('.')[0]!r}")
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with stub(packages=("cuda.core",)) as name:
+        assert registry.why_not("timex", name) == (
+            f"{name} needs the package cuda.core, which is not installed (pip install 'timemix[cuda]')")
+
+
+def test_a_device_comes_before_a_package_that_would_not_help() -> None:
+    with stub(packages=("no_such_package",), devices=("cuda",)) as name:
+        assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
 
 
 def test_another_device_is_named() -> None:
@@ -97,7 +114,7 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown timex implementation 'nonsense'; there are: conv1d, formula"):
+    with pytest.raises(ValueError, match=r"unknown timex implementation 'nonsense'; there are: conv1d, .*formula"):
         TimeX("nonsense")
 
 

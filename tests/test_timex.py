@@ -67,6 +67,12 @@ def test_output_and_gradients(timex: TimeX, shape: tuple[int, int, int], dtype: 
     assert not misses(errors(results, reference(w, k, EPS)), timex_tolerance(dtype))
 
 
+def test_a_long_row(timex: TimeX, device: str) -> None:
+    """Thousands of terms, added one after the other, round more than a few hundred do."""
+    w, k = cases.inputs(1, 2, 4099, device=device)
+    assert max(errors(timex_results(timex, w, k, EPS), reference(w, k, EPS)).values()) <= 2e-6
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 11), (5, 3, 129)], ids=str)
 def test_float64_is_exact_or_refused(timex: TimeX, shape: tuple[int, int, int], device: str) -> None:
     """Never computed in float32 behind the user's back."""
@@ -100,13 +106,16 @@ def test_eps_is_added_to_every_element(timex: TimeX, device: str) -> None:
 
 
 def test_causality(timex: TimeX, device: str) -> None:
-    """Neither a later k nor a longer lag reaches an earlier step: not one bit, where the algorithm is a sum over time."""
+    """Neither a later k nor a longer lag reaches an earlier step: not one bit, where the algorithm is a sum over time.
+
+    What declares wkv=False may be off by rounding of the largest product of the two, here 7e3 beside results of about 8.
+    """
     w, k = cases.inputs(3, 5, 140, device=device)
-    t = 70
+    t, later = 70, 1e3 if timex.requires.wkv else 10.0
     other_w, other_k = w.clone(), k.clone()
-    other_w[:, :-t], other_k[:, :, t:] = 1e3, 1e3
-    out, other = timex(w, k)[:, :, :t], timex(other_w, other_k)[:, :, :t]
-    assert torch.equal(out, other) if timex.requires.wkv else err_ratio(other, out) <= 1e-2
+    other_w[:, :-t], other_k[:, :, t:] = later, later
+    leak = (timex(w, k) - timex(other_w, other_k))[:, :, :t].abs().max()
+    assert leak <= (0 if timex.requires.wkv else 1e-6 * t * later**2)
 
 
 def test_the_same_bits_twice(timex: TimeX, device: str) -> None:

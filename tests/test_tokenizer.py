@@ -1,5 +1,6 @@
 """Tokenizers: any text comes back, decoding id by id shows whole characters only, and wrong inputs get one sentence."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,8 +8,13 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers
+from models import small_model
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from rwkv.checkpoint import describe, read_checkpoint
+from rwkv.checkpoint_tokenizer import tokenizer_of
+from rwkv.config import OptimConfig
+from rwkv.task import LanguageModel
 from rwkv.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
 
 SAMPLE = "def main(self):\n    return 'naïve café', \"你好, 世界\"  # 😀 👩‍👩‍👧\n" * 20
@@ -28,7 +34,16 @@ def byte_fallback() -> JsonTokenizer:
     return JsonTokenizer(library.to_str())
 
 
+def like_neox() -> JsonTokenizer:
+    """As GPT-NeoX's file is: NFC, byte-level, and runs of spaces as tokens that are matched before anything else."""
+    library = tokenizers.Tokenizer.from_str(JsonTokenizer.train([SAMPLE, "a \n b\t\n c\n\n d " * 50], 340).definition)
+    library.normalizer = normalizers.NFC()
+    library.add_tokens([AddedToken(" " * length, normalized=True) for length in range(2, 8)])
+    return JsonTokenizer(library.to_str())
+
+
 FALLBACK = byte_fallback()
+NEOX = like_neox()
 EVERY = [ByteTokenizer(), CharTokenizer(SAMPLE), BPE, FALLBACK]
 
 
@@ -128,6 +143,54 @@ def test_a_batch_is_encoded_as_each_text_alone() -> None:
     assert BPE.encode_batch(texts) == [BPE.encode(text) for text in texts]
 
 
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, NEOX, FALLBACK], ids=["byte", "bpe", "neox", "fallback"])
+@given(text=st.text(st.sampled_from("ab1' \n\r\t\xa0\u2028\u0301é.=你😀"), max_size=80) | st.text(st.sampled_from("ab \n\t")),
+       sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_in_parts_as_whole(tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
+    ends = [0, *itertools.takewhile(lambda end: end < len(text), itertools.accumulate(itertools.cycle(sizes))), len(text)]
+    parts = itertools.starmap(lambda start, end: text[start:end], itertools.pairwise(ends))
+    assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == tokenizer.encode(text)
+
+
+def test_what_may_be_cut_at_lines_does_not_pile_up() -> None:
+    lengths = [len(NEOX.decode(ids)) for ids in NEOX.encode_stream(["a line of text\n"] * 99)]
+    assert sum(lengths) == 99 * 15
+    assert max(lengths) <= 30
+
+
+def test_a_file_that_looks_across_lines_is_not_cut_at_them() -> None:
+    """One whose words may hold newlines, one that puts a space before a text, one whose token takes the spaces after it."""
+    for change in ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
+                   {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+                   {"normalizer": normalizers.Replace("a\n", "b")}, {"token": AddedToken("ab", rstrip=True)},
+                   {"token": AddedToken("b\nb")}):
+        library = tokenizers.Tokenizer.from_str(BPE.definition)
+        for name, part in change.items():
+            library.add_tokens([part]) if name == "token" else setattr(library, name, part)
+        tokenizer = JsonTokenizer(library.to_str())
+        assert list(tokenizer.encode_stream(["ab\n", "b a\n"])) == [tokenizer.encode("ab\nb a\n")]
+
+
+@given(text=st.text())
+def test_ids_are_the_library_s_own(text: str) -> None:
+    for tokenizer in (BPE, NEOX):
+        library = tokenizers.Tokenizer.from_str(tokenizer.definition)
+        assert tokenizer.encode(text) == library.encode(text).ids
+
+
+def test_gpt_neox_ids_are_the_library_s_own(request: pytest.FixtureRequest) -> None:
+    """On text of many scripts; benchmarks/tokenization.py compares random strings."""
+    path = request.config.getoption("--neox")
+    if not path:
+        pytest.skip("pytest --neox FILE, with GPT-NeoX's 20B_tokenizer.json, compares its ids")
+    tokenizer, library = build(path, []), tokenizers.Tokenizer.from_file(path)
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (50277, 0)
+    assert tokenizer.encode("Hello world") == [12092, 1533]
+    for text in (SAMPLE, SAMPLE.replace(" ", "   "), "".join(map(chr, range(0x2000)))):
+        assert tokenizer.encode(text) == library.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == library.normalizer.normalize_str(text)
+
+
 @pytest.mark.parametrize("tokenizer", EVERY, ids=["byte", "char", "bpe", "fallback"])
 def test_a_description_restores_the_tokenizer(tokenizer: Tokenizer) -> None:
     again = Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
@@ -188,7 +251,7 @@ def test_a_missing_or_binary_file_and_an_unknown_kind_get_a_sentence(tmp_path: P
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is not UTF-8"):
         build(str(tmp_path / "binary.json"), [])
-    with pytest.raises(ValueError, match="byte, char, bpe or the path"):
+    with pytest.raises(ValueError, match=r"data.tokenizer is char, bpe, byte, world, or the path of .*; got 'bpee'"):
         build("bpee", [])
     with pytest.raises(ValueError, match="at least 257"):
         build("bpe", ["a"], 100)
@@ -218,3 +281,45 @@ def test_an_id_outside_the_vocabulary_gets_a_sentence(tokenizer: Tokenizer, beyo
 def test_a_foreign_description_gets_a_sentence(definition: dict) -> None:
     with pytest.raises(ValueError, match="not a tokenizer's description"):
         Tokenizer.from_dict(definition)
+
+
+# With a checkpoint
+
+
+def test_a_checkpoint_s_own_tokenizer_is_used_and_another_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "model.ckpt", tmp_path / "other.json"
+    small_model("conv1d", NEOX.vocab_size).save_pretrained(path, BPE)
+    other.write_text(build("bpe", [SAMPLE[::-1]], 320).definition, encoding="utf-8")
+    same = tmp_path / "same.json"
+    same.write_text(json.dumps(json.loads(BPE.definition), indent=4), encoding="utf-8")
+    checkpoint = read_checkpoint(path)
+    assert tokenizer_of(checkpoint).hash == tokenizer_of(checkpoint, str(same)).hash == BPE.hash
+    with pytest.raises(ValueError, match=r"tokenizer=.*other.json is not the tokenizer that .*model.ckpt was trained with"):
+        tokenizer_of(checkpoint, str(other))
+    checkpoint.tokenizer = NEOX.to_dict()
+    with pytest.raises(ValueError, match=r"the tokenizer in the file is not the tokenizer that .*model.ckpt was trained with"):
+        tokenizer_of(checkpoint)
+
+
+@pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (65536, "world"), (256, "FILE.json")])
+def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: int, suggested: str) -> None:
+    small_model("conv1d", vocab_size, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
+    checkpoint = read_checkpoint(tmp_path / "bare.pth")
+    with pytest.raises(ValueError, match=rf"bare.pth carries no tokenizer: name its file with tokenizer={suggested}"):
+        tokenizer_of(checkpoint)
+    with pytest.raises(ValueError, match=r"tokenizer is byte, world, or the path of .*; got 'neox'"):
+        tokenizer_of(checkpoint, "neox")
+    if vocab_size > 256:
+        with pytest.raises(ValueError, match=f"tokenizer=byte has 256 tokens and .*bare.pth {vocab_size}"):
+            tokenizer_of(checkpoint, "byte")
+    else:
+        assert tokenizer_of(checkpoint, "byte").hash == ByteTokenizer().hash
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
+    """As it would where the text that a bpe was trained on has changed since."""
+    task = LanguageModel(small_model("conv1d", BPE.vocab_size), OptimConfig(), 1, 1.0)
+    task.describe({}, BPE)
+    task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, BPE)})
+    with pytest.raises(ValueError, match=f"a tokenizer of hash {NEOX.hash[:12]}, and data.tokenizer gives one of hash"):
+        task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, NEOX)})

@@ -5,7 +5,9 @@ from torch import Tensor
 
 SHAPES = ((1, 1, 1), (3, 5, 11), (2, 4, 63), (5, 3, 129), (8, 16, 256))              # (B, C, T)
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4), (2, 3, 0))
-BENCH_SHAPES = {"cpu": ((8, 768, 1024), (256, 768, 64)), "cuda": ((32, 768, 768), (8, 768, 4096))}
+PUBLISHED = (32, 768, 768)           # RWKV-CUDA's table, and the Taichi page's comparison
+BENCH_SHAPES = {"cpu": ((8, 768, 1024), (256, 768, 64), PUBLISHED), "cuda": (PUBLISHED, (8, 768, 1024), (8, 768, 4096))}
+SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 8192)}       # T, at the B and C of a shape above
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
 
 

@@ -7,7 +7,9 @@ from kernels.wkv import WKVState
 
 SHAPES = ((1, 1, 1), (3, 11, 5), (2, 63, 4), (5, 129, 3), (2, 256, 16))              # (B, T, C)
 EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
-BENCH_SHAPES = {"cpu": ((8, 1024, 768), (12, 64, 128)), "cuda": ((32, 768, 768), (8, 4096, 768))}
+BENCH_SHAPES = {"cpu": ((8, 1024, 768), (8, 8192, 768), (12, 64, 128)),
+                "cuda": ((32, 768, 768), (8, 1024, 768), (8, 8192, 768))}
+SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 4096)}                     # T, at the B and C of a shape above
 SPREADS = {"+-5": 1.0, "+-23": 5.0}                  # k ~ N(0, spread): what every implementation is exact on
 WIDE_SPREADS = {"+-43": 10.0, "+-230": 50.0, "+-1e7": 2e6}
 TOLERANCE = {"y": 1e-5, "state": 1e-4, "gradient": 3e-5}                              # float32, on err_ratio

@@ -1,0 +1,43 @@
+"""PyPI's `rwkv` tokenizer, answering benchmarks/tokenization.py from an environment and a process of its own.
+
+Run as a script, for which `rwkv` is PyPI's. It says its version; then each line of standard input is one request in JSON,
+answered by one line: {"text": FILE} takes the text of a file, {"work": "encode" | "decode"} does that with it once,
+{"ids_of": [HEX, ...]} gives the ids of some byte strings.
+"""
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+class Answers:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.data = tokenizer, b""
+        self.ids: list[int] = []
+
+    def text(self, path: str) -> None:
+        self.data = Path(path).read_bytes()
+        self.ids = self.tokenizer.encodeBytes(self.data)
+
+    def work(self, which: str) -> None:
+        self.tokenizer.encodeBytes(self.data) if which == "encode" else self.tokenizer.decode(self.ids)
+
+    def ids_of(self, strings: list[str]) -> list[list[int]]:
+        return [self.tokenizer.encodeBytes(bytes.fromhex(string)) for string in strings]
+
+
+def main() -> None:
+    from rwkv.rwkv_tokenizer import TRIE_TOKENIZER
+
+    vocabulary = Path(sys.modules[TRIE_TOKENIZER.__module__].__file__ or "").with_name("rwkv_vocab_v20230424.txt")
+    answers = Answers(TRIE_TOKENIZER(str(vocabulary)))
+    print(json.dumps(metadata.version("rwkv")), flush=True)
+    for line in sys.stdin:
+        ((request, argument),) = json.loads(line).items()
+        print(json.dumps(getattr(answers, request)(argument)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
+
+Our tokenizers beside the libraries'. First the ids of N random strings, half of them Unicode and half any bytes, are compared;
+then encoding and decoding of one text are timed in turns, medians. Ids that differ are counted, and make the exit status 1.
+PyPI's `rwkv` answers from the environment that `make peers` makes. The last line of standard output is the result as JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tokenizers
+from pyrwkv_tokenizer import RWKVTokenizer
+
+from benchmarks._strings import byte_strings, unicode_strings
+from kernels import _machine
+from kernels._text import aligned
+from kernels._timing import interleaved
+from rwkv.corpus import read_stdlib
+from rwkv.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
+
+PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
+STDLIB_CHARACTERS = 1_000_000            # of the standard library, where no text is given
+BPE_SIZE = 8192
+
+Peer = Callable[[str, Any], Any]         # peer(request, argument) -> answer
+Work = dict[tuple[str, str], Callable[[], Any]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    text = args.text.read_text(encoding="utf-8") if args.text else _stdlib()
+    size, ours = len(text.encode()), _ours(text, args.neox)
+    libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
+                 if isinstance(it, JsonTokenizer)}
+    with _peer(args.peers) as (peer, version):
+        checks = {**_check_world(ours["world"], peer, args.strings), **_check_json(ours, libraries, args.strings)}
+        samples = interleaved(_work(ours, libraries, peer, text), "cpu")
+    tokens = {name: len(tokenizer.encode(text)) for name, tokenizer in ours.items()}
+    report = {"machine": _machine.describe("cpu"), "versions": _versions(version),
+              "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
+              "mb_per_s": _speeds(samples, size)}
+    print(table(report), flush=True)
+    line = json.dumps(report)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 1 if any(check["different"] for check in checks.values()) else 0
+
+
+def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
+    ours: dict[str, Tokenizer] = {"byte": ByteTokenizer(), "char": CharTokenizer(text)}
+    ours |= {"bpe": build("bpe", [text], BPE_SIZE), "world": build("world", [])}
+    return ours | ({"neox": Tokenizer.from_file(neox)} if neox else {})
+
+
+def table(report: dict[str, Any]) -> str:
+    """What the data say, for the terminal."""
+    rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
+    for name, speeds in report["mb_per_s"].items():
+        tokens = report["tokens"][name.rpartition(" ")[2]]
+        rows.append([name, *(f"{speeds[which]:.1f}" for which in ("encode", "decode")), f"{report['bytes'] / tokens:.2f}"])
+    checks = [f"{name}: {check['different']} of {check['strings']:,} random strings have other ids"
+              for name, check in report["checks"].items()]
+    missing = [] if "rwkv" in report["versions"] else ["not compared: PyPI's rwkv, which `make peers` installs apart"]
+    return "\n".join([f"{report['text']}, {report['bytes'] / 1e6:.1f} MB", aligned(rows, left=1), *checks, *missing])
+
+
+def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:
+    texts, strings = list(unicode_strings(count // 2)), list(byte_strings(count - count // 2))
+    library, mine = RWKVTokenizer(), [world.encode(text) for text in texts]
+    checks = {"world and pyrwkv-tokenizer, Unicode": _compared(mine, [library.encode(text) for text in texts])}
+    if peer:
+        checks["world and rwkv, Unicode"] = _compared(mine, peer("ids_of", [text.encode().hex() for text in texts]))
+        checks["world and rwkv, bytes"] = _compared([world.encode_bytes(data) for data in strings],
+                                                    peer("ids_of", [data.hex() for data in strings]))
+    return checks
+
+
+def _check_json(ours: dict[str, Tokenizer], libraries: dict[str, Any], count: int) -> dict[str, dict[str, int]]:
+    texts = list(unicode_strings(count))
+    return {f"{name} and tokenizers, Unicode": _compared([ours[name].encode(text) for text in texts],
+                                                         [library.encode(text, add_special_tokens=False).ids for text in texts])
+            for name, library in libraries.items()}
+
+
+def _compared(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
+    return {"strings": len(mine), "different": sum(a != b for a, b in zip(mine, theirs, strict=True))}
+
+
+def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
+    """By program and pass, a function that does it once with the whole text."""
+    work: Work = {}
+    for name, tokenizer in ours.items():
+        _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))
+    for name, library in libraries.items():
+        _add(work, f"tokenizers, {name}", library.encode, library.decode, text, library.encode(text).ids)
+    rust = RWKVTokenizer()
+    _add(work, "pyrwkv-tokenizer, world", rust.encode, rust.decode, text, rust.encode(text))
+    if peer:
+        _add(work, "rwkv, world", partial(peer, "work"), partial(peer, "work"), "encode", "decode")
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "text").write_bytes(text.encode())
+            peer("text", str(Path(folder) / "text"))
+    return work
+
+
+def _add(work: Work, name: str, encode: Callable[..., Any], decode: Callable[..., Any], text: Any, ids: Any) -> None:
+    work[name, "encode"], work[name, "decode"] = partial(encode, text), partial(decode, ids)
+
+
+def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str, dict[str, float]]:
+    speeds: dict[str, dict[str, float]] = {}
+    for (name, which), seconds in samples.items():
+        speeds.setdefault(name, {})[which] = size / median(seconds) / 1e6
+    return speeds
+
+
+@contextmanager
+def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
+    """A function that asks PyPI's rwkv, and its version; None where its environment is not there."""
+    if not python.exists():
+        yield None, None
+        return
+    script = Path(__file__).with_name("_rwkv_tokenizer.py")
+    with subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None
+        assert answers is not None
+
+        def ask(request: str, argument: Any) -> Any:
+            requests.write(json.dumps({request: argument}) + "\n")
+            requests.flush()
+            return json.loads(answers.readline())
+
+        yield ask, json.loads(answers.readline())
+        requests.close()
+
+
+def _stdlib() -> str:
+    documents = read_stdlib(Path(sysconfig.get_path("stdlib")), 0.5)
+    return "\n".join([*documents.val, *documents.train])[:STDLIB_CHARACTERS]
+
+
+def _versions(rwkv: str | None) -> dict[str, str]:
+    found = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
+    return found | ({"rwkv": rwkv} if rwkv else {})
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenization", description="Compare and time tokenizers.")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: a part of the standard library's sources")
+    parser.add_argument("--neox", type=Path, metavar="FILE", help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
+    parser.add_argument("--peers", type=Path, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
+    parser.add_argument("--strings", type=int, default=10_000, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

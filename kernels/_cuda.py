@@ -1,0 +1,202 @@
+"""The one place that compiles CUDA C++: by NVRTC, through cuda.core, so that neither nvcc nor a host compiler is needed.
+
+    SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and macros that it is compiled with
+    SOURCE.launch("forward", grid, block, w, k, out, T, eps)
+
+Importing compiles nothing. The first launch compiles the file for the device's own architecture, or finds the cubin in
+the user's cache folder; every launch goes on torch's current stream of the device of its first tensor.
+
+A kernel is an `extern "C" __global__ void NAME(...)`. A tensor becomes a pointer, an int an `int`, a float a `float`, in the
+order of its parameters; what is indexed by more than 31 bits is the kernel's business. A file may include others beside it.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.registry import KernelUnavailable
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+SHARED_DEFAULT = 48 * 1024           # bytes of shared memory that a block may have without asking for more
+VECTOR_BYTES = 16                    # what a float4 load takes its address to be a multiple of
+Size = int | tuple[int, ...]
+
+
+class Source:
+    """One .cu file beside `python_file`, with its macros: compiled at first launch, once per device and process."""
+
+    def __init__(self, python_file: str, name: str, **macros: int) -> None:
+        self.path = Path(python_file).parent / name
+        self.macros = macros
+
+    def launch(self, kernel: str, grid: Size, block: Size, *args: Tensor | int | float, shared: int = 0) -> None:
+        """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
+
+        Raises KernelUnavailable where there is no NVRTC, or it knows neither the file's C++ nor the device.
+        """
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with torch.cuda.device(device):
+            _core().Device(device.index).set_current()           # a new thread has none, autograd's included
+            handle = _kernel(self, kernel, device.index, shared)
+            _core().launch(torch.cuda.current_stream(), _config(grid, block, shared), handle, *map(_argument, args))
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """(name, text) of the file and of all that it includes from beside it, each once."""
+        waiting, seen = [self.path], {self.path}
+        while waiting:
+            path = waiting.pop()
+            text = path.read_text(encoding="utf-8")
+            yield path.name, text
+            included = {path.parent / name for name in INCLUDE.findall(text)} - seen
+            waiting += sorted(included)
+            seen |= included
+
+    def __repr__(self) -> str:
+        return f"Source({self.path.name}{''.join(f', {name}={value}' for name, value in self.macros.items())})"
+
+
+def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
+    """(cubin, ptxas's report) of `source` for `arch`, such as "sm_90". Needs no device and asks none.
+
+    Raises KernelUnavailable with the compiler's log where it refuses, and where there is no compiler.
+    """
+    macros = [(name, str(value)) for name, value in source.macros.items()]
+    options = _core().ProgramOptions(std="c++17", arch=arch, name=source.path.name, include_path=str(source.path.parent),
+                                     define_macro=macros or None, ptxas_options=["-v"])
+    text, report = source.path.read_text(encoding="utf-8"), io.StringIO()
+    with _compiler_errors(source, arch):
+        program = _core().Program(text, "c++", options)
+        return bytes(program.compile("cubin", logs=report).code), report.getvalue()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy where it starts at an address that float4 loads do not take: a view into a larger buffer."""
+    return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
+
+
+@cache
+def _core() -> ModuleType:
+    """cuda.core, under the name that it had before version 1.0 too; raises KernelUnavailable where a part is missing."""
+    try:
+        module = importlib.import_module("cuda.core")
+        return module if hasattr(module, "launch") else importlib.import_module("cuda.core.experimental")
+    except ImportError as error:
+        raise KernelUnavailable(f"CUDA kernels need cuda-core, and it does not start ({error}): "
+                                "pip install 'timemix[cuda]'") from error
+
+
+@contextlib.contextmanager
+def _compiler_errors(source: Source, arch: str) -> Iterator[None]:
+    """cuda.core's errors have no common class: what it raises here is a missing library, or the compiler's refusal."""
+    try:
+        yield
+    except Exception as error:
+        log = str(error).rstrip("\n \0")
+        raise KernelUnavailable(f"NVRTC could not compile {source.path.name} for {arch}: {log}") from error
+
+
+@cache
+def _kernel(source: Source, name: str, device: int, shared: int) -> Any:
+    """The kernel's handle on one device, allowed `shared` bytes of shared memory there."""
+    kernel = _library(source, device).get_kernel(name)
+    if shared > SHARED_DEFAULT:
+        _allow_shared(kernel, device, shared)
+    return kernel
+
+
+@cache
+def _library(source: Source, device: int) -> Any:
+    major, minor = torch.cuda.get_device_capability(device)
+    return _core().ObjectCode.from_cubin(_cubin(source, f"sm_{major}{minor}"))
+
+
+def _allow_shared(kernel: Any, device: int, shared: int) -> None:
+    """A kernel's limit only rises: it may have been launched with more."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle, gpu = driver.CUkernel(int(kernel.handle)), driver.CUdevice(device)
+    _, before = driver.cuKernelGetAttribute(attribute, handle, gpu)
+    (error,) = driver.cuKernelSetAttribute(attribute, max(shared, before), handle, gpu)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise KernelUnavailable(f"a block of this kernel needs {shared} bytes of shared memory, and cuda:{device} has less")
+
+
+@lru_cache(1024)                     # a launch's sizes follow those of its tensors
+def _config(grid: Size, block: Size, shared: int) -> Any:
+    return _core().LaunchConfig(grid=grid, block=block, shmem_size=shared)
+
+
+def _argument(arg: Tensor | int | float) -> Any:
+    """What cuda.core takes for a pointer, an `int` or a `float`; an int beyond 32 bits is an OverflowError."""
+    if isinstance(arg, Tensor):
+        return arg.data_ptr()
+    return np.int32(arg) if isinstance(arg, int) else np.float32(arg)
+
+
+@cache
+def _cubin(source: Source, arch: str) -> bytes:
+    """The compiled source: from the cache folder, or by NVRTC and then into the folder."""
+    path = cache_folder() / f"{_key(source, arch)}.cubin"
+    cubin = _read(path)
+    if cubin is None:
+        cubin, _ = compile_cubin(source, arch)
+        _write(path, cubin)
+    return cubin
+
+
+def cache_folder() -> Path:
+    """~/.cache/timemix/cuda; for a user without a home one that cannot be used (others can write into /tmp)."""
+    try:
+        return Path.home() / ".cache" / "timemix" / "cuda"
+    except RuntimeError:
+        return Path(os.devnull) / "timemix"
+
+
+def _key(source: Source, arch: str) -> str:
+    """A hash of all that a cubin depends on."""
+    parts = [arch, compiler_version(), repr(source.macros), *(text for pair in source.texts() for text in pair)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def compiler_version() -> str:
+    """NVRTC's, such as "13.0"; raises KernelUnavailable where it is not installed."""
+    try:
+        from cuda.bindings import nvrtc
+
+        return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+    except (ImportError, RuntimeError) as error:
+        raise KernelUnavailable(f"CUDA kernels need NVRTC, and it is not there ({str(error).splitlines()[0]}): "
+                                "pip install nvidia-cuda-nvrtc") from error
+
+
+def _read(path: Path) -> bytes | None:
+    """The cubin behind its digest, or None: no file, no right to read it, or one that a crash left incomplete."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = content[:32], content[32:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Atomically, since other processes may be doing the same; where the folder cannot be used, not at all."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        Path(file.name).replace(path)

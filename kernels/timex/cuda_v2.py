@@ -1,0 +1,43 @@
+"""Rung 2: float4. A thread computes four time steps, and reads four values at a time."""
+
+import torch
+from torch import Tensor
+
+from kernels._cuda import Source, aligned
+from kernels.registry import Requires
+
+THREADS, STEP = 64, 128              # of a block: threads at most, and inputs in shared memory at a time
+T_GROUP = 4                          # outputs of a thread
+REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=T_GROUP)
+SOURCE = Source(__file__, "csrc/v2.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP)
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    return _convolve("forward", w, k, eps)
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return grad_w(k, grad_out), grad_k(w, grad_out)
+
+
+def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
+    return _convolve("grad_k", w, grad_out)
+
+
+def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    (B, C, T), grad, threads = k.shape, torch.empty_like(k[0]), _threads(k.shape[-1])
+    tile = threads * T_GROUP
+    SOURCE.launch("grad_w", C * -(-T // tile), threads, aligned(k), aligned(grad_out), grad, B, C, T)
+    return grad
+
+
+def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
+    (B, C, T), out, threads = k.shape, torch.empty_like(k), _threads(k.shape[-1])
+    tile = threads * T_GROUP
+    SOURCE.launch(kernel, B * C * -(-T // tile), threads, aligned(w), aligned(k), out, B, C, T, *eps)
+    return out
+
+
+def _threads(T: int) -> int:
+    """Of a block: full warps, and no more than there is work for."""
+    return min(THREADS, 32 * -(-T // (32 * T_GROUP)))

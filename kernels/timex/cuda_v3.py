@@ -1,0 +1,50 @@
+"""Rung 3: batch groups. A thread computes sixteen time steps of two batches, which share the w that it reads."""
+
+import torch
+from torch import Tensor
+
+from kernels._cuda import Source, aligned
+from kernels.registry import Requires
+
+THREADS, STEP = 256, 128             # of a block: threads at most, and inputs in shared memory at a time
+T_GROUP, B_GROUP = 16, 2             # outputs of a thread: time steps, batches
+STRIDE = STEP + 4                    # of a row in shared memory
+REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=T_GROUP)
+SOURCE = Source(__file__, "csrc/v3.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP, B_GROUP=B_GROUP)
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    return _convolve("forward", w, k, eps)
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return grad_w(k, grad_out), grad_k(w, grad_out)
+
+
+def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
+    return _convolve("grad_k", w, grad_out)
+
+
+def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    (B, C, T), grad = k.shape, torch.empty_like(k[0])
+    b_lanes, t_lanes = _block(B, T)
+    tile = t_lanes * T_GROUP
+    SOURCE.launch("grad_w", C * -(-T // tile), (b_lanes, t_lanes), aligned(k), aligned(grad_out), grad, B, C, T,
+                  shared=4 * b_lanes * (tile + 2 * STRIDE))
+    return grad
+
+
+def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
+    (B, C, T), out = k.shape, torch.empty_like(k)
+    b_lanes, t_lanes = _block(-(-B // B_GROUP), T)
+    rows, tile = b_lanes * B_GROUP, t_lanes * T_GROUP
+    SOURCE.launch(kernel, -(-B // rows) * C * -(-T // tile), (b_lanes, t_lanes), aligned(w), aligned(k), out, B, C, T, *eps,
+                  shared=4 * (tile + STEP + rows * STRIDE))
+    return out
+
+
+def _block(B: int, T: int) -> tuple[int, int]:
+    """A block's threads over the batches and over time: full warps, and of each no more than there is work for."""
+    b_lanes = min(16, 1 << (B - 1).bit_length())
+    in_a_warp = 32 // b_lanes
+    return b_lanes, min(THREADS // b_lanes, in_a_warp * -(-T // (T_GROUP * in_a_warp)))

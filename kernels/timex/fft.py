@@ -1,0 +1,55 @@
+"""The convolution theorem: a product of spectra, O(T log T) for any w; torch.fft, rows padded so that nothing wraps around.
+
+Both gradients are correlations, so products with a conjugated spectrum; grad_w sums over the batch before it transforms back.
+The error is relative to the largest value of a row: fine in a TimeX, useless in a quotient of rows that span decades.
+
+F  frequencies of a padded row      N  its length, at least 2T - 1
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64), wkv=False)
+BLOCK = {"cpu": 2**18, "cuda": 2**26}    # elements of k transformed at once: on a CPU their spectra stay in cache
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    out, N = torch.empty_like(k), padded_length(k.shape[-1])
+    for rows in _blocks(k):
+        out[:, rows] = _causal(_spectrum(k[:, rows], N) * _spectrum(w[rows].flip(-1), N), N, like=k)
+    return out.add_(eps) if eps else out
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    grad_w, grad_k, N = torch.empty_like(w), torch.empty_like(k), padded_length(k.shape[-1])
+    for rows in _blocks(k):
+        lag, inputs, outputs = (_spectrum(part, N) for part in (w[rows].flip(-1), k[:, rows], grad_out[:, rows]))
+        grad_k[:, rows] = _causal(outputs * lag.conj(), N, like=k)
+        grad_w[rows] = _causal((outputs * inputs.conj()).sum(0), N, like=k).flip(-1)
+    return grad_w, grad_k
+
+
+def padded_length(T: int) -> int:
+    """The shortest 2^a 3^b from 2T - 1 on: lengths with small factors transform fast."""
+    return min(3**b << max(0, (-(-(2 * T - 1) // 3**b) - 1).bit_length()) for b in range(3))
+
+
+def _blocks(k: Tensor) -> Iterator[slice]:
+    """Ranges of channels, each with all of the batch."""
+    B, C, T = k.shape
+    step = max(1, BLOCK[k.device.type] // (B * T))
+    return (slice(start, start + step) for start in range(0, C, step))
+
+
+def _spectrum(rows: Tensor, N: int) -> Tensor:
+    """(...,T) -> (...,F)"""
+    return torch.fft.rfft(rows, N)
+
+
+def _causal(spectrum: Tensor, N: int, like: Tensor) -> Tensor:
+    """(...,F) -> (...,T)"""
+    return torch.fft.irfft(spectrum, N)[..., :like.shape[-1]]

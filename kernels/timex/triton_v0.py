@@ -1,0 +1,111 @@
+"""Matrix products with Toeplitz tiles on tensor cores: one tile of weights serves every time tile and every batch.
+
+A row is a pair (time tile, batch). The weights between the output tile and x `shift` steps before it are the same for all
+rows, so the convolution of one channel is a sum over shift of matrix products:
+
+    forward   out[row, i] += k[row, j - shift] * h[shift + i - j]                 h[lag] = w[T - 1 - lag], 0 outside
+    grad_k    the same against time: grad_out[row, j + shift], h[shift + j - i]
+    grad_w    sum over the rows of grad_out[row, i] * k[row, j - shift]: each diagonal i - j adds up to one lag
+
+A product of float32 is three of TF32 (tf32x3), which loses 2^-22 of a factor. Tensor cores truncate their sums, and in a long
+one that is a bias: so each product's own sum is DEPTH long, and is added to the total in float32, rounded. (Emulated with every
+addend truncated to 24 bits, 768 to 4096 positive terms: err_ratio 4e-7 at 32, 9e-7 at 64, 2e-5 to 8e-5 in one sum.)
+
+The sums are in a fixed order, without atomics. Zero times an infinity is NaN: a value that is not finite spoils its tile.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(packages=("triton",), devices=("cuda",), T_multiple=64)
+
+TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps of a tile, and what one product sums over: steps, or rows
+WARPS = {16: 4, 64: 4, 128: 8}               # by the rows of a block: from what tensor cores take to what registers hold
+OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    return _convolution(w, k, eps, False)
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return grad_w(k, grad_out), grad_k(w, grad_out)
+
+
+def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
+    return _convolution(w, grad_out, 0.0, True)
+
+
+def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
+    """Each lag is the sum of two diagonals: i >= j of its own distance between tiles, i < j of the next one."""
+    (B, C, T), sums = k.shape, k.new_empty(2, *k.shape[1:])
+    with torch.cuda.device_of(k):
+        _correlate[(T // TILE * C,)](k, grad_out, sums, B, C, T, TILE, DEPTH_OF_ROWS, num_warps=4, **OPTIONS)
+    by_lag, next_lag = sums
+    by_lag[:, :-TILE] += next_lag[:, TILE:]
+    return by_lag.flip(-1)
+
+
+def _convolution(w: Tensor, x: Tensor, eps: float, backwards: bool) -> Tensor:
+    (B, C, T), out = x.shape, torch.empty_like(x)
+    rows = T // TILE * B
+    per_block = next((size for size in WARPS if size >= rows), max(WARPS))
+    with torch.cuda.device_of(x):
+        _convolve[(triton.cdiv(rows, per_block) * C,)](w, x, out, B, C, T, eps, backwards, per_block, TILE, DEPTH,
+                                                       num_warps=WARPS[per_block], **OPTIONS)
+    return out
+
+
+@triton.jit
+def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+              DEPTH: tl.constexpr):
+    """For one channel and ROWS rows; shift: from output tile to x, in steps; i, j: steps of the output tile and of x."""
+    rows, i, j = T // TILE * B, tl.arange(0, TILE), tl.arange(0, DEPTH)
+    blocks = tl.cdiv(rows, ROWS)
+    c, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    block = block if BACKWARDS else blocks - 1 - block           # the longest sums first
+    first, last = block * ROWS // B * TILE, tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
+    row = block * ROWS + tl.arange(0, ROWS)
+    t = tl.minimum(row, rows - 1) // B * TILE
+    start = ((tl.minimum(row, rows - 1) % B).to(tl.int64) * C + c) * T + t
+    lag_0 = w + c.to(tl.int64) * T + T - 1
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    for shift in range(0 if BACKWARDS else DEPTH - TILE, T - first if BACKWARDS else last + 1, DEPTH):
+        if BACKWARDS:
+            at, seen, lag = start + shift, t + shift < T, shift + j[:, None] - i[None, :]
+        else:
+            at, seen, lag = start - shift, t >= shift, shift + i[None, :] - j[:, None]
+        xs = tl.load(x + at[:, None] + j[None, :], mask=seen[:, None], other=0.0)
+        toeplitz = tl.load(lag_0 - lag, mask=lag >= 0, other=0.0)
+        total += tl.dot(xs, toeplitz, input_precision="tf32x3")
+    tl.store(out + start[:, None] + i[None, :], total + eps, mask=(row < rows)[:, None])
+
+
+@triton.jit
+def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    """For one channel and one distance between the tiles of grad_out and of k; i, j: steps of the two tiles."""
+    tiles, i = T // TILE, tl.arange(0, TILE)
+    c, distance = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    rows = (tiles - distance) * B
+    total = tl.zeros([TILE, TILE], tl.float32)
+    batch, row = tiles.to(tl.int64) * C, tl.arange(0, DEPTH)
+    b, at = row % B, row % B * batch + c.to(tl.int64) * tiles + row // B         # at, in tiles: where a row's k begins
+    onwards, around = DEPTH % B * batch + DEPTH // B, 1 - B * batch
+    for first in range(0, rows, DEPTH):
+        here, seen = (at * TILE)[:, None] + i[None, :], (first + row < rows)[:, None]
+        ks = tl.load(k + here, mask=seen, other=0.0)
+        gs = tl.load(grad_out + distance * TILE + here, mask=seen, other=0.0)
+        total += tl.dot(tl.trans(gs), ks, input_precision="tf32x3")
+        b += DEPTH % B                                           # DEPTH rows on, with a division for none of them
+        at += tl.where(b >= B, onwards + around, onwards)
+        b -= tl.where(b >= B, B, 0)
+    j = i[:, None] - i[None, :]
+    sheared = tl.gather(total, j & (TILE - 1), 1)                # column n holds the diagonals i - j = n and n - TILE
+    at = sums + c.to(tl.int64) * T + distance * TILE + i
+    tl.store(at, tl.sum(tl.where(j >= 0, sheared, 0.0), 0))
+    tl.store(at + batch * TILE, tl.sum(tl.where(j < 0, sheared, 0.0), 0))

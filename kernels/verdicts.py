@@ -1,0 +1,128 @@
+"""python -m kernels.verdicts [FILE ...]: what is asked of the kernels beside what was measured, from the benchmark's JSON.
+
+Without FILE: every file in benchmarks/results/. A number that is missing, because a kernel or a shape was not measured, gives
+no verdict. Limits are those of the same run: a floor is the least traffic at the rate of a copy, or the operations at the rate
+of a float32 matrix product; the nominal floor takes the GPU's published float32 rate without tensor cores.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kernels import registry
+from kernels._results import Report, committed, measured_at, read
+from kernels._text import aligned
+from kernels.timex import cases as timex_cases
+
+PASSES = ("forward", "backward")
+PUBLISHED = dict(zip("BCT", timex_cases.PUBLISHED, strict=True))
+LONG = {"B": 8, "C": 768, "T": 8192}
+SHORT = LONG | {"T": 1024}
+TFLOPS = {"H200": 67, "H100": 67, "A100": 19.5, "L40S": 91.6, "RTX 4090": 82.6, "RTX 3090": 35.6}      # NVIDIA's data sheets
+PLAIN_TORCH = ("reference", "torch_scan")
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`found` may be at most `limit`."""
+
+    what: str
+    found: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.found <= self.limit
+
+
+def main(files: list[str]) -> int:
+    found = verdicts(read(files or committed()))
+    print(text(found))
+    return 0 if all(verdict.ok for verdict in found) else 1
+
+
+def verdicts(reports: Iterable[Report], peer_ms: tuple[float, float] | None = None) -> list[Verdict]:
+    """Of every float32 report; peer_ms: forward and backward of another cuda_v3 on the same GPU, at the published shape."""
+    found: list[Verdict] = []
+    for report in reports:
+        if report["dtype"] == "float32":
+            rule = {("timex", "cuda"): _timex_cuda, ("wkv", "cuda"): _wkv_cuda, ("wkv", "cpu"): _wkv_cpu}
+            found += rule.get((report["op"], report["device"]), lambda report: ())(report)
+            found += _peer(report, peer_ms) if peer_ms and report["op"] == "timex" else []
+            found += _growth(report) if report["op"] == "wkv" else []
+    return found
+
+
+def text(found: list[Verdict]) -> str:
+    if not found:
+        return "no verdict: nothing of what is asked was measured"
+    rows = [["", "found", "at most", ""]]
+    rows += [[one.what, f"{one.found:.3g}", f"{one.limit:.3g}", "ok" if one.ok else "MISSED"] for one in found]
+    return f"{aligned(rows)}\n{sum(one.ok for one in found)} of {len(found)} as asked"
+
+
+def as_data(found: list[Verdict]) -> list[dict[str, Any]]:
+    return [asdict(one) | {"ok": one.ok} for one in found]
+
+
+def _timex_cuda(report: Report) -> Iterator[Verdict]:
+    at, measured = _at(report, PUBLISHED), measured_at(report, PUBLISHED)
+    for part in PASSES:
+        if ("taichi_v3", part) in at and ("cuda_v3", part) in at:
+            yield Verdict(f"taichi_v3 / cuda_v3, {part}", at["taichi_v3", part]["ms"] / at["cuda_v3", part]["ms"], 1.1)
+    direct = {name: result["ms"] for (name, part), result in at.items() if part == "forward" and name != "fft"}
+    if measured and direct:
+        best, flop = min(direct, key=lambda name: direct[name]), timex_cases.flop(*timex_cases.PUBLISHED)
+        yield Verdict(f"ms of {best}, the best TimeX forward; measured FMA floor", direct[best],
+                      flop / measured["limits"]["matmul_gflops"] / 1e6)
+        for gpu in (name for name in TFLOPS if name in report["machine"].get("gpu", "")):
+            yield Verdict(f"ms of {best}, the best TimeX forward; nominal FMA floor", direct[best], flop / TFLOPS[gpu] / 1e9)
+
+
+def _wkv_cuda(report: Report) -> Iterator[Verdict]:
+    """Of the scans that are compiled: against the least traffic, k, v -> y and k, v, grad_y -> grad_k, grad_v."""
+    for (name, part), result in _at(report, PUBLISHED).items():
+        if name in _scans() and name not in PLAIN_TORCH:
+            yield Verdict(f"{name} / memory floor, {part}", 1 / result["of_copy"], {"forward": 1.5, "backward": 2.0}[part])
+
+
+def _wkv_cpu(report: Report) -> Iterator[Verdict]:
+    at = _at(report, SHORT)
+    for part, limit in zip(PASSES, (6.0, 16.0), strict=True):
+        if ("taichi_scan", part) in at:
+            yield Verdict(f"taichi_scan / copy of one tensor, {part}", at["taichi_scan", part]["copies"], limit)
+    one_block, scan = at.get(("conv1d in one block", "forward")), at.get(("torch_scan", "forward"))
+    if one_block and scan:
+        yield Verdict("torch_scan / conv1d in one block, forward", scan["ms"] / one_block["ms"], 1 / 5)
+
+
+def _growth(report: Report) -> Iterator[Verdict]:
+    """From T = 1024 to T = 8192 of every scan: 8 times the work, and memory no more than linear."""
+    short, long = _at(report, SHORT), _at(report, LONG)
+    for name, part in long:
+        if name in _scans() and (name, part) in short:
+            yield Verdict(f"{name}, time at T=8192 / T=1024, {part}, {report['device']}",
+                          long[name, part]["ms"] / short[name, part]["ms"], 8.2)
+            yield Verdict(f"{name}, extra MB at T=8192, {part}, {report['device']}", long[name, part]["extra_mb"],
+                          8.2 * short[name, part]["extra_mb"])
+
+
+def _peer(report: Report, peer_ms: tuple[float, float]) -> Iterator[Verdict]:
+    for part, ms in zip(PASSES, peer_ms, strict=True):
+        if (result := _at(report, PUBLISHED).get(("cuda_v3", part))) is not None:
+            yield Verdict(f"ms of cuda_v3, {part}; the peer's", result["ms"], ms)
+
+
+def _scans() -> list[str]:
+    return [name for name in registry.names("wkv") if name != "timex"]
+
+
+def _at(report: Report, shape: dict[str, int]) -> dict[tuple[str, str], Result]:
+    measured = measured_at(report, shape)
+    return {(result["name"], result["pass"]): result for result in measured["results"]} if measured else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

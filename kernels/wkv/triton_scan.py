@@ -1,0 +1,324 @@
+"""The recurrence in chunks that all take a step at once, on registers; a scan over the chunks between two passes through them.
+
+A program has CHANNELS channels of one batch, and takes their time in tiles of CHUNKS chunks of S steps. It loads a tile once;
+sums up what each chunk adds to the state; scans these sums, at the scale of the tile's end, for the state before each
+chunk; and goes through the chunks once more, from that state, for y. So the loads of a tile are all in flight at once, and
+CHUNKS times as many threads are at work as there are channels.
+
+As in taichi_scan, e^k = m * 2^n with an integer n, the state (a, b) is at the scale 2^P, and P follows the larger exponent:
+nothing is lost however far apart the k are. P comes from integer sums and maxima alone, so the backward finds the same.
+(|k|, |p| and |time_first| over 2.9e6 count as 2.9e6, a share of y over 2^64 as 2^64, a time_decay over 15.5 as 15.5.)
+
+The backward goes forwards through all tiles first and stores the state before each; then it takes them last to first, computes
+the states within again, and solves the reverse recurrence, which is linear, in the same two passes. Extra memory: 3/32 of k.
+
+Steps after T weigh nothing but decay the state: _leave takes that back.
+"""
+
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(packages=("triton",), devices=("cuda",))
+
+CHANNELS, CHUNKS = 32, 4                         # a warp per chunk, a thread per channel
+STEPS = 8                                        # S, the steps of a chunk: what registers hold
+OPTIONS = {"num_warps": CHUNKS, "enable_fp_fusion": True}
+
+LIMIT = tl.constexpr(2.9e6)                      # 2^22 log 2: the sums of exponents below stay within 32 bits
+LOST = tl.constexpr(15.5)                        # e^-e^15.5: what a step decays by, and no two k can make good
+NO_FRACTION, NO_FRACTION_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
+VOID, NEVER = tl.constexpr(-2**29), tl.constexpr(-2**31 + 2**24)       # the exponent of a step, of a chunk after T
+LOG2_E, LOG2_E_LOW = tl.constexpr(1.4426950216293335), tl.constexpr(1.925963033500913e-08)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
+            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    (B, T, C), y, state = k.shape, torch.empty_like(v), [torch.empty_like(a) for _ in range(3)]
+    with torch.cuda.device_of(k):
+        _forward[(B * triton.cdiv(C, CHANNELS),)](time_decay, time_first, k, v, a, b, p, y, *state, T, C,
+                                                  _width(C), STEPS, CHUNKS, CHANNELS, **OPTIONS)
+    return y, *state
+
+
+def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    (B, T, C), grad_k, grad_v = k.shape, torch.empty_like(k), torch.empty_like(v)
+    states = a.new_empty(B, triton.cdiv(T, STEPS * CHUNKS), 3, C)
+    grads = [torch.empty_like(a) for _ in range(4)]
+    with torch.cuda.device_of(k):
+        _backward[(B * triton.cdiv(C, CHANNELS),)](time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, states,
+                                                   grad_k, grad_v, *grads, T, C, _width(C), STEPS, CHUNKS, CHANNELS,
+                                                   **OPTIONS)
+    by_decay, by_first, grad_a, grad_b = grads
+    return by_decay.sum(0), by_first.sum(0), grad_k, grad_v, grad_a, grad_b
+
+
+def _width(C: int) -> int:
+    """C where a kernel may know it when it is compiled: the addresses of a tile's steps are a sixth of the work otherwise."""
+    return C if C % CHANNELS == 0 else 0
+
+
+@triton.jit
+def _forward(time_decay, time_first, k, v, a, b, p, y, a_out, b_out, p_out, T, C, WIDTH: tl.constexpr,
+             S: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr):
+    C = WIDTH if WIDTH else C
+    batch, c, here = _place(C, CHANNELS)
+    w, bonus, spans = _weights(time_decay + c, time_first + c, c < C, S, CHUNKS)
+    a, b, P, _entered = _enter(a + here, b + here, p + here, c < C)
+    for j in range(tl.cdiv(T, CHUNKS * S)):
+        start, at, step = _tile(j, batch, c, T, C, S, CHUNKS)
+        ks, vs = _load(k, start, at, step, c, T, C, S), _load(v, start, at, step, c, T, C, S)
+        ms, ns = _exps(ks, step, T, S)
+        a_s, b_s, P_s, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
+        for s in tl.static_range(S):
+            now, kept, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
+            tl.store(y + (start + s * C) + at, (a_s + now * vs[s]) / (b_s + now), mask=(step + s < T) & (c < C))
+            a_s, b_s = kept * a_s + new * vs[s], kept * b_s + new
+    scale, p = _leave(P, w, T, S * CHUNKS)
+    tl.store(a_out + here, scale * a, mask=c < C)
+    tl.store(b_out + here, scale * b, mask=c < C)
+    tl.store(p_out + here, p, mask=c < C)
+
+
+@triton.jit
+def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, states, grad_k, grad_v,
+              to_decay, to_first, to_a, to_b, T, C, WIDTH: tl.constexpr,
+              S: tl.constexpr, CHUNKS: tl.constexpr, CHANNELS: tl.constexpr):
+    C = WIDTH if WIDTH else C
+    batch, c, here = _place(C, CHANNELS)
+    w, bonus, spans = _weights(time_decay + c, time_first + c, c < C, S, CHUNKS)
+    a, b, P, entered = _enter(a + here, b + here, p + here, c < C)
+    tiles = tl.cdiv(T, S * CHUNKS)
+    states += batch * tiles * 3 * C + c
+    for j in range(tiles):
+        tl.store(states + 3 * j * C, a, mask=c < C)
+        tl.store(states + 3 * j * C + C, b, mask=c < C)
+        tl.store(states + 3 * j * C + 2 * C, P.to(tl.float32, bitcast=True), mask=c < C)
+        start, at, step = _tile(j, batch, c, T, C, S, CHUNKS)
+        ks, vs = _load(k, start, at, step, c, T, C, S), _load(v, start, at, step, c, T, C, S)
+        ms, ns = _exps(ks, step, T, S)
+        _a, _b, _P, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
+    scale, _p = _leave(P, w, T, S * CHUNKS)
+    grad_a = scale * tl.load(grad_a + here, mask=c < C, other=0.0)
+    grad_b = scale * tl.load(grad_b + here, mask=c < C, other=0.0)
+    grad_w, grad_u = tl.zeros([CHUNKS, CHANNELS], tl.float32), tl.zeros([CHUNKS, CHANNELS], tl.float32)
+    tl.debug_barrier()                                           # all that was stored can be loaded
+    for back in range(tiles):
+        j = tiles - 1 - back
+        a = tl.load(states + 3 * j * C, mask=c < C, other=0.0)
+        b = tl.load(states + 3 * j * C + C, mask=c < C, other=0.0)
+        P = tl.load(states + 3 * j * C + 2 * C, mask=c < C, other=0.0).to(tl.int32, bitcast=True)
+        start, at, step = _tile(j, batch, c, T, C, S, CHUNKS)
+        ks, vs = _load(k, start, at, step, c, T, C, S), _load(v, start, at, step, c, T, C, S)
+        gs = _load(grad_y, start, at, step, c, T, C, S)
+        ms, ns = _exps(ks, step, T, S)
+        a_s, b_s, P_s, P_after, _a, _b, _P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
+        m_chunk, n_chunk, _drift = _span(w, S)
+        over_chunk = m_chunk * _pow2(_clip(P_s + n_chunk - P_after, -127, 126))
+        settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: from the scale before the tile to its own
+        steps = ()
+        for s in tl.static_range(S):
+            now, kept, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
+            over = 1.0 / (b_s + now)
+            num = over * gs[s]                                   # the gradients of y's numerator and denominator
+            den = -num * (over * (a_s + now * vs[s]))
+            gain = over * (vs[s] * b_s - a_s)                    # v - y, and exact where this step is most of y
+            steps += ((a_s, b_s, kept, new, num, den, num * now, num * now * gain),)
+            a_s, b_s = kept * a_s + new * vs[s], kept * b_s + new
+        rescaled = _pow2(_clip(P_s - P_after, -126, 126))
+        ga, gb, grad_a, grad_b = _gradients_of_states(steps, rescaled, over_chunk, settled, grad_a, grad_b, S, CHUNKS)
+        for s in tl.static_range(S - 1, -1, -1):
+            a_s, b_s, kept, new, num, den, by_now, by_here = steps[s]
+            tl.store(grad_k + (start + s * C) + at, by_here + new * (ga * vs[s] + gb), mask=(step + s < T) & (c < C))
+            tl.store(grad_v + (start + s * C) + at, by_now + new * ga, mask=(step + s < T) & (c < C))
+            grad_u += by_here
+            grad_w += tl.where(step + s < T, kept * (ga * a_s + gb * b_s), 0.0)
+            ga, gb = num + kept * ga, den + kept * gb
+    tl.store(to_a + here, entered * grad_a, mask=c < C)
+    tl.store(to_b + here, entered * grad_b, mask=c < C)
+    tl.store(to_decay + here, w[0] * tl.sum(grad_w, 0, keep_dims=True), mask=c < C)
+    tl.store(to_first + here, tl.sum(grad_u, 0, keep_dims=True), mask=c < C)
+
+
+@triton.jit
+def _place(C, CHANNELS: tl.constexpr):
+    """The batch; the channels, and their place in a (B,C) tensor, [1, CHANNELS]."""
+    blocks = tl.cdiv(C, CHANNELS)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    return batch, c, batch * C + c
+
+
+@triton.jit
+def _row(CHUNKS: tl.constexpr):
+    return tl.arange(0, CHUNKS)[:, None]
+
+
+@triton.jit
+def _tile(j, batch, c, T, C, S: tl.constexpr, CHUNKS: tl.constexpr):
+    """Where tile j of a (B,T,C) tensor starts, and the first step of each chunk from there on; that step."""
+    first = j * (S * CHUNKS)
+    return (batch * T + first) * C, _row(CHUNKS) * (S * C) + c, first + _row(CHUNKS) * S
+
+
+@triton.jit
+def _load(x, start, at, step, c, T, C, S: tl.constexpr):
+    """The S steps of all chunks, [CHUNKS, CHANNELS] each."""
+    rows = ()
+    for s in tl.static_range(S):
+        rows += (tl.load(x + (start + s * C) + at, mask=(step + s < T) & (c < C), other=0.0),)
+    return rows
+
+
+@triton.jit
+def _exps(ks, step, T, S: tl.constexpr):
+    """e^k = m 2^n at each step, and m = 0 after T."""
+    ms, ns = (), ()
+    for s in tl.static_range(S):
+        m, n = _exp(ks[s])
+        ms += (tl.where(step + s < T, m, 0.0),)
+        ns += (tl.where(step + s < T, n, VOID),)
+    return ms, ns
+
+
+@triton.jit
+def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr):
+    """(w; e^w = m 2^n, m within [0.7, 1.4]; log2 m), e^u, and the decay over a tile, from before and from after each chunk."""
+    m, n = _exp(tl.minimum(tl.load(time_decay, mask=live, other=0.0), LOST, propagate_nan=tl.PropagateNan.ALL))
+    w = -m * _pow2(tl.maximum(n, -127))
+    power = tl.floor(tl.fma(w, LOG2_E, 0.5))
+    drift = tl.fma(w, LOG2_E_LOW, tl.fma(w, LOG2_E, -power))
+    w, left = (w, tl.exp2(drift), power.to(tl.int32), drift), S * (CHUNKS - _row(CHUNKS))
+    return w, _exp(tl.load(time_first, mask=live, other=0.0)), (_span(w, S * CHUNKS), _span(w, left), _span(w, left - S))
+
+
+@triton.jit
+def _span(w, lag):
+    """e^(w lag) = m 2^n, m within [1, 2), and log2 m. Nothing is added before floor: a contracted sum may give another n."""
+    drift = w[3] * lag
+    power = tl.floor(drift)
+    return tl.exp2(drift - power), lag * w[2] + power.to(tl.int32), drift - power
+
+
+@triton.jit
+def _enter(a, b, p, live):
+    """The incoming state with b within [1, 2), its P, and what a and b were multiplied by."""
+    a, b = tl.load(a, mask=live, other=0.0), tl.load(b, mask=live, other=0.0)
+    m, P = _exp(tl.load(p, mask=live, other=0.0))
+    n = _clip((b.to(tl.int32, bitcast=True) >> 23) - 127, -126, 126)
+    scale = m * _pow2(-n)
+    return scale * a, scale * b, P + n, scale
+
+
+@triton.jit
+def _leave(P, w, T, TILE: tl.constexpr):
+    """What the state after the last tile has to be multiplied by to become the one after T at the scale p; and p."""
+    late, n, _drift = _span(w, T - tl.cdiv(T, TILE) * TILE)
+    p = LN_2 * (P + n).to(tl.float32)
+    m, power = _exp(p)
+    return late * _pow2(_clip(P + n - power, -127, 127)) / m, p
+
+
+@triton.jit
+def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
+    """The state before each chunk, and P after it; the state after the tile: from the one before it, (a, b, P)."""
+    a_own, b_own, P_own = _own_sums(ms, ns, vs, w, S)
+    m_tile, n_tile, drift = spans[0]
+    m_before, n_before, _drift = spans[1]
+    m_after, n_after, _drift = spans[2]
+    settled = (tl.floor((j + 1) * drift) - tl.floor(j * drift)).to(tl.int32)    # what the mantissa of a tile's decay gathers
+    decay, P = m_tile * _pow2(-settled), P + n_tile + settled
+    a_own, b_own, P_own = m_after * a_own, m_after * b_own, tl.where(seen, P_own + n_after, NEVER)       # at the tile's end
+    nothing, never = tl.zeros_like(a_own), tl.zeros_like(P_own) + NEVER
+    a_own, b_own, P_own, a_0, b_0, P_0 = tl.associative_scan((a_own, b_own, P_own, nothing, nothing, never), 0, _accumulate)
+    a_own, b_own, P_own = _join(a_own, b_own, P_own, decay * a, decay * b, P)
+    a_0, b_0, P_0 = _join(a_0, b_0, P_0, decay * a, decay * b, P)
+    over, end = 1 / m_before, _row(CHUNKS) == CHUNKS - 1
+    a, b = tl.sum(tl.where(end, a_own, 0.0), 0, keep_dims=True), tl.sum(tl.where(end, b_own, 0.0), 0, keep_dims=True)
+    P = tl.max(tl.where(end, P_own, NEVER), 0, keep_dims=True)
+    return over * a_0, over * b_0, P_0 - n_before, P_own - n_after, a, b, P
+
+
+@triton.jit
+def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x):
+    """The sum of the states of two runs of chunks; and x: that of all chunks but the last."""
+    a, b, P = _join(a_0, b_0, P_0, a_1, b_1, P_1)
+    a_x, b_x, P_x = _join(a_0, b_0, P_0, a_1x, b_1x, P_1x)
+    return a, b, P, a_x, b_x, P_x
+
+
+@triton.jit
+def _own_sums(ms, ns, vs, w, S: tl.constexpr):
+    """What each chunk adds to the state after it: the decays are known, so its largest exponent comes first."""
+    P = ns[0] + (S - 1) * w[2]
+    for s in tl.static_range(1, S):
+        P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
+    a, b = tl.zeros_like(vs[0]), tl.zeros_like(vs[0])
+    for s in tl.static_range(S):
+        share = ms[s] * _pow2(tl.maximum(ns[s] + (S - 1 - s) * w[2] - P, -127))
+        a, b = w[1] * a + share * vs[s], w[1] * b + share
+    return a, b, P
+
+
+@triton.jit
+def _join(a_0, b_0, P_0, a_1, b_1, P_1):
+    """The sum of two states."""
+    P = tl.maximum(P_0, P_1)
+    of_0, of_1 = _pow2(tl.maximum(P_0 - P, -127)), _pow2(tl.maximum(P_1 - P, -127))
+    return of_0 * a_0 + of_1 * a_1, of_0 * b_0 + of_1 * b_1, P
+
+
+@triton.jit
+def _shares(m, n, P, w, bonus):
+    """e^(u+k), at the scale of the state before; e^w and e^k relative to the scales before and after; and the P after."""
+    now = bonus[0] * m * _pow2(_clip(bonus[1] + n - P, -64, 64))
+    lead = n - (P + w[2])
+    up = tl.maximum(lead, 0)
+    return now, w[1] * _pow2(-tl.minimum(up, 127)), m * _pow2(tl.maximum(lead - up, -127)), P + w[2] + up
+
+
+@triton.jit
+def _gradients_of_states(steps, rescaled, kept, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
+    """To the state after the last step of each chunk, from the one after the tile; to the one before the tile."""
+    a, b = tl.zeros_like(rescaled), tl.zeros_like(rescaled)
+    for s in tl.static_range(S - 1, -1, -1):
+        a, b = steps[s][4] + steps[s][2] * a, steps[s][5] + steps[s][2] * b
+    nothing = tl.zeros_like(a)
+    a, b, kept, a_1, b_1, kept_1 = tl.associative_scan((a, b, kept, nothing, nothing, nothing + 1), 0, _reach, reverse=True)
+    a_1, b_1, start = a_1 + kept_1 * grad_a, b_1 + kept_1 * grad_b, _row(CHUNKS) == 0
+    grad_a = tl.sum(tl.where(start, settled * (a + kept * grad_a), 0.0), 0, keep_dims=True)
+    grad_b = tl.sum(tl.where(start, settled * (b + kept * grad_b), 0.0), 0, keep_dims=True)
+    return rescaled * a_1, rescaled * b_1, grad_a, grad_b
+
+
+@triton.jit
+def _reach(a_1, b_1, kept_1, a_1x, b_1x, kept_1x, a_0, b_0, kept_0, a_0x, b_0x, kept_0x):
+    """What two runs of chunks, the later one first, pass back of a state's gradient; and x: all chunks but the first."""
+    a, b, kept = a_0 + kept_0 * a_1, b_0 + kept_0 * b_1, kept_0 * kept_1
+    return a, b, kept, a_0x + kept_0x * a_1, b_0x + kept_0x * b_1, kept_0x * kept_1
+
+
+@triton.jit
+def _exp(x):
+    """e^x = m 2^n, m within [0.7, 1.4]: x log2 e is rounded to an integer by a sum that has no room for a fraction."""
+    x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    rounded = tl.fma(x, LOG2_E, NO_FRACTION)
+    rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, NO_FRACTION - rounded))
+    return tl.exp2(rest), rounded.to(tl.int32, bitcast=True) - NO_FRACTION_BITS
+
+
+@triton.jit
+def _pow2(n):
+    """2^n for n within [-126, 127], and 0 for n = -127."""
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _clip(n, low, high):
+    return tl.minimum(tl.maximum(n, low), high)                  # tl.clamp takes no integers before Triton 3.9

@@ -1,0 +1,80 @@
+"""What the CUDA kernels take of a GPU, by ptxas, with no GPU: registers, shared memory, spills.
+
+    PYTHONPATH=. python tests/cuda_resources.py > tests/cuda_resources.txt      # after a change that is meant to change them
+"""
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels._cuda import Source, compile_cubin, compiler_version
+
+ROOT = Path(__file__).parent.parent
+TABLE = Path(__file__).parent / "cuda_resources.txt"
+ARCHS = ("sm_80", "sm_90")
+KERNEL = re.compile(r"Compiling entry function '(\w+)'(.*?Used \d+ registers.*?)$", re.DOTALL | re.MULTILINE)
+
+
+class Kernel(NamedTuple):
+    source: str
+    name: str
+    arch: str
+
+
+class Resources(NamedTuple):
+    """Registers of a thread; bytes of shared memory of a block (what a launch asks for beyond comes on top); bytes spilled."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+def sources() -> list[Source]:
+    """Every `Source` of every file kernels/*/cuda_*.py."""
+    modules = [importlib.import_module(f"kernels.{path.parent.name}.{path.stem}")
+               for path in sorted(ROOT.glob("kernels/*/cuda_*.py"))]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
+
+
+def name_of(source: Source) -> str:
+    """The file and its macros, without a space."""
+    macros = ",".join(f"{macro}={value}" for macro, value in source.macros.items())
+    return source.path.relative_to(ROOT / "kernels").as_posix() + (macros and f":{macros}")
+
+
+def measure(source: Source, arch: str) -> dict[Kernel, Resources]:
+    """The resources of every kernel in `source`; raises KernelUnavailable where it does not compile."""
+    _, report = compile_cubin(source, arch)
+    found = {Kernel(name_of(source), name, arch): _resources(text) for name, text in KERNEL.findall(report)}
+    assert found, f"no kernel in ptxas's report:\n{report}"
+    return found
+
+
+def read_table() -> tuple[str, dict[Kernel, Resources]]:
+    """(the compiler's version, the committed numbers)."""
+    lines = [line.split() for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    (_, version), *rows = lines
+    return version, {Kernel(source, name, arch): Resources(*map(int, numbers)) for name, arch, *numbers, source in rows}
+
+
+def write_table() -> Iterator[str]:
+    yield "# What ptxas says of every CUDA kernel: test_cuda_compile.py compares it, cuda_resources.py wrote it."
+    yield f"NVRTC {compiler_version()}"
+    yield f"# {'kernel':14}{'arch':8}{'registers':>10}{'shared':>10}{'spilled':>10}   source and macros"
+    for source in sources():
+        for kernel, taken in (row for arch in ARCHS for row in sorted(measure(source, arch).items())):
+            yield f"{kernel.name:16}{kernel.arch:8}{taken.registers:10}{taken.shared:10}{taken.spilled:10}   {kernel.source}"
+
+
+def _resources(text: str) -> Resources:
+    registers, shared, spilled = (re.search(pattern, text) for pattern in
+                                  (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes spill stores"))
+    assert registers
+    assert spilled
+    return Resources(int(registers[1]), int(shared[1]) if shared else 0, int(spilled[1]))
+
+
+if __name__ == "__main__":
+    print("\n".join(write_table()))

@@ -1,0 +1,39 @@
+"""Our model and the float64 one, asked what the peers are asked."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy import ndarray
+from numpy_rwkv4 import LayerState, NumpyRWKV4
+from parity.cases import GREEDY, Case, random_tokens, random_weights
+from parity.peers import answers, state_values
+
+from rwkv import RWKV
+from rwkv.state import State
+
+
+def ours(case: Case, path: Path, kernel: str) -> dict[str, ndarray]:
+    """What the checkpoint at `path` answers under `kernel`."""
+    model = RWKV.from_pretrained(path, kernel)
+
+    def forward(tokens: ndarray, state: State | None) -> tuple[ndarray, State]:
+        with torch.no_grad():
+            logits, state = model(torch.tensor(tokens), state)
+        return logits.numpy(), state
+
+    return answers(forward, of_ours, random_tokens(case), list(case.chunks), GREEDY)
+
+
+def of_ours(state: State) -> dict[str, ndarray]:
+    return state_values(*(part.numpy() for part in state))
+
+
+def float64(case: Case) -> dict[str, ndarray]:
+    """What NumPy answers in float64 for the same weights."""
+    return answers(NumpyRWKV4(random_weights(case)), of_numpy, random_tokens(case), list(case.chunks), GREEDY)
+
+
+def of_numpy(state: list[LayerState]) -> dict[str, ndarray]:
+    att_x, a, b, ffn_x = (np.stack(parts) for parts in zip(*state, strict=True))
+    return state_values(att_x, a, b, np.zeros_like(b), ffn_x)

@@ -1,0 +1,113 @@
+"""Our model under every kernel equals a float64 NumPy RWKV-4, on checkpoints in which every parameter matters.
+
+`make parity` compares the same with PyPI's `rwkv` and transformers, which need an environment of their own.
+"""
+
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import kernels
+from numpy import ndarray
+from numpy_rwkv4 import NumpyRWKV4
+from parity import cases
+from parity.cases import STATE, TO_FLOAT64, TO_PEER, Case, random_tokens, random_weights
+from parity.comparison import Cell, Row, forms_apart, greedy_apart, logits_apart, state_apart, table, worst
+from parity.ours import float64, ours
+from parity.report import passed
+
+CASES = {name: case for name, case in cases.CASES.items() if case.L < 12}          # all twelve layers take 1 s a kernel
+CASES["one layer"] = Case(L=1, C=24, A=24, F=96, V=30, T=9, chunks=(8, 1))
+SMALL = Case(L=2, C=24, A=20, F=56, V=30, T=12, chunks=())
+exact = cache(float64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One official .pth for each case."""
+    folder = tmp_path_factory.mktemp("parity")
+    for name, case in CASES.items():
+        torch.save({name: torch.from_numpy(tensor) for name, tensor in random_weights(case).items()}, folder / f"{name}.pth")
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", kernels())
+def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: str, folder: Path) -> None:
+    """Read whole, in chunks and token by token."""
+    found, expected = ours(CASES[name], folder / f"{name}.pth", kernel), exact(CASES[name])
+    assert logits_apart(found, expected) <= TO_FLOAT64
+    assert state_apart(found, expected) <= STATE
+    assert all(cell.ok for cell in forms_apart(found).values())
+    assert greedy_apart(found, expected).value == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bound_means_something(name: str) -> None:
+    """Logits and states of order 1 to 10; forms of float64 that agree far better than what is compared with it."""
+    found = exact(CASES[name])
+    assert all(0.3 < found[f"whole: {part}"].std() < 5 for part in ("logits", "att_x", "a/b", "p + log b", "ffn_x"))
+    assert np.abs(found["whole: logits"]).max() < 20
+    assert max(logits_apart(found, found), state_apart(found, found)) < 1e-12
+    assert len(np.unique(found["greedy"])) > 3, "a continuation of few tokens says little"
+
+
+# Every parameter matters
+
+
+def logits(weights: dict[str, ndarray]) -> ndarray:
+    return NumpyRWKV4(weights)(random_tokens(SMALL))[0]
+
+
+@pytest.mark.parametrize("name", cases.sizes(SMALL))
+def test_a_tensor_that_is_off_by_a_thousandth_shows(name: str) -> None:
+    weights = random_weights(SMALL)
+    changed = weights[name] + np.random.default_rng(2).choice([-1e-3, 1e-3], weights[name].shape)
+    assert np.abs(logits(weights | {name: changed}) - logits(weights)).max() > 5 * TO_PEER
+
+
+def test_two_tensors_that_are_swapped_show() -> None:
+    weights, expected = random_weights(SMALL), logits(random_weights(SMALL))
+    swaps = [(one, other) for one, other in combinations(weights, 2) if weights[one].shape == weights[other].shape]
+    assert len(swaps) > 100
+    for one, other in swaps:
+        swapped = weights | {one: weights[other], other: weights[one]}
+        assert np.abs(logits(swapped) - expected).max() > 0.01, f"{one} and {other}"
+
+
+# What make parity prints
+
+
+def test_what_is_off_in_one_form_is_found() -> None:
+    good = exact(CASES["usual"])
+    for name, values in good.items():
+        off = values.copy()
+        off[(-1,) * off.ndim] += 1
+        bad = {**good, name: off}
+        distances = logits_apart(bad, good), state_apart(bad, good), greedy_apart(bad, good).value
+        assert sorted(distances) == pytest.approx([0, 0, 1], abs=1e-9), name
+
+
+@pytest.mark.parametrize(("value", "text"), [(2e-5, "2.0e-05 > 1.0e-05 !"), (float("nan"), "nan > 1.0e-05 !"),
+                                             (float("inf"), "inf > 1.0e-05 !"), (1e-5, "1.0e-05")])
+def test_a_broken_bound_is_marked(value: float, text: str) -> None:
+    row = Row(("usual", "conv1d"), {"float64": Cell(value, 1e-5)})
+    assert row.ok == ("!" not in text)
+    assert table(("case", "kernel"), [row]).endswith(text)
+
+
+def test_a_broken_bound_or_a_control_that_is_not_broken_fails() -> None:
+    good, bad = Row((), {"float64": Cell(0, 1e-5)}), Row((), {"float64": Cell(1, 1e-5)})
+    assert passed({"kernels": [good], "files": [good], "control": [bad]})
+    assert not passed({"kernels": [good, bad], "files": [good], "control": [bad]})
+    assert not passed({"kernels": [good], "files": [bad], "control": [bad]})
+    assert not passed({"kernels": [good], "files": [good], "control": [bad, good]})
+
+
+def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
+    rows = [Row((), {"float64": Cell(value, 1e-5)}) for value in (1e-6, float("nan"), 1e-7)]
+    assert not worst(("the worst",), rows).ok
+    assert worst(("the worst",), rows[::2]).cells["float64"].value == 1e-6

@@ -1,0 +1,99 @@
+"""The Triton kernels as they are launched, compiled to cubins without a GPU: `python triton_cubins.py 90` for sm_90.
+
+Each launch of the launchers in kernels/ is compiled instead, with its own constants and options. Prints JSON: by kernel and
+constants, what Triton and cuobjdump say of the cubin. For test_triton.py, in a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from kernels.registry import load
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+BY_16 = [["tt.divisibility", 16]]
+
+
+def main(arch: int) -> None:
+    found: dict[str, dict[str, Any]] = {}
+
+    def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        constants = {param.name: arg for param, arg in zip(kernel.params, args, strict=True) if is_constant(param, arg)}
+        name = " ".join([kernel.__name__.lstrip("_"), *(f"{key}={value}" for key, value in constants.items())])
+        if name not in found:
+            source = ASTSource(kernel, *signature(kernel, args, constants))
+            found[name] = facts(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
+
+    JITFunction.run = compile_instead
+    for launch in launches(widths=(96, 1) if arch == 90 else (96,)):
+        launch()
+    print(json.dumps(found))
+
+
+def launches(widths: tuple[int, ...]) -> Iterator[Any]:
+    """Every kernel with every set of constants that there is; of the WKV's, one per width: 96 is compiled in, 1 is not."""
+    timex, wkv = load("timex", "triton_v0"), load("wkv", "triton_scan")
+    for B, C in ((1, 1), (40, 32), (256, 32)):
+        w, k = torch.empty(C, 64), torch.empty(B, C, 64)
+        yield lambda w=w, k=k: timex.forward(w, k, 0.0)
+        yield lambda w=w, k=k: timex.grad_k(w, k)
+        yield lambda k=k: timex.grad_w(k, k)
+    for C in widths:
+        x, state, row = torch.empty(2, C, C), torch.empty(2, C), torch.empty(C)
+        yield lambda x=x, s=state, r=row: wkv.forward(r, r, x, x, s, s, s)
+        yield lambda x=x, s=state, r=row: wkv.backward(r, r, x, x, s, s, s, x, x, s, s)
+
+
+def is_constant(param: Any, arg: Any) -> bool:
+    """Triton takes an integer that is 1 for a constant: not everything that one can do with a variable can be done with it."""
+    return param.is_constexpr or (isinstance(arg, int) and arg == 1)
+
+
+def signature(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """As Triton's own launch specialises it: types, constants, and what is a multiple of 16."""
+    types = {name: "constexpr" if name in constants else kind(arg) for name, arg in zip(kernel.arg_names, args, strict=True)}
+    even = {(i,): BY_16 for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=True))
+            if name not in constants and is_even(arg)}
+    return types, constants, even
+
+
+def kind(arg: Any) -> str:
+    return "*fp32" if isinstance(arg, Tensor) else "i32" if isinstance(arg, int) else "fp32"
+
+
+def is_even(arg: Any) -> bool:
+    return isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0)
+
+
+def facts(compiled: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    stack, registers, local = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("STACK", "REG", "LOCAL"))
+    return {"registers": registers, "spilled": stack + local, "shared": compiled.metadata.shared,
+            "warps": compiled.metadata.num_warps, "dots": dots(compiled.asm["ttgir"])}
+
+
+def dots(ttgir: str) -> list[str]:
+    """What each product on tensor cores is added to: zeros, another product's result, or what a loop carries."""
+    results = dict.fromkeys(re.findall(r"(%\w+)(?::\d+)? = (?:ttng\.warp_group_dot|tt\.dot)", ttgir), "product")
+    onto = re.findall(r"= (?:ttng\.warp_group_dot|tt\.dot) %[\w#]+, %[\w#]+, (%\w+)", ttgir)
+    return [results.get(name, "zeros" if name.startswith("%cst") else "loop" if name.startswith("%arg") else "product")
+            for name in onto]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

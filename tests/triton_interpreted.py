@@ -1,0 +1,108 @@
+"""The Triton kernels on a CPU, under Triton's interpreter: test_triton.py runs this file in a process with TRITON_INTERPRET=1.
+
+They go through TimeX and WKV as for a user; only the registry's word that they need a GPU is not taken.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from kernels import registry
+from kernels.compare import double, errors, misses, timex_results, timex_tolerance, wkv_results, wkv_tolerance
+from kernels.timex import TimeX
+from kernels.timex import cases as timex_cases
+from kernels.wkv import WKV, WKVState
+from kernels.wkv import cases as wkv_cases
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+EPS = 0.25
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 4 channels, because the interpreter takes its time for each element, and so that C = 5 is two of them."""
+    monkeypatch.setattr(registry, "check", lambda *args: None)
+    for op in ("kernels.timex", "kernels.wkv"):
+        monkeypatch.setattr(f"{op}.check", lambda *args: None)
+    monkeypatch.setattr(registry.load("wkv", "triton_scan"), "CHANNELS", 4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)
+def test_timex(shape: tuple[int, int, int]) -> None:
+    """Blocks of 16, 64 and 128 rows, one and several, whole and not."""
+    w, k = timex_cases.inputs(*shape)
+    reference = timex_results(TimeX("formula"), w.double(), k.double(), EPS)
+    assert not misses(errors(timex_results(TimeX("triton_v0"), w, k, EPS), reference), timex_tolerance(torch.float32))
+
+
+def test_timex_in_bfloat16() -> None:
+    w, k = timex_cases.inputs(3, 2, 70, dtype=torch.bfloat16)
+    results = timex_results(TimeX("triton_v0"), w, k, EPS)
+    reference = timex_results(TimeX("formula"), w.double(), k.double(), EPS)
+    assert {result.dtype for result in results.values()} == {torch.bfloat16}
+    assert not misses(errors(results, reference), timex_tolerance(torch.bfloat16))
+
+
+def test_timex_causality_and_the_same_bits_twice() -> None:
+    w, k = timex_cases.inputs(2, 2, 140)
+    other_w, other_k = w.clone(), k.clone()
+    other_w[:, :-70], other_k[:, :, 70:] = 1e3, 1e3
+    out, again, other = (TimeX("triton_v0")(*inputs) for inputs in ((w, k), (w, k), (other_w, other_k)))
+    assert torch.equal(out, again)
+    assert torch.equal(out[:, :, :70], other[:, :, :70])
+
+
+def wkv_errors(inputs, of: str = "y and state") -> dict[str, float]:
+    expected = wkv_results(WKV("reference"), double(inputs), of)
+    return errors(wkv_results(WKV("triton_scan"), inputs, of), expected)
+
+
+@pytest.mark.parametrize(("shape", "spread"), [((1, 1, 1), 1.0), ((2, 11, 5), 1.0), ((1, 70, 4), 5.0)], ids=str)
+def test_wkv(shape: tuple[int, int, int], spread: float) -> None:
+    """One tile and several, whole and not; two blocks of channels; with and without a width known to the compiler."""
+    assert not misses(wkv_errors(wkv_cases.inputs(*shape, spread)), wkv_tolerance())
+
+
+@pytest.mark.parametrize("of", ["y", "state"])
+def test_wkv_gradients_of_each_output_alone(of: str) -> None:
+    assert not misses(wkv_errors(wkv_cases.inputs(1, 35, 3), of), wkv_tolerance())
+
+
+def test_wkv_from_nothing() -> None:
+    assert not misses(wkv_errors((*wkv_cases.inputs(1, 32, 3)[:4], None)), wkv_tolerance())
+
+
+@pytest.mark.parametrize(("spread", "y", "gradient"), [("+-43", 1e-5, 3e-5), ("+-230", 1e-4, 3e-4)])
+def test_wkv_at_any_spread(spread: str, y: float, gradient: float) -> None:
+    found = wkv_errors(wkv_cases.inputs(1, 40, 4, wkv_cases.WIDE_SPREADS[spread]))
+    assert max(found[name] for name in ("y", "a/b", "p + log b")) <= y, found
+    assert max(found[name] for name in found if name.startswith("grad")) <= gradient, found
+
+
+def test_wkv_is_finite_at_the_limits() -> None:
+    """time_decay and time_first at -100, 0 and 100 in every combination; steps of huge k, of 0 and of ordinary k."""
+    corners = torch.tensor(list(itertools.product((-100.0, 0.0, 100.0), repeat=2)))
+    _, _, k, v, state = wkv_cases.inputs(1, 20, len(corners))
+    k[:, ::3], k[:, 1::3] = 1e7 * k[:, ::3], 0.0
+    results = wkv_results(WKV("triton_scan"), (corners[:, 0], corners[:, 1], k, v, state), of="y")
+    assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
+
+
+def test_wkv_whole_is_pieces() -> None:
+    time_decay, time_first, k, v, state = wkv_cases.inputs(1, 45, 3)
+    whole, _ = WKV("triton_scan")(time_decay, time_first, k, v, state)
+    pieces = []
+    for k_piece, v_piece in zip(k.split((33, 1, 11), 1), v.split((33, 1, 11), 1), strict=True):
+        y, state = WKV("triton_scan")(time_decay, time_first, k_piece, v_piece, WKVState(*state))
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+
+
+def test_wkv_in_bfloat16() -> None:
+    time_decay, time_first, k, v, state = wkv_cases.inputs(1, 20, 3)
+    inputs = time_decay, time_first, k.bfloat16(), v.bfloat16(), state
+    results, allowed = wkv_results(WKV("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
+    assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
+    assert results["a/b"].dtype == torch.float32
+    assert max(errors(results, wkv_results(WKV("reference"), double(inputs))).values()) <= allowed
