@@ -1,22 +1,21 @@
 """Samples text from a checkpoint: `python generate.py checkpoint=runs/latest prompt="def main"`. Options: rwkv/config.py."""
 
 import sys
-from pathlib import Path
 
 import torch
 
 from kernels.select import select
 from rwkv import cli
-from rwkv.checkpoint import Checkpoint, read_checkpoint
+from rwkv.checkpoint import read_checkpoint
+from rwkv.checkpoint_tokenizer import tokenizer_of
 from rwkv.config import GenerateConfig
 from rwkv.generation import generate
 from rwkv.model import RWKV
-from rwkv.tokenizer import Tokenizer
 
 
 def main(config: GenerateConfig, line: cli.CommandLine) -> None:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select(config.kernel.name, device)
+    wkv = select(config.kernel.name, device, getattr(torch, config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
@@ -27,14 +26,6 @@ def main(config: GenerateConfig, line: cli.CommandLine) -> None:
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
-
-
-def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> Tokenizer:
-    if path is not None:
-        return Tokenizer.from_file(Path(path))
-    if checkpoint.tokenizer is None:
-        raise ValueError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer=FILE.json")
-    return Tokenizer.from_dict(checkpoint.tokenizer)
 
 
 if __name__ == "__main__":

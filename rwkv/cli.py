@@ -29,7 +29,8 @@ from kernels.select import select
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-VERBATIM = ("prompt", "checkpoint", "tokenizer", "out_dir", "resume", "data.path", "data.cache_dir",
+VERBATIM = ("prompt", "checkpoint", "tokenizer", "start", "out", "out_dir", "resume", "init_from",
+            "data.path", "data.cache_dir",
             "data.tokenizer", "data.sample_prompt", "logger.run_name", "logger.group")
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 USER_ERROR, INTERRUPTED = 2, 130

@@ -18,11 +18,13 @@ from models import small_model
 import generate
 import train
 from rwkv import cli
-from rwkv.config import GenerateConfig, TrainConfig
+from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
 from rwkv.run import as_plain
 from rwkv.tokenizer import CharTokenizer
+from rwkv.tools import evaluate
 
-PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig)}
+PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig),
+            "evaluate": (evaluate.main, EvaluateConfig)}
 CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))
 Run = Callable[..., tuple[int, str, str]]
 
@@ -71,6 +73,7 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     defaults["data"] |= {"val_fraction": 0.05, "sample_prompt": "    def __init__(self"}
     assert as_plain(compose("train")) == defaults
     assert compose("generate") == GenerateConfig()
+    assert compose("evaluate") == EvaluateConfig()
 
 
 def test_the_published_recipe_is_the_experiment() -> None:
@@ -142,6 +145,7 @@ def one_sentence(result: tuple[int, str, str], *said: str) -> None:
 @pytest.mark.parametrize(("argument", "said"), [
     ("kernel=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
     ("kernel.name=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
+    ("kernel=fft", "fft cannot be used inside WKV: its error is relative to the largest e^k of a row"),
     ("kernel=conv1d,nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
     ("model=huge", "unknown model 'huge'; there are: small, tiny"),
     ("model=null", "unknown model 'null'; there are: small, tiny"),
