@@ -1,38 +1,29 @@
 """Samples text from a checkpoint: `python generate.py checkpoint=runs/latest prompt="def main"`. Options: rwkv/config.py."""
 
 import sys
-from pathlib import Path
 
 import torch
 
 from kernels.select import select
 from rwkv import cli
-from rwkv.checkpoint import Checkpoint, read_checkpoint
+from rwkv.checkpoint import computed_in, read_checkpoint
+from rwkv.checkpoint_tokenizer import tokenizer_of
 from rwkv.config import GenerateConfig
 from rwkv.model import RWKV
 from rwkv.state_file import load_context
-from rwkv.tokenizer import Tokenizer
 from rwkv.writing import check, prompts_of, write
 
 
 def main(config: GenerateConfig, line: cli.CommandLine) -> None:
     check(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select(config.kernel.name, device)
+    wkv = select(config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     context = load_context(config.state, model, tokenizer) if config.state else None
     if not write(model, tokenizer, config, prompts_of(config), context):
         sys.exit(cli.INTERRUPTED)
-
-
-def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> Tokenizer:
-    if path is not None:
-        return Tokenizer.from_file(Path(path))
-    if checkpoint.tokenizer is None:
-        raise ValueError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer=FILE.json")
-    return Tokenizer.from_dict(checkpoint.tokenizer)
 
 
 if __name__ == "__main__":

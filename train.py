@@ -10,12 +10,12 @@ from rwkv import cli
 from rwkv.callbacks import Interrupted
 from rwkv.config import TrainConfig
 from rwkv.data import DataModule
-from rwkv.model import RWKV
+from rwkv.finetune import new_model
 from rwkv.run import Run, as_plain, create, open_run
 from rwkv.task import LanguageModel
 from rwkv.tokens import prepare
 from rwkv.tracking import loggers
-from rwkv.training import announce, build_trainer, device_for, say, show_sample
+from rwkv.training import announce, build_trainer, device_for, dtype_for, say, show_sample
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
@@ -27,12 +27,13 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 
 def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
-    wkv = select(config.kernel.name, device)
-    kernel = why_auto(device) if config.kernel.name == AUTO else wkv.name
-    data = prepare(config.data, config.model.ctx_len)
+    dtype = dtype_for(config.trainer.precision)
+    wkv = select(config.kernel.name, device, dtype)
+    kernel = why_auto(device, dtype) if config.kernel.name == AUTO else wkv.name
+    data = prepare(config.data, config.model.ctx_len, run.tokenizer)
 
     lightning.seed_everything(config.seed, verbose=False)
-    model = RWKV(config.model, data.tokenizer.vocab_size, wkv).init_weights()
+    model = new_model(config.model, run.beginning, data.tokenizer, wkv)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)

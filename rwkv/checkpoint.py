@@ -1,28 +1,53 @@
-"""Weights in and out of files. A pickle is never executed; a file is written whole or not at all.
+"""Weights in and out of files, in every format of rwkv/formats. A pickle is never executed; nothing is half-loaded.
 
-Two layouts are read and written: RWKV-LM's official .pth (the tensors by their official names), and our .ckpt, which is a
-Lightning checkpoint with one more entry, `timemix`: the configuration and the tokenizer, as plain containers.
+    checkpoint = read_checkpoint(path)           # names, shapes and sizes are checked; the data stays in the file
+    checkpoint.weights["emb.weight"]             # read, and checked to be finite, when asked for
+    write_checkpoint(checkpoint, "model.safetensors", dtype="bfloat16")      # tensor by tensor; whole or not at all
 """
 
-import os
-import pickle
-import re
-import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kernels.select import select
+from rwkv import formats
 from rwkv.config import ModelConfig
+from rwkv.formats import _rwkv4 as rwkv4
+from rwkv.formats._content import ENTRY, Content, Outgoing
+from rwkv.formats._stored import DTYPES as STORED_DTYPES
+from rwkv.formats._stored import CheckpointError, Stored, dtype_for
 
-ENTRY = "timemix"                        # our own entry in a .ckpt
-PREFIX = "model."                        # of the weights in a .ckpt
-DTYPES = ("float32", "bfloat16")
-KEPT_FLOAT32 = ("time_decay", "time_first")
+__all__ = ["ENTRY", "Checkpoint", "CheckpointError", "Pretrained", "Weights", "checkpoint_of", "computed_in", "describe",
+           "follow", "locate", "read_checkpoint", "require_tokenizer", "write_checkpoint"]
+
+DTYPES = ("float32", "bfloat16", "int8")         # that a model is run in; int8 is for its matrices, on a CPU
+MOST_SPARE_ROWS = 255                    # of a vocabulary rounded up to a multiple that matrix products like
+DEFAULT_CTX_LEN = 1024                   # where a file does not say; nothing in the weights depends on it
+
+
+class Weights(Mapping[str, Tensor]):
+    """Official name -> tensor, in the model's order and shapes, each read from the file when asked for."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = dict(stored)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stored[name].get()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.stored.values())
 
 
 @dataclass
@@ -32,10 +57,19 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     vocab_size: int
-    weights: dict[str, Tensor]
+    weights: Weights
     tokenizer: dict[str, Any] | None = None
     run: dict[str, Any] | None = None
     step: int = 0
+    tokenizer_hash: str | None = None
+
+
+class Unfilled(TorchFunctionMode):
+    """Random initialisation is left out: on the meta device it does nothing, and importing what does it takes seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        skipped = getattr(function, "__module__", None) == torch.nn.init.__name__
+        return None if skipped else function(*args, **(kwargs or {}))
 
 
 class Pretrained:
@@ -43,68 +77,152 @@ class Pretrained:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32") -> Self:
-        """The model in a .pth, a .ckpt or a run's directory, under any kernel.
+        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
 
-        Raises ValueError where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where the
-        kernel cannot run on `device`.
+        On a CPU, weights that the file holds in `dtype` already are the mapped file, not a copy. Raises CheckpointError (a
+        ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where the kernel cannot
+        run on `device`.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
-        wkv = select(kernel, device)
+        wkv = select(kernel, device, computed_in(dtype))
         return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
         """The model of a checkpoint already read, in evaluation mode."""
-        with torch.device("meta"):
+        if dtype == "int8":
+            return cls._in_int8(checkpoint, wkv, device)
+        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get().to(device)
+                   for name, tensor in checkpoint.weights.stored.items()}
+        return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
+
+    @classmethod
+    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str) -> Any:
+        """The matrices go from the file to int8 one at a time; all else is computed in float32."""
+        from rwkv.int8 import to_int8  # which imports the model, which imports this file
+
+        if device != "cpu":
+            raise ValueError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
+        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get()
+                   for name, tensor in checkpoint.weights.stored.items()}
+        return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
+
+    @classmethod
+    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any) -> Self:
+        """The same on the CPU in float32, in memory of its own and ready for training."""
+        stored = checkpoint.weights.stored
+        return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get().clone() for name, tensor in stored.items()})
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Any:
+        """Built without memory or random numbers, then given the weights: all, once each has been read."""
+        with torch.device("meta"), Unfilled():
             model: Any = cls(checkpoint.config, checkpoint.vocab_size, wkv)  # type: ignore[call-arg]
-        weights = {name: _cast(name, tensor, device, dtype) for name, tensor in checkpoint.weights.items()}
-        load_weights(model, weights, checkpoint.path, assign=True)
-        return model.requires_grad_(False).eval()
+        model.load_state_dict(weights, assign=True)
+        return model
 
-    def save_pretrained(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Writes the weights as `path`: .pth in the official layout, .ckpt with the configuration and the tokenizer.
+    def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
+                        format: str | None = None) -> None:
+        """Writes the weights, and what the format has room for of configuration and tokenizer.
 
-        Raises ValueError for another suffix.
+        The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, none for a Hugging Face
+        directory), or `format` names it. dtype: None as in the model, or float32, float16, bfloat16. Raises ValueError for
+        another suffix, a dtype that the format lacks, and a tokenizer with more tokens than the model.
         """
-        path, model = Path(path), cast(Any, self)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        if path.suffix == ".pth":
-            save_atomically(weights, path)
-        elif path.suffix == ".ckpt":
-            entry = describe({"model": asdict(model.config)}, model.vocab_size, tokenizer)
-            save_atomically({"state_dict": {PREFIX + name: tensor for name, tensor in weights.items()}, ENTRY: entry}, path)
-        else:
-            raise ValueError(f"save_pretrained writes .pth or .ckpt, not {path.name}: choose one of these suffixes")
+        model = cast(Any, self)
+        checkpoint = checkpoint_of(model.state_dict(), tokenizer, model.config, "the model")
+        write_checkpoint(checkpoint, path, dtype, format)
+
+
+def computed_in(dtype: str) -> torch.dtype:
+    """The dtype of k and v in a model that is run in `dtype`."""
+    return torch.float32 if dtype == "int8" else getattr(torch, dtype)
+
+
+def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
+                  source: str = "the weights") -> Checkpoint:
+    """A checkpoint of tensors in memory. Raises CheckpointError where they are not RWKV-4's."""
+    stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
+    checkpoint = _understand(Content(Path(source), stored))
+    checkpoint = replace(checkpoint, config=config or checkpoint.config)
+    if tokenizer is None:
+        return checkpoint
+    _require_vocabulary(checkpoint, tokenizer)
+    return replace(checkpoint, tokenizer=tokenizer.to_dict(), tokenizer_hash=tokenizer.hash)
 
 
 def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
     """Our entry in a .ckpt: plain containers alone, so that loading it executes nothing."""
-    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer.to_dict() if tokenizer else None}
+    known = tokenizer is not None
+    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer.to_dict() if known else None,
+            "tokenizer_hash": tokenizer.hash if known else None}
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """What the file, or the last checkpoint of a run's directory, holds. Raises ValueError with one sentence."""
+    """What the file, the Hugging Face directory, or the last checkpoint of a run's directory holds.
+
+    Raises CheckpointError, one sentence: which file or tensor, what was found, what was expected, the likely cause.
+    """
     path = locate(path)
-    content = _read(path)
-    if ENTRY in content:
-        return _own(path, content)
-    if "emb.weight" in content:
-        return _official(path, content)
-    raise ValueError(f"{path} is not an RWKV-4 checkpoint: it holds {_some(content)}, and neither emb.weight (the official "
-                     f".pth layout) nor a {ENTRY} entry (a .ckpt of this program)")
+    try:
+        return _understand(formats.recognise(path).read(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
+                     progress: Callable[[int, int], Any] = lambda count, total: None) -> None:
+    """Writes it tensor by tensor, so that no more than one is in memory; progress(its bytes, the bytes of all) is told of each.
+
+    Raises ValueError as save_pretrained does, before anything is written.
+    """
+    path = Path(path)
+    if dtype is not None and dtype not in STORED_DTYPES:
+        raise ValueError(f"dtype is one of {', '.join(STORED_DTYPES)}; got {dtype!r}")
+    module = formats.load(format) if format else formats.by_suffix(path)
+    choose = getattr(module, "dtype_for", dtype_for)
+    tensors = {name: tensor.cast(choose(tensor, dtype)) for name, tensor in checkpoint.weights.stored.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    told = {name: _told(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
+    entry = {"format": 1, "run": checkpoint.run or {"model": asdict(checkpoint.config)}, "vocab_size": checkpoint.vocab_size,
+             "tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash}
+    module.write(path, Outgoing(told, checkpoint.config, checkpoint.vocab_size, entry))
+
+
+def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
+    """Raises CheckpointError where `tokenizer`, called `name`, is not the one that the weights were trained with.
+
+    Known by its hash where the file has one. Elsewhere by its size: a few rows of the embedding may be spare.
+    """
+    if checkpoint.tokenizer_hash not in (None, tokenizer.hash):
+        raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
+                              f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids mean other "
+                              "texts")
+    _require_vocabulary(checkpoint, tokenizer, name)
+    if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MOST_SPARE_ROWS < checkpoint.vocab_size:
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: it is "
+                              "not the tokenizer that the weights were trained with; name that one")
+
+
+def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:
+    if tokenizer.vocab_size > checkpoint.vocab_size:
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
+                              "do not belong together")
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint file that a path means: itself, the last one of a run's directory, or through a link written as text."""
+    """The checkpoint that a path means: itself, the last one of a run's directory, or through a link written as text."""
     path = follow(Path(path))
-    if path.is_dir():
-        last = path / "checkpoints" / "last.ckpt"
+    last = path / "checkpoints" / "last.ckpt"
+    if path.is_dir() and not (path / "config.json").is_file():
         if not last.is_file():
-            raise ValueError(f"no checkpoint in {path}: expected {last}; is it a run's directory?")
+            raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face "
+                                  "directory")
         return last
-    if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}: give checkpoint=FILE or a run's directory, or train one with train.py")
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: give checkpoint=FILE, a Hugging Face directory or a run's "
+                              "directory, or train one with train.py")
     return path
 
 
@@ -115,97 +233,43 @@ def follow(path: Path) -> Path:
     return path
 
 
-def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], path: Path, assign: bool = False) -> None:
-    """All weights, or a ValueError that names the first tensor missing, surplus or of the wrong shape, and loads none."""
-    expected = model.state_dict()
-    for name, tensor in expected.items():
-        if name not in weights:
-            raise ValueError(f"{path} lacks the tensor {name} {tuple(tensor.shape)}: it is not a whole RWKV-4 checkpoint")
-        if weights[name].shape != tensor.shape:
-            raise ValueError(f"{path}: {name} is {tuple(weights[name].shape)}, expected {tuple(tensor.shape)}")
-    surplus = sorted(weights.keys() - expected.keys())
-    if surplus:
-        raise ValueError(f"{path} holds tensors that RWKV-4 does not have ({surplus[0]} first): another RWKV version?")
-    model.load_state_dict(weights, assign=assign)
+def _understand(content: Content) -> Checkpoint:
+    """Official names and shapes, sizes read off the tensors, and everything that the file says beside them compared."""
+    path, tensors = content.path, rwkv4.to_official(content.path, content.tensors)
+    rwkv4.refuse_other_versions(path, tensors)
+    if content.tied and "emb.weight" in tensors:
+        tensors.setdefault("head.weight", tensors["emb.weight"].renamed("head.weight"))
+    ctx_len = content.declared.get("ctx_len", DEFAULT_CTX_LEN)
+    config, vocab_size = rwkv4.sizes(path, tensors, ctx_len)
+    rwkv4.require_sizes(path, content.declared, config, vocab_size)
+    weights = Weights(rwkv4.fit(path, tensors, rwkv4.shapes(config, vocab_size)))
+    checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step)
+    return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
-def save_atomically(content: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
+    """Our entry's configuration, where it agrees with the tensors, its tokenizer and the run's options."""
+    path = checkpoint.path
     try:
-        torch.save(content, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        config, vocab_size, tokenizer = ModelConfig(**entry["run"]["model"]), entry["vocab_size"], entry["tokenizer"]
+        stated = asdict(config) | {"n_att": config.n_att or config.n_embd, "n_ffn": config.n_ffn or 4 * config.n_embd}
+        hash = entry.get("tokenizer_hash")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
+                              "newer version?") from error
+    rwkv4.require_sizes(path, stated | {"vocab_size": vocab_size}, checkpoint.config, checkpoint.vocab_size)
+    if not isinstance(tokenizer, dict | None) or not isinstance(hash, str | None):
+        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer is a {type(tokenizer).__name__}: the file is "
+                              "damaged")
+    return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
+                   tokenizer_hash=hash)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")      # torch's thoughts on foreign pickles; the sentence below says it
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError,
-            pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain tensors "
-                         f"written by torch.save; copy or download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not an RWKV-4 checkpoint: it holds a {type(content).__name__}, not tensors by name")
-    return content
+def _told(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
+    """Reading it for the writer is progress."""
+    def data() -> Tensor:
+        read = tensor.data()
+        progress(tensor.nbytes)
+        return read
 
-
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
-
-
-def _own(path: Path, content: dict[str, Any]) -> Checkpoint:
-    try:
-        entry, tensors = content[ENTRY], content["state_dict"]
-        weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        config = ModelConfig(**entry["run"]["model"])
-        return Checkpoint(path, config, entry["vocab_size"], _tensors(path, weights), entry["tokenizer"], entry["run"],
-                          content.get("global_step", 0))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a {ENTRY} entry that this version cannot read (it lacks {error}): was it written by a "
-                         "newer version?") from error
-
-
-def _official(path: Path, content: dict[str, Any]) -> Checkpoint:
-    """Sizes are inferred from the tensors; time_mix may be [C] and time_decay [C,1], as older files have them."""
-    weights = {name: _official_shape(name, tensor) for name, tensor in _tensors(path, content).items()}
-    vocab_size, n_embd = _matrix_sizes(path, weights, "emb.weight")
-    n_att, _ = _matrix_sizes(path, weights, "blocks.0.att.key.weight")
-    n_ffn, _ = _matrix_sizes(path, weights, "blocks.0.ffn.key.weight")
-    n_layer = len({match[1] for name in weights if (match := re.match(r"blocks\.(\d+)\.", name))})
-    config = ModelConfig(n_layer=n_layer, n_embd=n_embd, n_att=n_att, n_ffn=n_ffn, ctx_len=1024)
-    return Checkpoint(path, config, vocab_size, weights)
-
-
-def _tensors(path: Path, content: dict[Any, Any]) -> dict[str, Tensor]:
-    for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(f"{path} is not an RWKV-4 checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
-    return content
-
-
-def _matrix_sizes(path: Path, weights: dict[str, Tensor], name: str) -> tuple[int, int]:
-    if name not in weights or weights[name].dim() != 2:
-        raise ValueError(f"{path} is not an RWKV-4 checkpoint: it has no matrix {name}")
-    rows, columns = weights[name].shape
-    return rows, columns
-
-
-def _official_shape(name: str, tensor: Tensor) -> Tensor:
-    if ".time_mix_" in name:
-        return tensor.reshape(1, 1, -1)
-    return tensor.flatten() if name.endswith(KEPT_FLOAT32) else tensor
-
-
-def _cast(name: str, tensor: Tensor, device: str, dtype: str) -> Tensor:
-    """WKV's own parameters stay in float32: a decay rounded to bfloat16 is another decay."""
-    return tensor.to(device, torch.float32 if name.endswith(KEPT_FLOAT32) else getattr(torch, dtype))
-
-
-def _some(content: dict[str, Any]) -> str:
-    names = ", ".join(str(name) for name in list(content)[:3])
-    return f"{len(content)} entries ({names}, ...)" if content else "nothing"
+    return replace(tensor, data=data)

@@ -29,9 +29,9 @@ from kernels.select import select
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-VERBATIM = ("prompt", "checkpoint", "tokenizer", "out_dir", "resume", "data.path", "data.cache_dir",
-            "data.tokenizer", "data.sample_prompt", "logger.run_name", "logger.group", "prompts", "stop", "logit_bias",
-            "state", "save_state", "out")
+VERBATIM = ("prompt", "prompts", "stop", "logit_bias", "state", "save_state", "out", "start", "checkpoint", "tokenizer",
+            "out_dir", "resume", "init_from", "data.path", "data.cache_dir", "data.tokenizer", "data.sample_prompt",
+            "logger.run_name", "logger.group")
 REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 USER_ERROR, INTERRUPTED = 2, 130

@@ -33,26 +33,33 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """name: stdlib | text.  tokenizer: byte | char | bpe | FILE.json.  vocab_size is for bpe alone.
+    """name: stdlib | text | jsonl | binidx | hf.  tokenizer: byte | char | bpe | world | FILE.json | FILE.txt.
 
+    path: a file, a folder, a pattern such as books/**/*.txt, NAME of NAME.bin and NAME.idx, or a Hugging Face dataset.
+    field: of the text in jsonl and hf; split: of an hf dataset. vocab_size is for bpe alone. tokenize_workers: shards
+    tokenised at a time, 0 for one per core. What val_fraction means for each kind of data: rwkv/tokens.py.
     sample_prompt: what the sample shown after training continues; empty for a text from its beginning.
     """
 
     name: str = "stdlib"
     path: str | None = None
+    field: str = "text"
+    split: str = "train"
     tokenizer: str = "bpe"
     vocab_size: int = 2048
     batch_size: int = 8
     cache_dir: str = ".cache"
     val_fraction: float = 0.1
     num_workers: int = 0
+    tokenize_workers: int = 0
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
-        _one_of("data.name", self.name, ("stdlib", "text"))
+        _one_of("data.name", self.name, ("stdlib", "text", "jsonl", "binidx", "hf"))
         _at_least("data.batch_size", self.batch_size, 1)
         _at_least("data.vocab_size", self.vocab_size, 257)
         _at_least("data.num_workers", self.num_workers, 0)
+        _at_least("data.tokenize_workers", self.tokenize_workers, 0)
         _between("data.val_fraction", self.val_fraction, 0.0, 1.0)
 
 
@@ -122,6 +129,8 @@ class LoggerConfig:
 
 @dataclass
 class TrainConfig:
+    """resume: auto, or the run to continue. init_from: a checkpoint of any format, for its weights, sizes and tokenizer."""
+
     kernel: KernelConfig = field(default_factory=KernelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -131,6 +140,7 @@ class TrainConfig:
     seed: int = 0
     out_dir: str | None = None
     resume: str | None = None
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
@@ -138,7 +148,7 @@ class TrainConfig:
 
 @dataclass
 class GenerateConfig:
-    """checkpoint: a file or a run's directory. tokenizer: FILE.json, where the checkpoint carries none.
+    """checkpoint: a file or a run's directory. tokenizer: byte | world | FILE.json | FILE.txt, where it carries none.
 
     prompts: a file with a prompt on each line; num_samples of each, with seeds from `seed` on, batch_size texts at a time.
     stop and logit_bias=ID:NUMBER may be given several times. state: a file that save_state= wrote. out: a file for the
@@ -182,6 +192,37 @@ class GenerateConfig:
             _at_least(name, getattr(self, name), 0)
         for name in ("num_samples", "batch_size"):
             _at_least(name, getattr(self, name), 1)
+
+
+@dataclass
+class EvaluateDataConfig:
+    path: str | None = None
+
+
+@dataclass
+class EvaluateConfig:
+    """checkpoint: a file or a run's directory. tokenizer: as in GenerateConfig. data.path: a text, or FILE.jsonl of texts.
+
+    chunk_len: tokens per pass. batch_size: texts per pass (FILE.jsonl alone). start: text to stand before what is predicted,
+    in the place of the end-of-text token. out: a file for the result.
+    """
+
+    checkpoint: str = "runs/latest"
+    tokenizer: str | None = None
+    data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    device: str = "auto"
+    dtype: str = "float32"
+    chunk_len: int = 1024
+    batch_size: int = 16
+    start: str | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _at_least("chunk_len", self.chunk_len, 1)
+        _at_least("batch_size", self.batch_size, 1)
 
 
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:

@@ -45,10 +45,8 @@ class Int8Linear(nn.Module):
 def to_int8(model: RWKV) -> RWKV:
     """Replaces every matrix of the model by its int8 form, one at a time; the embedding becomes bfloat16.
 
-    The model then reads and writes, and cannot be trained or saved. Raises ValueError where it is not on a CPU.
+    The model, which must be on a CPU, then reads and writes, and cannot be trained or saved.
     """
-    if model.emb.weight.device.type != "cpu":
-        raise ValueError("dtype=int8 runs on a CPU: use device=cpu, or dtype=bfloat16")
     model.fingerprint = fingerprint(model)
     for block in (cast(Block, block) for block in model.blocks):
         _replace(block.att, "key", "value", "receptance", "output")

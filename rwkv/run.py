@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 
 from rwkv.callbacks import LAST
-from rwkv.checkpoint import follow, read_checkpoint
+from rwkv.checkpoint import Checkpoint, follow, read_checkpoint
 from rwkv.config import TrainConfig
+from rwkv.finetune import begin
+from rwkv.tokenizer import Tokenizer
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -23,20 +25,27 @@ FREE = ("data.cache_dir", "data.sample_prompt")      # what may change when a ru
 
 @dataclass(frozen=True)
 class Run:
-    """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run)."""
+    """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run).
+
+    beginning, tokenizer: of a run that began with init_from=, the file that its weights come from and what reads its data.
+    """
 
     out_dir: Path
     config: TrainConfig
     resume_from: Path | None = None
     resume_step: int | None = None
+    beginning: Checkpoint | None = None
+    tokenizer: Tokenizer | None = None
 
 
 def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path | None = None) -> Run:
     """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line.
 
     Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, and where a given
-    key of model or data differs from the run's.
+    key of model or data differs from the run's, or from the file that `init_from` names.
     """
+    if config.resume is not None and config.init_from is not None:
+        raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
     if config.resume is not None:
         resumed = _resumable(config)
         if resumed is not None:
@@ -45,7 +54,10 @@ def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path
     out_dir = Path(config.out_dir) if config.out_dir else default_dir or RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
-    return Run(out_dir, config)
+    if config.init_from is None:
+        return Run(out_dir, config)
+    sized, beginning, tokenizer = begin(config, given)
+    return Run(out_dir, sized, beginning=beginning, tokenizer=tokenizer)
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
@@ -91,7 +103,10 @@ def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Ru
         _put(merged, key, new)
     if read.step >= merged.trainer.max_steps:
         raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
-    return Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint, read.step)
+    resumed = Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint, read.step)
+    if merged.init_from is None:
+        return resumed
+    return replace(resumed, beginning=read, tokenizer=Tokenizer.from_dict(read.tokenizer or {}))
 
 
 def _options_given(given: Collection[str]) -> list[str]:

@@ -1,38 +1,41 @@
-"""Text tokenised once: two flat arrays of ids, memory-mapped from files in data.cache_dir.
+"""Data tokenised once: two long arrays of ids, memory-mapped from files in data.cache_dir, or from a .bin file as it is.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
 A split is end_of_text, document, end_of_text, document, ...: one before each document, so that every token of text is
-predicted exactly once. A cache file's name tells its contents (by SHA-256 of text and tokenizer), it appears whole or
-not at all, and it is checked before it is used: runs may share a cache_dir and start at the same time.
+predicted exactly once. Runs may share a cache_dir and start at the same time.
+
+What is for validation is fixed by the data alone, and the rest is for training (val_fraction = f):
+- stdlib, and several text files: whole files in a random order that hangs on their names, the first that hold f of all bytes;
+- a single text file: the last f of its characters;
+- jsonl and hf: by number, the first document and one of every 1/f that follow; of a single document, its last part;
+- binidx: the last documents, from the first one on that begins after 1-f of all ids.
 """
 
-import gzip
-import json
 import math
-import uuid
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import numpy as np
-
+from rwkv import binidx, shards
 from rwkv.config import DataConfig
-from rwkv.corpus import Text, read, sha256, utf8_bytes
-from rwkv.tokenizer import JsonTokenizer, Tokenizer, build
+from rwkv.corpus import Source, open_source
+from rwkv.corpus.source import sha256
+from rwkv.cutting import last_line_end, pieces
+from rwkv.files import read_json, write_json
+from rwkv.stream import Stream
+from rwkv.tokenizer import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
 
-ENCODED_AT_ONCE = 4_000_000  # characters: bounds the memory of the ids while they are Python's integers
+BPE_BYTES = 100_000_000                  # of text that a bpe tokenizer is made from, spread evenly over what there is
+FROM_TEXT = ("bpe", "char")              # tokenizers that are made from the data
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of both splits. Tokens count end_of_text; bytes, those of the UTF-8, do not.
 
-    gzip_bpb: bits per byte of `gzip -9` on the validation split, for comparison with the model's.
+    gzip_bpb: bits per byte of `gzip -9` on the validation split, its first 16 MB, for comparison with the model's.
     """
 
     train_tokens: int
@@ -44,11 +47,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """train, val: .npy files, each one array of ids (N,), uint16 or uint32. source, sha256: those of the Text."""
+    """train, val: ids (N,), and where documents begin. source: a line for people. sha256: identifies data, split and ids."""
 
     tokenizer: Tokenizer
-    train: Path
-    val: Path
+    train: Stream
+    val: Stream
     sizes: Sizes
     source: str
     sha256: str
@@ -68,24 +71,43 @@ class Corpus:
                 f"tokens, {(self.sizes.train_bytes + self.sizes.val_bytes) / 1e6:.1f} MB, SHA-256 {self.sha256[:12]}")
 
 
-def prepare(config: DataConfig, ctx_len: int) -> Corpus:
-    """Reads the text that `config` names, and tokenises it or finds it tokenised in config.cache_dir.
+def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Tokenises what `config` names, or finds it tokenised in config.cache_dir.
 
-    Raises ValueError where that cannot be done, or where a split is shorter than one context, ctx_len + 1 tokens.
+    `tokenizer`: what to use in the place of the one that `config` names. Raises ValueError where that cannot be done, or where
+    a split is shorter than one context, ctx_len + 1 tokens.
     """
-    text = read(config)
-    if not config.tokenizer.endswith(".json"):  # byte, char and bpe give at most one token per byte
-        train, val = (utf8_bytes(split) + len(split) for split in (text.train, text.val))
-        _require_context(ctx_len, train, val, "at most ")
     cache = Path(config.cache_dir)
-    corpus = _tokenised(text, _tokenizer(config, text, cache), cache)
-    _require_context(ctx_len, corpus.sizes.train_tokens, corpus.sizes.val_tokens)
-    return corpus
+    return (_tokens_as_they_are if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
 
 
-def load(path: Path) -> np.ndarray:
-    """A file of ids, memory-mapped."""
-    return np.load(path, mmap_mode="r")
+def _tokens_as_they_are(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+    if not config.path:
+        raise ValueError("data=binidx needs data.path: NAME, of the files NAME.bin and NAME.idx")
+    if tokenizer is None and config.tokenizer in FROM_TEXT:
+        raise ValueError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the one that it "
+                         "was made with, data.tokenizer=world, FILE.json or FILE.txt")
+    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer")
+    found = binidx.read(config.path, tokenizer, config.val_fraction, cache)
+    _require_context(ctx_len, len(found.train), len(found.val))
+    train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
+    sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
+    about = f"{Path(config.path).name}, {found.documents:,} documents, the last {100 * config.val_fraction:g} % for validation"
+    return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256)
+
+
+def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+    source = open_source(config, cache)
+    if source.at_most and not config.tokenizer.endswith(".json"):  # the others give at most one token per byte
+        _require_context(ctx_len, *source.at_most, "at most ")
+    identity = [config.name, str(config.val_fraction), source.sha256]
+    tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
+    folder = cache / f"tokens-{sha256([*identity, tokenizer.hash])[:16]}"
+    manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
+    train, val = (shards.stream(folder, manifest, split) for split in shards.SPLITS)
+    _require_context(ctx_len, len(train), len(val))
+    sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"])
+    return Corpus(tokenizer, train, val, sizes, source.about, source.sha256)
 
 
 def _require_context(ctx_len: int, train: int, val: int, about: str = "") -> None:
@@ -95,89 +117,38 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "") -> Non
                              f"model.ctx_len={ctx_len} needs {ctx_len + 1}; use more text or a smaller model.ctx_len")
 
 
-def _tokenizer(config: DataConfig, text: Text, cache: Path) -> Tokenizer:
-    """char covers both splits; bpe is trained on one, and cached."""
-    if config.tokenizer != "bpe":
-        return build(config.tokenizer, [*text.train, *text.val])
-    path = cache / f"bpe-{config.vocab_size}-{sha256(text.train)[:16]}.json"
-    try:
-        return Tokenizer.from_file(path)
-    except ValueError:  # not there, or damaged
-        tokenizer = JsonTokenizer.train(text.train, config.vocab_size)
-        _write(path, lambda file: file.write(tokenizer.definition.encode()))
-        return tokenizer
+def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
+    """char covers both splits; bpe is trained on one; both are cached."""
+    if config.tokenizer not in FROM_TEXT:
+        return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}")
+    path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
+    return _read_tokenizer(path) or _make_tokenizer(config, source, path)
 
 
-def _tokenised(text: Text, tokenizer: Tokenizer, cache: Path) -> Corpus:
-    key = sha256([sha256(text.train), sha256(text.val), tokenizer.hash])[:16]
-    train, val, sizes_file = (cache / f"tokens-{key}{ending}" for ending in ("-train.npy", "-val.npy", ".json"))
-    sizes = _read_sizes(sizes_file, train, val) or _write_tokens(text, tokenizer, train, val, sizes_file)
-    return Corpus(tokenizer, train, val, sizes, text.source, text.sha256)
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    """None where it is not there, or damaged."""
+    definition = read_json(path)
+    return Tokenizer.from_dict(definition) if definition else None
 
 
-def _read_sizes(path: Path, train: Path, val: Path) -> Sizes | None:
-    """None where the file, or one of those that it vouches for, is missing or damaged."""
-    try:
-        entry = json.loads(path.read_text())
-        sound = [_checksum(load(train)), _checksum(load(val))] == entry["checksums"]
-        return Sizes(**entry["sizes"]) if sound else None
-    except (OSError, ValueError, EOFError, KeyError, TypeError):
-        return None
+def _make_tokenizer(config: DataConfig, source: Source, path: Path) -> Tokenizer:
+    made = JsonTokenizer.train(_sample(source), config.vocab_size) if config.tokenizer == "bpe" else _characters(source)
+    write_json(path, made.to_dict())
+    return made
 
 
-def _write_tokens(text: Text, tokenizer: Tokenizer, train: Path, val: Path, sizes_file: Path) -> Sizes:
-    arrays = [_encode(tokenizer, split) for split in (text.train, text.val)]
-    sizes = _sizes(text, *map(len, arrays))
-    for path, array in zip((train, val), arrays, strict=True):
-        _write(path, partial(np.save, arr=array))
-    entry = {"sizes": asdict(sizes), "checksums": [_checksum(array) for array in arrays]}
-    _write(sizes_file, lambda file: file.write(json.dumps(entry).encode()))  # last: it vouches for the others
-    return sizes
+def _characters(source: Source) -> Tokenizer:
+    found: set[str] = set()
+    for document in source.documents():
+        found.update(*document.chunks)
+    return CharTokenizer(found)
 
 
-def _sizes(text: Text, train_tokens: int, val_tokens: int) -> Sizes:
-    val_bytes = utf8_bytes(text.val)
-    gzip_bytes = len(gzip.compress("\0".join(text.val).encode(), 9))
-    return Sizes(train_tokens, val_tokens, utf8_bytes(text.train), val_bytes, 8 * gzip_bytes / val_bytes)
-
-
-def _encode(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
-    """Documents -> ids (N,), end_of_text before each."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    encoded = (ids for group in _groups(documents) for ids in tokenizer.encode_batch(group))
-    return np.concatenate([np.array([tokenizer.end_of_text, *ids], dtype) for ids in encoded])
-
-
-def _groups(documents: Sequence[str]) -> Iterator[list[str]]:
-    """Consecutive documents, of about ENCODED_AT_ONCE characters together."""
-    group: list[str] = []
-    for document in documents:
-        group.append(document)
-        if sum(map(len, group)) >= ENCODED_AT_ONCE:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _checksum(array: np.ndarray) -> list[Any]:
-    return [len(array), str(array.dtype), zlib.crc32(array.data)]
-
-
-def _write(path: Path, save: Callable[[BinaryIO], Any]) -> None:
-    """Writes `path` so that it appears whole or not at all. Raises ValueError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_and_rename(path, save)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; data.cache_dir must be a folder with room") from None
-
-
-def _write_and_rename(path: Path, save: Callable[[BinaryIO], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("wb") as file:
-            save(file)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _sample(source: Source) -> Iterator[str]:
+    """Training text for a bpe tokenizer: all of it, or evenly spread pieces of about BPE_BYTES together."""
+    every, number = math.ceil(source.size / BPE_BYTES), 0
+    for document in source.documents():
+        for text in () if document.val else pieces(document.chunks, last_line_end):
+            if number % every == 0:
+                yield text
+            number += 1

@@ -11,7 +11,7 @@ import lightning
 import torch
 from lightning.pytorch.loggers import Logger
 
-from rwkv.allocator import keep_large_blocks
+from kernels.allocator import keep_large_blocks
 from rwkv.callbacks import LAST, Bar, Metrics, StopCleanly, checkpoints
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.generation import generate
@@ -28,6 +28,11 @@ def device_for(accelerator: str) -> torch.device:
     if accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("trainer=gpu needs a CUDA device, and torch sees none: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def dtype_for(precision: str) -> torch.dtype:
+    """The dtype of what the model's matrix products give, and so of k and v."""
+    return torch.bfloat16 if precision == "bf16-mixed" else torch.float32
 
 
 def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device: torch.device,
@@ -62,6 +67,8 @@ def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, s
     say(f"data       {source}")
     say(f"model      RWKV-4, {config.model.n_layer} layers, {config.model.n_embd} wide, "
         f"{n_parameters(task.model.parameters()):,} parameters, vocabulary {task.model.vocab_size}")
+    if run.beginning is not None and run.resume_from is None:
+        say(f"weights    from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew")
     say(f"kernel     {kernel} on {device.type}, precision {config.trainer.precision}, {torch.get_num_threads()} threads")
     say(f"training   {steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens, about {minutes:.1f} minutes")
     say(f"run        {run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))

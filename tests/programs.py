@@ -8,9 +8,11 @@ import pytest
 import generate
 import train
 from rwkv import cli
-from rwkv.config import GenerateConfig, TrainConfig
+from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
+from rwkv.tools import evaluate
 
-PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig)}
+PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig),
+            "evaluate": (evaluate.main, EvaluateConfig)}
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -1,4 +1,4 @@
-"""Weights in and out of files: bit for bit, in both layouts, and one sentence for everything that is not a checkpoint."""
+"""Checkpoints of torch.save, ours and the official ones: what is read, what is refused, and with which sentence."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ from models import kernels, small_model, tokens
 from torch import Tensor
 
 from rwkv import RWKV, Tokenizer
-from rwkv.checkpoint import locate, read_checkpoint
+from rwkv.checkpoint import locate, read_checkpoint, require_tokenizer
 from rwkv.config import ModelConfig
 from rwkv.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer
 
@@ -125,7 +125,7 @@ def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved: Path) -> None:
 
 def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) -> None:
     last = tmp_path / "runs" / "one" / "checkpoints" / "last.ckpt"
-    model.save_pretrained(last, ByteTokenizer())
+    model.save_pretrained(last)
     assert locate(tmp_path / "runs" / "one") == last
     (tmp_path / "runs" / "latest").write_text("one\n")       # where links need rights
     assert locate(tmp_path / "runs" / "latest") == last
@@ -203,7 +203,7 @@ def like_rwkv5(weights: Weights) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     (lambda weights: weights.clear(), "holds nothing"),
-    (without("emb.weight"), "neither emb.weight"),
+    (without("emb.weight"), "lacks emb.weight"),
     (without("head.weight"), "head.weight"),
     (without("blocks.2.ffn.time_mix_r"), "blocks.2.ffn.time_mix_r"),
     (without("blocks.0.att.time_first"), "blocks.0.att.time_first"),
@@ -216,7 +216,7 @@ def like_rwkv5(weights: Weights) -> None:
     (holding(blocks__0__att__key__weight=torch.zeros(())), "blocks.0.att.key.weight"),
     (holding(blocks__0__ln1__weight="a word"), "blocks.0.ln1.weight"),
     (holding(blocks__0__att__time_mix_k=7), "blocks.0.att.time_mix_k"),
-    (like_rwkv5, "time_first"),
+    (like_rwkv5, "RWKV-5"),
 ])
 def test_weights_that_do_not_fit_are_named(model: RWKV, tmp_path: Path, change: Callable[[Weights], None], said: str) -> None:
     weights = dict(model.state_dict())
@@ -231,7 +231,7 @@ def test_weights_that_do_not_fit_are_named(model: RWKV, tmp_path: Path, change: 
     lambda content: content.update(state_dict=[]), lambda content: content["state_dict"].update(step=3),
     lambda content: content["state_dict"].pop("model.head.weight"), lambda content: content["timemix"].update(vocab_size=51)])
 def test_an_entry_that_cannot_be_understood_is_refused(model: RWKV, tmp_path: Path, change: Callable[[Weights], None]) -> None:
-    model.save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
+    model.save_pretrained(tmp_path / "model.ckpt", CharTokenizer("abc"))
     content = torch.load(tmp_path / "model.ckpt", weights_only=True)
     change(content)
     torch.save(content, tmp_path / "odd.ckpt")
@@ -241,26 +241,34 @@ def test_an_entry_that_cannot_be_understood_is_refused(model: RWKV, tmp_path: Pa
 # Saving
 
 
-@pytest.mark.parametrize("name", ["model.bin", "model", "model.pth.gz"])
+@pytest.mark.parametrize("name", ["model.pt", "model.onnx", "model.pth.gz"])
 def test_another_suffix_is_refused_before_anything_is_written(model: RWKV, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"writes \.pth or \.ckpt"):
+    with pytest.raises(ValueError, match=r"does not say its format: choose one of these suffixes .*\.pth"):
         model.save_pretrained(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_that_fails_leaves_what_was_there(model: RWKV, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = saved.read_bytes()
-
-    def disk_full(content: Any, path: Path) -> None:
-        path.write_bytes(before[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", disk_full)
-    with pytest.raises(OSError, match="No space left"):
-        model.save_pretrained(saved)
-    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
-    assert saved.read_bytes() == before
-
-
 def test_the_configuration_of_a_pth_is_read_off_its_tensors(saved: Path) -> None:
     assert read_checkpoint(saved).config == ModelConfig(n_layer=3, n_embd=16, n_att=8, n_ffn=24, ctx_len=1024)
+
+
+def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the tokenizer has 256 tokens and the model 50"):
+        model.save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_tokenizer_than_the_files_is_refused(tmp_path: Path) -> None:
+    model, own = small_model("conv1d"), CharTokenizer("abc")
+    model.save_pretrained(tmp_path / "own.ckpt", own)
+    model.save_pretrained(tmp_path / "none.pth")
+    with_own, with_none = read_checkpoint(tmp_path / "own.ckpt"), read_checkpoint(tmp_path / "none.pth")
+    require_tokenizer(with_own, own, "it")
+    require_tokenizer(with_none, own, "it")
+    with pytest.raises(ValueError, match=f"it is not the tokenizer that .*{own.hash[:12]}"):
+        require_tokenizer(with_own, CharTokenizer("abd"), "it")
+    with pytest.raises(ValueError, match=r"it has 256 tokens and .*pth 50: they do not belong together"):
+        require_tokenizer(with_none, ByteTokenizer(), "it")
+    small_model("conv1d", 600).save_pretrained(tmp_path / "large.pth")
+    with pytest.raises(ValueError, match=r"it has 256 tokens and .*pth 600: it is not"):
+        require_tokenizer(read_checkpoint(tmp_path / "large.pth"), ByteTokenizer(), "it")

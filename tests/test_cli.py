@@ -14,7 +14,7 @@ from models import small_model
 from programs import PROGRAMS, Run, one_sentence
 
 from rwkv import cli
-from rwkv.config import GenerateConfig, TrainConfig
+from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
 from rwkv.run import as_plain
 
 CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))
@@ -46,6 +46,7 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     defaults["data"] |= {"val_fraction": 0.05, "sample_prompt": "    def __init__(self"}
     assert as_plain(compose("train")) == defaults
     assert compose("generate") == GenerateConfig()
+    assert compose("evaluate") == EvaluateConfig()
 
 
 def test_the_published_recipe_is_the_experiment() -> None:
@@ -106,6 +107,7 @@ def test_null_is_none() -> None:
 @pytest.mark.parametrize(("argument", "said"), [
     ("kernel=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
     ("kernel.name=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
+    ("kernel=fft", "fft cannot be used inside WKV: its error is relative to the largest e^k of a row"),
     ("kernel=conv1d,nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
     ("model=huge", "unknown model 'huge'; there are: small, tiny"),
     ("model=null", "unknown model 'null'; there are: small, tiny"),
@@ -189,4 +191,4 @@ def test_a_bug_keeps_its_stack_trace() -> None:
 def test_help_is_there(run: Run) -> None:
     status, output, _ = run("train", "--help")
     assert status == 0
-    assert "kernel: auto, conv1d, formula" in output
+    assert "kernel: auto, conv1d, cuda_scan" in output

@@ -42,7 +42,7 @@ RULES = (
     Rule(r"kernels\.wkv\b(?!\.timex$).*", r"kernels\.(?!(registry|_taichi|_cuda|wkv)\b)\w+",
          "an operator stands on the registry alone"),
     Rule(r"kernels\.wkv\.timex", r"kernels\.(?!(registry|timex|wkv)\b)\w+", "it stands on TimeX and its own operator"),
-    Rule(r"(?!kernels\b).*", r"kernels\.(?!(registry|select|timex|wkv)\b)\w+", "what the model may use of kernels/"),
+    Rule(r"(?!kernels\b).*", r"kernels\.(?!(registry|select|allocator|timex|wkv)\b)\w+", "what the model may use of kernels/"),
     Rule(r"(?!rwkv\.tracking$).*", r"wandb", "wandb belongs to rwkv/tracking.py"),
     Rule(r"rwkv\.tracking", r"wandb", "wandb is imported inside functions", at_import_only=True),
     Rule(r"rwkv\b(?!\.(cli|tools)\b).*", r"hydra|omegaconf", "Hydra belongs to rwkv/cli.py and rwkv/tools/"),

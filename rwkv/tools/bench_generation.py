@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernels.allocator import keep_large_blocks
 from torch import Tensor, nn
 
 from kernels import _machine
 from kernels._text import aligned
+from kernels.allocator import keep_large_blocks
 from kernels.select import select
 from rwkv.config import ModelConfig
 from rwkv.decoding import Decoder

@@ -1,0 +1,110 @@
+"""python -m benchmarks.loading [--peers PYTHON] [--repeats N] [--json FILE]
+
+Memory and time of loading a 169M-shape float16 .pth into float32 and bfloat16, and of converting it, beside PyPI's `rwkv` and
+transformers in the same run (`make peers` makes their environment). Each is a process of its own, in turns; medians. Before
+that every weight is read back from what was converted. Linux alone: /proc. The last line is the result as JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from kernels import _machine
+from rwkv.checkpoint import checkpoint_of, read_checkpoint, write_checkpoint
+from rwkv.config import ModelConfig
+from rwkv.formats import _rwkv4
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+SHAPE = ModelConfig(n_layer=12, n_embd=768, ctx_len=1024)
+VOCAB_SIZE = 50277
+PEER_JOBS = {"rwkv": ".pth", "rwkv-convert": ".pth", "transformers": ""}
+OUR_JOBS = {"timemix": ".pth", "timemix-convert": ".pth"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "model.pth"
+        write_checkpoint(_random_checkpoint(), source, "float16")
+        write_checkpoint(read_checkpoint(source), source.with_suffix(""))
+        _verify(source)
+        report = {"machine": _machine.describe("cpu"), "weights_bytes": read_checkpoint(source).weights.nbytes,
+                  "results": _measure(source, args.peers, args.repeats)}
+    print(table(report), flush=True)
+    line = json.dumps(report)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def table(report: dict[str, Any]) -> str:
+    """What the data say, for the terminal."""
+    rows = [f"{'':28}{'s':>8}{'peak MiB':>10}{'of the weights':>16}"]
+    for name, result in report["results"].items():
+        mib = result["peak_bytes"] / 2 ** 20
+        rows.append(f"{name:28}{result['seconds']:8.2f}{mib:10.0f}{result['peak_bytes'] / result['weights_bytes']:16.2f}")
+    return "\n".join(rows)
+
+
+def _random_checkpoint() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    shapes = _rwkv4.shapes(SHAPE, VOCAB_SIZE)
+    return checkpoint_of({name: torch.randn(shape, generator=generator) / 50 for name, shape in shapes.items()})
+
+
+def _verify(source: Path) -> None:
+    """What is timed is right: converted to float32 and read back, every tensor equals its float16 original."""
+    converted = source.with_name("verified.safetensors")
+    write_checkpoint(read_checkpoint(source), converted, "float32")
+    before, after = read_checkpoint(source).weights, read_checkpoint(converted).weights
+    assert all(torch.equal(before[name].float(), after[name]) for name in before)
+    converted.unlink()
+
+
+def _measure(source: Path, peers: Path, repeats: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, float]]] = defaultdict(list)
+    jobs = [(job, sys.executable, suffix) for job, suffix in OUR_JOBS.items()]
+    jobs += [(job, str(peers), suffix) for job, suffix in PEER_JOBS.items()] if peers.exists() else []
+    for _ in range(repeats):
+        for dtype in ("float32", "bfloat16"):
+            for job, python, suffix in jobs:
+                runs[f"{job} {dtype}"].append(_run(python, job, source.with_suffix(suffix), dtype))
+    return {name: {key: median(run[key] for run in found) for key in found[0]} | {"weights_bytes": _bytes(name.split()[1])}
+            for name, found in runs.items()}
+
+
+def _run(python: str, job: str, source: Path, dtype: str) -> dict[str, float]:
+    script, target = Path(__file__).with_name("_loading_job.py"), source.with_name("converted.pth")
+    ours: dict[str, Any] = {"env": {"PYTHONPATH": str(ROOT)}} if job in OUR_JOBS else {}
+    command = [python, str(script), job, str(source), str(target), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **ours)
+    if done.returncode:
+        sys.exit(f"{job} failed:\n{done.stderr}")
+    target.unlink(missing_ok=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _bytes(dtype: str) -> int:
+    elements = sum(torch.Size(shape).numel() for shape in _rwkv4.shapes(SHAPE, VOCAB_SIZE).values())
+    return elements * getattr(torch, dtype).itemsize
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, default=PEERS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What runs as `python -m rwkv.tools.NAME`."""

@@ -1,0 +1,67 @@
+"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT]: RWKV-4 weights from any format into any other.
+
+Tensor by tensor, so that a model of any size needs the memory of its largest tensor; OUT appears whole or not at all.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from rwkv import formats
+from rwkv.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.cli import with_sentences
+from rwkv.formats._stored import DTYPES
+
+WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats with no room for it
+
+EPILOG = """IN is recognised by what it holds: .pth, .ckpt, .safetensors, rwkv.cpp's ggmf, a Hugging Face or a run's directory.
+OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; none for a Hugging Face directory.
+time_decay and time_first are float32 whatever the dtype; ggmf takes float32 and float16, and keeps vectors in float32."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    with_sentences(lambda: convert(options.source, options.target, options.dtype, options.format))
+
+
+def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None) -> None:
+    """Raises ValueError where `source` cannot be read, or `target` cannot be written in that format and dtype."""
+    module = formats.load(format) if format else formats.by_suffix(target)
+    name = module.__name__.rpartition(".")[2]
+    checkpoint = read_checkpoint(source)
+    _say(f"{checkpoint.path}: {_described(checkpoint)}")
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
+        def progress(count: int, total: int) -> None:
+            bar.total = total
+            bar.update(count)
+
+        write_checkpoint(checkpoint, target, dtype, name, progress)
+    _say(f"written: {target} ({name})")
+    if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
+        _say(f"the tokenizer that {checkpoint.path} carries is not in it: {name} has no room for one")
+
+
+def _described(checkpoint: Checkpoint) -> str:
+    config, n = checkpoint.config, sum(math.prod(tensor.shape) for tensor in checkpoint.weights.stored.values())
+    return f"RWKV-4, {config.n_layer} layers, {config.n_embd} wide, {n:,} parameters, vocabulary {checkpoint.vocab_size}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").split(": ", 1)[1],
+                                     epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="IN", type=Path)
+    parser.add_argument("target", metavar="OUT", type=Path)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="as IN has it where left out")
+    parser.add_argument("--format", choices=formats.names(), help="where OUT's suffix does not say it")
+    return parser
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

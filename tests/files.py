@@ -1,0 +1,59 @@
+"""One small model as a file of each format, and what must hold of every checkpoint that loads."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rwkv import RWKV
+from rwkv.checkpoint import CheckpointError, Weights, read_checkpoint
+
+NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
+         "ggmf": "model.bin"}
+
+
+def same_tensors(one: Weights, other: Weights) -> bool:
+    """Equal to the bit, names, shapes and dtypes too."""
+    return list(one) == list(other) and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+def shard(folder: Path, save: Callable[[dict[str, Tensor], Path], None], suffix: str, stem: str) -> None:
+    """A Hugging Face directory's model.safetensors in two files and an index."""
+    tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(folder).items()}
+    parts = list(tensors)[::2], list(tensors)[1::2]
+    places = {}
+    for number, names in enumerate(parts, start=1):
+        file = f"{stem}-{number:05}-of-00002{suffix}"
+        save({name: tensors[name] for name in names}, folder / file)
+        places |= dict.fromkeys(names, file)
+    (folder / "model.safetensors").unlink()
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def hugging_face_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def loads(path: Path) -> bool:
+    """Whether a whole model comes of it; False where it is refused with our error, one sentence that names the file."""
+    try:
+        model = RWKV.from_pretrained(path, "reference")
+    except CheckpointError as refused:
+        sentence = str(refused)
+    else:
+        assert whole(model, path)
+        return True
+    assert "\n" not in sentence
+    assert path.name in sentence
+    return False
+
+
+def whole(model: RWKV, path: Path) -> bool:
+    """Every weight is there, in memory and finite."""
+    assert all(weight.device.type == "cpu" and bool(weight.isfinite().all()) for weight in model.parameters())
+    return [name for name, _ in model.named_parameters()] == list(read_checkpoint(path).weights)

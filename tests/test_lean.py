@@ -1,0 +1,107 @@
+"""Memory: loading peaks at no more than 1.3 times the weights, converting at one tensor; each in a process of its own.
+
+The resident set is read as Linux counts it: VmHWM with the pages of the mapped file in it, and private memory, RssAnon,
+without them.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv.checkpoint import checkpoint_of, write_checkpoint
+from rwkv.config import ModelConfig
+from rwkv.formats import _rwkv4
+
+ROOT = Path(__file__).parent.parent
+MIB = 2 ** 20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+MEASURED = """
+import json, sys, threading, time
+sys.path.insert(0, {root!r})
+import torch
+from rwkv import RWKV
+from rwkv.checkpoint import read_checkpoint, write_checkpoint
+
+def memory(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def action(source):
+    for target in {targets!r}:
+        write_checkpoint(read_checkpoint(source), target, {dtype!r})
+    if not {targets!r}:
+        return RWKV.from_pretrained(source, "reference", dtype={dtype!r})
+
+action({small!r})                                                     # what the first call imports is no part of it
+open("/proc/self/clear_refs", "w").write("5")                         # VmHWM begins anew
+before, private, most, done = memory("VmRSS"), memory("RssAnon"), 0, False
+
+def watch():
+    global most
+    while not done:
+        most = max(most, memory("RssAnon"))
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+kept, done = action({source!r}), True
+watcher.join()
+print(json.dumps({{"peak": memory("VmHWM") - before, "private": max(most, memory("RssAnon")) - private}}))
+"""
+
+
+def weights(n_layer: int, n_embd: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    shapes = _rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
+    return {name: torch.full(shape, 0.01) for name, shape in shapes.items()}
+
+
+def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, int]:
+    write_checkpoint(checkpoint_of(weights(1, 8, 8)), folder / "small.pth", "float16")
+    code = MEASURED.format(root=str(ROOT), source=str(source), small=str(folder / "small.pth"), dtype=dtype,
+                           targets=[str(folder / target) for target in targets])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 MiB in float32, no tensor more than a tenth of it; float16 in the file."""
+    path = tmp_path_factory.mktemp("lean") / "model.pth"
+    write_checkpoint(checkpoint_of(weights(8, 384, 2000)), path, "float16")
+    return path
+
+
+def bytes_in(dtype: str, n_layer: int = 8, n_embd: int = 384, vocab_size: int = 2000) -> int:
+    shapes = _rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
+    return sum(torch.Size(shape).numel() for shape in shapes.values()) * getattr(torch, dtype).itemsize
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_peaks_at_little_more_than_the_weights(source: Path, tmp_path: Path, dtype: str) -> None:
+    measured = measure(tmp_path, source, dtype)
+    assert bytes_in(dtype) <= measured["private"]
+    assert measured["peak"] <= 1.3 * bytes_in(dtype)
+
+
+def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -> None:
+    write_checkpoint(checkpoint_of(weights(8, 384, 2000)), tmp_path / "model.safetensors")
+    measured = measure(tmp_path, tmp_path / "model.safetensors", "float32")
+    assert measured["private"] < 0.1 * bytes_in("float32")
+    assert measured["peak"] <= 1.3 * bytes_in("float32")
+
+
+def test_converting_holds_one_tensor_at_a_time(source: Path, tmp_path: Path) -> None:
+    measured = measure(tmp_path, source, "float32", "out.pth", "out.safetensors", "out", "out.bin")
+    assert measured["peak"] < 0.4 * bytes_in("float32")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_169m(tmp_path: Path, dtype: str) -> None:
+    write_checkpoint(checkpoint_of(weights(12, 768, 50277)), tmp_path / "model.pth", "float16")
+    assert measure(tmp_path, tmp_path / "model.pth", dtype)["peak"] <= 1.3 * bytes_in(dtype, 12, 768, 50277)
