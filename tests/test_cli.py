@@ -156,7 +156,7 @@ def test_a_wrong_data_file_is_one_sentence(run: Run, name: str, content: bytes |
 
 
 def test_text_without_a_file_says_what_is_missing(run: Run) -> None:
-    one_sentence(run("train", "data=text"), "data=text needs data.path=FILE")
+    one_sentence(run("train", "data=text"), "data=text needs data.path: a text file in UTF-8")
 
 
 def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:

@@ -247,12 +247,18 @@ def test_a_character_may_be_cut_by_every_read(tmp_path: Path, monkeypatch: pytes
     assert "".join(read_text(tmp_path / "text.txt")) == TEXT
 
 
+def hears_ctrl_c() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, these tests and their children included."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
     small_model("conv1d", 256).save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
     (tmp_path / "text.txt").write_text("some text " * 100_000)
     command = [sys.executable, "-m", "rwkv.tools.evaluate", f"checkpoint={tmp_path / 'model.ckpt'}", "kernel=conv1d",
                f"data.path={tmp_path / 'text.txt'}", f"out={tmp_path / 'out.json'}", "chunk_len=1"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=hears_ctrl_c) as process:
         assert process.stderr is not None
         assert process.stderr.read(3), "the progress bar"
         time.sleep(0.3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from files import NAMES
 from models import small_model
-from test_cli import Run, one_sentence, run
+from programs import Run, one_sentence
 
 from kernels.select import select
 from rwkv import RWKV
@@ -15,7 +15,6 @@ from rwkv.checkpoint import read_checkpoint
 from rwkv.finetune import new_model
 from rwkv.tokenizer import ByteTokenizer, JsonTokenizer
 
-__all__ = ["run"]                            # the fixture
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
 FAST = ("trainer=cpu", "kernel=torch_scan", "data=text", "data.path=text.txt", "data.cache_dir=cache", "logger=none",
         "model.ctx_len=16", "trainer.max_steps=1", "trainer.val_every=1", "trainer.checkpoint_every=1",

@@ -131,7 +131,9 @@ def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_pa
     """From another directory, to standard output alone, with a prompt that Hydra's grammar would refuse."""
     prompt = "line 7: the ${quick}, 'brown' = fox\n"
     done = finish(start(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30"))
-    assert (done.status, done.error) == (0, "")
+    assert done.status == 0
+    assert done.error.startswith("read ")
+    assert done.error.count("\n") == 1
     assert done.output.startswith(prompt)
     assert len(done.output) > len(prompt) + 20
     assert not list(tmp_path.iterdir())
