@@ -116,7 +116,8 @@ def _peer(report: Report, peer_ms: tuple[float, float]) -> Iterator[Verdict]:
 
 
 def _scans() -> list[str]:
-    return [name for name in registry.names("wkv") if name != "timex"]
+    """Those in linear time that are held to a speed: not the convolution form, nor the reference's loop."""
+    return [name for name in registry.names("wkv") if name not in ("timex", "reference")]
 
 
 def _at(report: Report, shape: dict[str, int]) -> dict[tuple[str, str], Result]:
