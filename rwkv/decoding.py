@@ -7,6 +7,7 @@ rescalings, of what y reads and of what the state becomes, are done together.
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from kernels.wkv import decay_exponent
 from rwkv.channel_mix import ChannelMix
+from rwkv.int8 import Int8Linear, products
 from rwkv.model import RWKV, Block
 from rwkv.state import State
 from rwkv.time_mix import TimeMix
@@ -67,7 +69,7 @@ class _TimeMixStep:
     """x (B,C) -> (B,C). The state: x of the step before; ab (2,B,A), numerator and denominator; p (B,A)."""
 
     def __init__(self, att: TimeMix, x: Tensor, a: Tensor, b: Tensor, p: Tensor) -> None:
-        self._key, self._value, self._receptance = _linear(att.key), _linear(att.value), _linear(att.receptance)
+        self._key_value_receptance = _linears(att.key, att.value, att.receptance)
         self._output = _linear(att.output)
         self._mu = torch.stack((att.time_mix_k[0], att.time_mix_v[0], att.time_mix_r[0]))                   # (3,1,C)
         u, w = att.time_first.float(), decay_exponent(att.time_decay.float())
@@ -75,18 +77,20 @@ class _TimeMixStep:
         self._on_k = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
         self.x, self.ab, self.p = x.to(self._mu.dtype), torch.stack((a, b)), p
         self._v1 = torch.ones_like(self.ab)                                                          # (2,B,A): v and 1
+        self._shares = torch.empty(2, *self.ab.shape, device=a.device)         # of the past, and of now, in both weightings
 
     def step(self, x: Tensor) -> Tensor:
-        for_k, for_v, for_r = torch.lerp(self.x, x, self._mu).unbind()
+        k, v, r = self._key_value_receptance(torch.lerp(self.x, x, self._mu))
         self.x = x
-        y = self._remember(self._key(for_k), self._value(for_v))
-        return self._output(self._receptance(for_r).sigmoid_().mul_(y))
+        return self._output(r.sigmoid_().mul_(self._remember(k, v)))
 
     def _remember(self, k: Tensor, v: Tensor) -> Tensor:
         """WKV.step twice at once: index 0 is y's weighting (p against u + k), index 1 the new state's (p + w against k)."""
-        past, now = self.p + self._on_p, k + self._on_k                                                      # (2,B,A)
+        past, now = shares = self._shares                                                                    # (2,B,A) each
+        torch.add(self.p, self._on_p, out=past)
+        torch.add(k, self._on_k, out=now)
         top = torch.maximum(past, now)
-        past, now = past.sub_(top).exp_(), now.sub_(top).exp_()
+        shares.sub_(top).exp_()
         self._v1[0] = v
         y_and_state = torch.mul(past.unsqueeze(1), self.ab).addcmul_(now.unsqueeze(1), self._v1)           # (2,2,B,A)
         (num, den), self.ab = y_and_state.unbind()
@@ -95,22 +99,23 @@ class _TimeMixStep:
 
     def keep(self, rows: list[int]) -> None:
         self.x, self.ab, self.p, self._v1 = self.x[rows], self.ab[:, rows], self.p[rows], self._v1[:, rows]
+        self._shares = self._shares[:, :, rows]
 
 
 class _ChannelMixStep:
     """x (B,C) -> (B,C). The state: x of the step before."""
 
     def __init__(self, ffn: ChannelMix, x: Tensor) -> None:
-        self._key, self._value, self._receptance = _linear(ffn.key), _linear(ffn.value), _linear(ffn.receptance)
+        self._key_receptance, self._value = _linears(ffn.key, ffn.receptance), _linear(ffn.value)
         self._mu = torch.stack((ffn.time_mix_k[0], ffn.time_mix_r[0]))                                      # (2,1,C)
         self.x = x.to(self._mu.dtype)
 
     def add_step(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + what channel mixing makes of x."""
-        for_k, for_r = torch.lerp(self.x, x, self._mu).unbind()
+        hidden, r = self._key_receptance(torch.lerp(self.x, x, self._mu))
         self.x = x
-        hidden = self._key(for_k).relu_().square_()
-        return torch.addcmul(residual, self._receptance(for_r).sigmoid_(), self._value(hidden))
+        hidden.relu_()
+        return torch.addcmul(residual, r.sigmoid_(), self._value(hidden.mul_(hidden)))
 
 
 def _norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -123,5 +128,13 @@ def _layer_norm(weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float
 
 
 def _linear(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The layer as a plain function: nn.Module's call costs as much as a small operation."""
-    return partial(F.linear, weight=layer.weight) if type(layer) is nn.Linear else layer.forward
+    """The layer as a plain function of (B,K): nn.Module's call costs as much as a small operation."""
+    return layer.of_rows if isinstance(layer, Int8Linear) else partial(F.linear, weight=cast(nn.Linear, layer).weight)
+
+
+def _linears(*layers: nn.Module) -> Callable[[Tensor], list[Tensor]]:
+    """Several layers as one function of their inputs (n,B,K), one after the other."""
+    if all(isinstance(layer, Int8Linear) for layer in layers):
+        return partial(products, cast(list[Int8Linear], layers))
+    functions = [_linear(layer) for layer in layers]
+    return lambda inputs: [function(rows) for function, rows in zip(functions, inputs.unbind(), strict=True)]

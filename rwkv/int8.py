@@ -6,6 +6,7 @@ product of the integers is exact: a batch gives to the bit what its rows give al
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from rwkv.fingerprint import fingerprint
 from rwkv.model import RWKV, Block
 
 SMALLEST = 1e-30                         # a row of zeros stays one
+ROWS = 1024                              # that are rounded at once
 
 
 class Int8Linear(nn.Module):
@@ -26,19 +28,30 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, non_negative: bool = False) -> None:
         super().__init__()
         self.in_features = weight.shape[1]
+        self._non_negative = non_negative
         self._step, self._zero = (1 / 255, 0) if non_negative else (1 / 127, 128)
-        self._packed = _pack(weight.detach().float())
+        self._packed = _pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        largest = rows.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
-        return self.product(rows / largest).mul_(largest).view(*x.shape[:-1], -1)
+        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """The same for rows (B,K), with fewer operations."""
+        largest = _largest(rows if self._non_negative else rows.abs())
+        return self.product(rows / largest).mul_(largest)
 
     def product(self, rows: Tensor) -> Tensor:
         """The integer product alone, of rows (B,K) within [-1, 1]."""
         out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows, self._step, self._zero, self._packed)
         return out
+
+
+def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
+    """Each layer's output (B,N) for its own of inputs (n,B,K): the inputs are scaled together."""
+    largest = _largest(inputs.abs())
+    return [layer.product(rows).mul_(scale)
+            for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
 
 
 @torch.no_grad()
@@ -62,12 +75,25 @@ def _replace(parent: nn.Module, *names: str, non_negative: bool = False) -> None
         setattr(parent, name, Int8Linear(cast(nn.Linear, getattr(parent, name)).weight, non_negative))
 
 
+def _largest(magnitudes: Tensor) -> Tensor:
+    return magnitudes.amax(-1, keepdim=True).clamp_(min=SMALLEST)
+
+
 def _pack(weight: Tensor) -> torch.ScriptObject:
-    scale = weight.abs().amax(1).clamp_(min=SMALLEST) / 127
-    integers = (weight / scale.unsqueeze(1)).round_().to(torch.int8)
+    scale, integers = _rounded(weight.detach())
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(integers, scale.double(), zeros, 0)
     packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
     return packed
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What one integer is worth in each row, and the integers: a few rows at a time, for float32 takes four times the room."""
+    scale, integers = torch.empty(len(weight)), torch.empty(weight.shape, dtype=torch.int8)
+    for rows, worth, rounded in zip(*(tensor.split(ROWS) for tensor in (weight, scale, integers)), strict=True):
+        exact = rows.float()
+        worth.copy_(exact.abs().amax(1).clamp_(min=SMALLEST) / 127)
+        rounded.copy_((exact / worth.unsqueeze(1)).round_())
+    return scale, integers

@@ -42,7 +42,8 @@ RULES = (
     Rule(r"kernels\.wkv\b(?!\.timex$).*", r"kernels\.(?!(registry|_taichi|_cuda|wkv)\b)\w+",
          "an operator stands on the registry alone"),
     Rule(r"kernels\.wkv\.timex", r"kernels\.(?!(registry|timex|wkv)\b)\w+", "it stands on TimeX and its own operator"),
-    Rule(r"(?!kernels\b).*", r"kernels\.(?!(registry|select|allocator|timex|wkv)\b)\w+", "what the model may use of kernels/"),
+    Rule(r"(?!kernels\b|rwkv\.tools\.bench_generation$).*", r"kernels\.(?!(registry|select|allocator|timex|wkv)\b)\w+",
+         "what the model may use of kernels/"),
     Rule(r"(?!rwkv\.tracking$).*", r"wandb", "wandb belongs to rwkv/tracking.py"),
     Rule(r"rwkv\.tracking", r"wandb", "wandb is imported inside functions", at_import_only=True),
     Rule(r"rwkv\b(?!\.(cli|tools)\b).*", r"hydra|omegaconf", "Hydra belongs to rwkv/cli.py and rwkv/tools/"),
@@ -50,6 +51,7 @@ RULES = (
          "the model knows no trainer and no kernel's name"),
     Rule(rf"rwkv\.({'|'.join(MODEL)})", rf"rwkv\.(?!({'|'.join(MODEL)}|config|checkpoint)\b)\w+",
          "the model's files import each other, its configuration and its checkpoint"),
+    Rule(r"rwkv\.formats\b.*", r"kernels|rwkv\.(?!(formats|config)\b)\w+", "formats know files, tensors and sizes alone"),
 )
 
 

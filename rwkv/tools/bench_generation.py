@@ -69,10 +69,10 @@ def measure(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> li
     began = time.perf_counter()
     Decoder(model, read(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024         # before the wall's own inputs
     rows = [_row(f"decode, batch {B}", dtype, B, *_rates(_decode(model, B), _products(model, B), B)) for B in batches]
     rates = _rates(lambda: read(model, tokens), _prefill_products(model, prompt), prompt)
     rows.append(_row(f"prefill {prompt}", dtype, 1, *rates))
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return [row | {"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib} for row in rows]
 
 
