@@ -10,7 +10,7 @@ BENCH := $(BIN)/python -m kernels.bench
 RESULTS := benchmarks/results
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: train test soak lint bench peers parity gpu-check clean
+.PHONY: bench-peers train test soak lint bench peers parity gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -34,6 +34,10 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	-$(BIN)/python -m kernels.verdicts
 
 peers: $(PEERS)/installed                ## PyPI's rwkv and transformers, apart: their packages have the names of ours
+
+bench-peers: $(READY_TO_TEST) $(PEERS)/installed  ## reading and writing, beside the peers on the same checkpoint
+	$(BIN)/python -m rwkv.tools.bench_generation --peers $(PEERS)/bin/python --json $(RESULTS)/generation-cpu.json
+	$(BIN)/python -m benchmarks.tables
 
 parity: $(READY_TO_TEST) $(PEERS)/installed     ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json

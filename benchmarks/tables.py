@@ -1,0 +1,62 @@
+"""python -m benchmarks.tables: the README's numbers beside the peers', from benchmarks/results/: never written by hand.
+
+The README keeps each table between <!-- NAME: measured --> and <!-- end of NAME: measured -->.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kernels._text import markdown
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+Report = dict[str, Any]
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for name, (file, table) in TABLES.items():
+        if (RESULTS / file).exists():
+            report = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+            text = filled(text, name, f"{caption(report)}\n\n{table(report)}")
+    readme.write_text(text, encoding="utf-8")
+
+
+def filled(text: str, name: str, section: str) -> str:
+    """`text` with `section` between the markers of `name`, where it has them."""
+    start, end = f"<!-- {name}: measured -->", f"<!-- end of {name}: measured -->"
+    if start not in text or end not in text:
+        return text
+    head, _, rest = text.partition(start)
+    return f"{head}{start}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
+
+
+def caption(report: Report) -> str:
+    machine = report["machine"]
+    return (f"{machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}; commit {machine['commit']}, "
+            f"{machine['date'][:10]}.")
+
+
+def generation(report: Report) -> str:
+    """Tokens per second of each task and dtype: ours, its share of the matrix products alone, and the peers'."""
+    rows: dict[tuple[str, str], dict[str, Report]] = {}
+    for row in report["rows"]:
+        rows.setdefault((row["what"], row["dtype"]), {})[row["of"]] = row
+    peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
+    table = [["tokens/s", "dtype", "timemix", "of the matrix products", *peers, "first token s", "peak MiB"]]
+    for (what, dtype), by in sorted(rows.items(), key=lambda item: item[0][0]):
+        ours = by["timemix"]
+        table.append([what, dtype, f"{ours['tokens_per_s']:.0f}", f"{ours['tokens_per_s'] / ours['wall']:.0%}",
+                      *(f"{by[peer]['tokens_per_s']:.0f}" if peer in by else "" for peer in peers),
+                      f"{ours['first_token_s']:.2f}", f"{ours['peak_mib']:.0f}"])
+    return markdown(table)
+
+
+TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {"generation": ("generation-cpu.json", generation)}
+
+
+if __name__ == "__main__":
+    main()
