@@ -37,7 +37,7 @@ class DataConfig:
 
     path: a file, a folder, a pattern such as books/**/*.txt, NAME of NAME.bin and NAME.idx, or a Hugging Face dataset.
     field: of the text in jsonl and hf; split: of an hf dataset. vocab_size is for bpe alone. tokenize_workers: shards
-    tokenised at a time, 0 for one per core. What val_fraction means for each kind of data: rwkv/tokens.py.
+    tokenised at a time, 0 for one per core to 4. What val_fraction means for each kind of data: rwkv/tokens.py.
     sample_prompt: what the sample shown after training continues; empty for a text from its beginning.
     """
 
@@ -91,27 +91,41 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps are optimiser steps. malloc: tuned keeps large freed blocks in the process (glibc), default does not."""
+    """Steps are optimiser steps. malloc: tuned keeps large freed blocks in the process (glibc), default does not.
+
+    strategy: single | ddp | fsdp, over devices processes on each of num_nodes machines (0: one per GPU); data.batch_size is
+    what all of them read together. keep_last: the number of checkpoints kept beside the best. activation_checkpointing: a
+    block's activations are computed anew in its backward pass. compile: blocks go through torch.compile.
+    """
 
     accelerator: str = "auto"
+    strategy: str = "single"
+    devices: int = 1
+    num_nodes: int = 1
     max_steps: int = 1000
     val_every: int = 500
     checkpoint_every: int = 500
     log_every: int = 10
     precision: str = "32-true"
     accumulate: int = 1
+    keep_last: int = 2
+    activation_checkpointing: bool = False
+    compile: bool = False
     overfit_batches: int = 0
     malloc: str = "tuned"
     sample_tokens: int = 200
 
     def __post_init__(self) -> None:
         _one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu"))
-        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
+        _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp"))
+        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "fp16-mixed"))
         _one_of("trainer.malloc", self.malloc, ("tuned", "default"))
-        for name in ("max_steps", "val_every", "checkpoint_every", "log_every", "accumulate"):
+        for name in ("max_steps", "val_every", "checkpoint_every", "log_every", "accumulate", "keep_last", "num_nodes"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("overfit_batches", "sample_tokens"):
+        for name in ("overfit_batches", "sample_tokens", "devices"):
             _at_least(f"trainer.{name}", getattr(self, name), 0)
+        if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
+            raise ValueError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
 
 
 @dataclass
@@ -219,7 +233,7 @@ class EvaluateConfig:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        _one_of("dtype", self.dtype, ("float32", "bfloat16", "int8"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _at_least("chunk_len", self.chunk_len, 1)
         _at_least("batch_size", self.batch_size, 1)

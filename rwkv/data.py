@@ -2,13 +2,15 @@
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) its first T, y (B,T) its last T, so
 that windows share no predicted token. Training goes through a seeded permutation of all whole windows, then through the
-next one, without end: step by step the same order for any number of workers, and from any step on. Validation takes all
-windows in order, and the rest as a last one, filled up with IGNORED targets.
+next one, without end: every token but the first is predicted once per epoch, and of the last ones fewer than T never are.
+Step by step the order is the same for any number of workers, for any number of processes (each has every world-th window of
+a common batch), and from any step on. Validation takes all windows in order, and the rest as a last one, filled up with
+IGNORED targets.
 """
 
+import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +22,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
 from rwkv.loss import IGNORED
-from rwkv.tokens import Corpus, load
+from rwkv.stream import Stream
+from rwkv.tokens import Corpus
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a file of tokens; `partial`: the rest after the last whole window is one as well."""
+    """The windows of a stream of tokens; `partial`: the rest after the last whole window is one as well."""
 
-    def __init__(self, path: Path, ctx_len: int, partial: bool = False) -> None:
-        self.path, self.ctx_len, self.partial = path, ctx_len, partial
-        self.tokens = load(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A worker opens the file itself."""
-        return Windows, (self.path, self.ctx_len, self.partial)
+    def __init__(self, tokens: Stream, ctx_len: int, partial: bool = False) -> None:
+        self.tokens, self.ctx_len, self.partial = tokens, ctx_len, partial
 
     def __len__(self) -> int:
         predicted = len(self.tokens) - 1
@@ -45,11 +43,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Windows `indices` (B,) as one batch: x (B,T), y (B,T), int64."""
-        places = np.asarray(indices)[:, None] * self.ctx_len + np.arange(self.ctx_len + 1)
-        last = len(self.tokens) - 1
-        tokens = self.tokens[np.minimum(places, last)].astype(np.int64)
-        targets = np.where(places[:, 1:] <= last, tokens[:, 1:], IGNORED)
-        return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
+        x = np.zeros((len(indices), self.ctx_len), np.int64)
+        y = np.full_like(x, IGNORED)
+        for row, index in enumerate(indices):
+            tokens = self.tokens[index * self.ctx_len:(index + 1) * self.ctx_len + 1]
+            x[row, :len(tokens)] = tokens[:self.ctx_len]
+            y[row, :len(tokens) - 1] = tokens[1:]
+        return torch.from_numpy(x), torch.from_numpy(y)
 
 
 class EndlessPermutations(Sampler[list[int]]):
@@ -114,12 +114,23 @@ class DataModule(LightningDataModule):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
             return StatefulDataLoader(windows, batch_sampler=self._sampler(len(windows)), collate_fn=_as_it_is,
-                                      num_workers=self.config.num_workers, generator=_own_generator(self.seed))
+                                      num_workers=self.config.num_workers, worker_init_fn=_apart,
+                                      generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
         """Batches (x, y), each (B,T), the last one smaller: every token but the first is a target once."""
         windows = Windows(self.corpus.val, self.ctx_len, partial=True)
         return DataLoader(windows, self.config.batch_size, collate_fn=_as_it_is, generator=_own_generator(self.seed))
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint says of the data."""
+        return {"sha256": self.corpus.sha256}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Raises ValueError where the run would go on with other data than it began with."""
+        if state_dict["sha256"] != self.corpus.sha256:
+            raise ValueError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
+                             f"{self.corpus.sha256[:12]}; put them back to resume, or begin a new run with init_from=")
 
     def _sampler(self, size: int) -> EndlessPermutations:
         trainer, batch_size = self.trainer, self.config.batch_size
@@ -131,6 +142,12 @@ class DataModule(LightningDataModule):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _apart(worker: int) -> None:
+    """Out of reach of the terminal's Ctrl-C: training ends its workers itself, once it has saved where it is."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
 
 
 def _own_generator(seed: int) -> torch.Generator:

@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """train, val: ids (N,), and where documents begin. source: a line for people. sha256: identifies data, split and ids."""
+    """train, val: ids (N,), and where documents begin. source: a line for people. sha256: identifies the data."""
 
     tokenizer: Tokenizer
     train: Stream
@@ -102,7 +102,7 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
         _require_context(ctx_len, *source.at_most, "at most ")
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
-    folder = cache / f"tokens-{sha256([*identity, tokenizer.hash])[:16]}"
+    folder = cache / f"tokens-{shards.key(identity, tokenizer)}"
     manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
     train, val = (shards.stream(folder, manifest, split) for split in shards.SPLITS)
     _require_context(ctx_len, len(train), len(val))
@@ -140,7 +140,8 @@ def _make_tokenizer(config: DataConfig, source: Source, path: Path) -> Tokenizer
 def _characters(source: Source) -> Tokenizer:
     found: set[str] = set()
     for document in source.documents():
-        found.update(*document.chunks)
+        for chunk in document.chunks:
+            found.update(chunk)
     return CharTokenizer(found)
 
 

@@ -1,18 +1,10 @@
-"""Data: what is read and how it is split, token files that survive damage and company, and the order of the batches."""
+"""Data as batches: windows over a stream of tokens in many files, the order of training, and going on from any place."""
 
 import dataclasses
-import errno
-import gzip
-import hashlib
 import io
-import math
 import pickle
-import subprocess
-import sys
-import time
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import lightning
 import numpy as np
@@ -22,14 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rwkv import corpus
 from rwkv.config import DataConfig
 from rwkv.data import DataModule, EndlessPermutations, Windows
 from rwkv.loss import IGNORED
-from rwkv.tokens import Corpus, load, prepare
+from rwkv.stream import Part, Starts, Stream
+from rwkv.tokens import prepare
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -39,228 +30,51 @@ def config(tmp_path: Path) -> DataConfig:
                       cache_dir=str(tmp_path / "cache"))
 
 
-def with_text(config: DataConfig, content: bytes) -> DataConfig:
-    Path(str(config.path)).write_bytes(content)
-    return config
-
-
 def module(config: DataConfig, ctx_len: int = 16, seed: int = 0) -> DataModule:
     return DataModule(prepare(config, ctx_len), config, ctx_len, seed)
 
 
-def tokens_of(prepared: Corpus) -> tuple[list[int], list[int]]:
-    return load(prepared.train).tolist(), load(prepared.val).tolist()
+def stream_of(folder: Path, *parts: np.ndarray) -> Stream:
+    """A stream whose files are these arrays, and whose documents begin with them."""
+    for number, part in enumerate(parts):
+        part.tofile(folder / f"{number}.ids")
+    np.save(folder / "starts.npy", np.cumsum([0, *map(len, parts)])[:-1])
+    return Stream([Part(folder / f"{number}.ids", part.dtype.name, 0, len(part)) for number, part in enumerate(parts)],
+                  Starts(folder / "starts.npy", 0, len(parts), 0))
 
 
-# What is read
+# Streams
 
 
-def test_a_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig) -> None:
-    text = corpus.read(config)
-    cut = int(len(TEXT) * 0.9)
-    assert (text.train, text.val) == ([TEXT[:cut]], [TEXT[cut:]])
-    assert text.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
+@given(sizes=st.lists(st.integers(0, 9), max_size=6), bounds=st.tuples(st.integers(0, 60), st.integers(0, 60)))
+def test_a_stream_reads_as_one_array(tmp_path_factory: pytest.TempPathFactory, sizes: list[int],
+                                     bounds: tuple[int, int]) -> None:
+    numbers = iter(range(1000))
+    parts = [np.array([next(numbers) for _ in range(size)], np.uint16) for size in sizes]
+    whole, stream = np.arange(sum(sizes)), stream_of(tmp_path_factory.getbasetemp(), *parts)
+    assert len(stream) == len(whole)
+    assert stream[slice(*bounds)].tolist() == whole[slice(*bounds)].tolist()
+    assert pickle.loads(pickle.dumps(stream))[:].tolist() == whole.tolist()
 
 
-def test_the_standard_library_is_split_by_file() -> None:
-    text = corpus.read(DataConfig())
-    train, val = corpus.utf8_bytes(text.train), corpus.utf8_bytes(text.val)
-    assert 5e6 < train + val < 20e6
-    assert 0.1 <= val / (train + val) < 0.13
-    assert any("class HTTPServer" in document for document in text.train + text.val)
-    assert corpus.read(DataConfig()) == text
-
-
-def test_only_sources_of_the_library_itself_are_read(tmp_path: Path) -> None:
-    for name in ("a.py", "b.py", "sub/c.py", "test/d.py", "sub/tests/e.py", "encodings/f.py", "site-packages/g.py", "h.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(f"# {name}\r\n".encode())
-    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    (tmp_path / "empty.py").write_bytes(b"")
-    text = corpus.read_stdlib(tmp_path, 0.1)
-    assert sorted(text.train + text.val) == ["# a.py\n", "# b.py\n", "# sub/c.py\n"]
-    assert (len(text.train), len(text.val)) == (2, 1)
-
-
-def test_a_new_file_leaves_the_order_of_the_others(tmp_path: Path) -> None:
-    for name in "abcdefgh":
-        (tmp_path / f"{name}.py").write_text(name * 100)
-    before = corpus.read_stdlib(tmp_path, 0.5)
-    (tmp_path / "i.py").write_text("i")
-    after = corpus.read_stdlib(tmp_path, 0.5)
-    assert [document for document in after.val + after.train if document != "i"] == before.val + before.train
-
-
-# What is kept
-
-
-@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
-def test_tokens_are_each_split_after_end_of_text(config: DataConfig, tokenizer: str) -> None:
-    prepared = prepare(dataclasses.replace(config, tokenizer=tokenizer, vocab_size=300), 16)
-    text = corpus.read(config)
-    for split, ids in zip((text.train, text.val), tokens_of(prepared), strict=True):
-        assert ids == [0, *prepared.tokenizer.encode(split[0])]
-    sizes = prepared.sizes
-    assert (sizes.train_tokens, sizes.val_tokens) == tuple(map(len, tokens_of(prepared)))
-    assert (sizes.train_bytes, sizes.val_bytes) == tuple(len(split[0].encode()) for split in (text.train, text.val))
-    assert sizes.gzip_bpb == 8 * len(gzip.compress(text.val[0].encode(), 9)) / sizes.val_bytes
-
-
-def test_every_document_of_the_standard_library_follows_an_end_of_text(tmp_path: Path) -> None:
-    config = DataConfig(tokenizer="byte", cache_dir=str(tmp_path))
-    prepared, text = prepare(config, 128), corpus.read(config)
-    train, val = (load(path).astype(np.uint8).tobytes() for path in (prepared.train, prepared.val))
-    assert train == b"".join(b"\0" + document.encode() for document in text.train)
-    assert val == b"".join(b"\0" + document.encode() for document in text.val)
-    assert f"{len(text.val)} of them for validation" in prepared.describe()
-
-
-def test_bits_per_byte_of_a_uniform_guess_over_bytes_is_eight(config: DataConfig) -> None:
-    prepared = prepare(dataclasses.replace(config, tokenizer="byte"), 16)
-    assert prepared.bits_per_byte(math.log(256)) == pytest.approx(8)
-
-
-def test_a_wide_vocabulary_takes_wider_integers(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(prepare(config, 16).train).dtype == np.uint16
-    with_text(config, "".join(map(chr, range(0x20000, 0x20000 + 70_000))).encode())
-    assert load(prepare(config, 16).train).dtype == np.uint32
-
-
-def test_what_is_cached_is_not_made_again(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = dataclasses.replace(config, tokenizer="bpe", vocab_size=300)
-    first = prepare(config, 16)
-    monkeypatch.setattr("rwkv.tokens._encode", None)
-    monkeypatch.setattr("rwkv.tokenizer.JsonTokenizer.train", None)
-    second = prepare(config, 16)
-    assert (second.sizes, second.tokenizer.hash, second.train) == (first.sizes, first.tokenizer.hash, first.train)
-    assert sorted(path.suffix for path in Path(config.cache_dir).iterdir()) == [".json", ".json", ".npy", ".npy"]
-
-
-def test_other_text_split_or_tokenizer_is_another_entry(config: DataConfig) -> None:
-    others = [config, dataclasses.replace(config, tokenizer="byte"), dataclasses.replace(config, val_fraction=0.2)]
-    paths = {prepare(other, 16).train for other in others}
-    paths.add(prepare(with_text(config, TEXT.replace("fox", "cat").encode()), 16).train)
-    assert len(paths) == 4
-
-
-DAMAGE = {
-    "truncated": lambda content: content[:-10],
-    "emptied": lambda content: b"",
-    "a bit flipped": lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:],
-    "longer": lambda content: content + b"\0" * 64,
-    "overwritten": lambda content: b"?" * len(content),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("victim", ["*-train.npy", "*-val.npy", "tokens-*.json", "bpe-*.json"])
-def test_a_damaged_file_is_made_again(config: DataConfig, victim: str, damage) -> None:
-    config = dataclasses.replace(config, tokenizer="bpe", vocab_size=300)
-    before = prepare(config, 16)
-    expected = tokens_of(before)
-    (path,) = Path(config.cache_dir).glob(victim)
-    path.write_bytes(damage(path.read_bytes()))
-    after = prepare(config, 16)
-    assert tokens_of(after) == expected
-    assert after.sizes == before.sizes
-
-
-def test_an_interrupted_write_leaves_nothing_behind(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(file: BinaryIO, arr: np.ndarray) -> None:
-        file.write(b"half of it")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(ValueError, match=r"cannot write .*: No space left on device; data\.cache_dir"):
-        prepare(config, 16)
-    assert list(Path(config.cache_dir).iterdir()) == []
-
-
-def test_another_run_may_finish_in_the_middle_of_a_write(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, others = np.save, []
-
-    def overtaken(file: BinaryIO, arr: np.ndarray) -> None:
-        file.write(b"half of it")
-        monkeypatch.setattr(np, "save", save)
-        others.append(prepare(config, 16))
-        file.seek(0)
-        save(file, arr)
-
-    monkeypatch.setattr(np, "save", overtaken)
-    mine = prepare(config, 16)
-    assert others == [dataclasses.replace(mine, tokenizer=others[0].tokenizer)]
-    assert tokens_of(mine)[1] == [0, *mine.tokenizer.encode(corpus.read(config).val[0])]
-
-
-def test_two_runs_may_start_at_once(config: DataConfig, tmp_path: Path) -> None:
-    script = ("import sys, time; from pathlib import Path\n"
-              "from rwkv.config import DataConfig; from rwkv.tokens import prepare\n"
-              "Path(sys.argv[3]).touch()\n"
-              "while not Path(sys.argv[4]).exists(): time.sleep(0.001)\n"
-              "print(prepare(DataConfig(name='text', path=sys.argv[1], vocab_size=400, cache_dir=sys.argv[2]), 16).sizes)")
-    ready, go = [tmp_path / "ready0", tmp_path / "ready1"], tmp_path / "go"
-    runs = [subprocess.Popen([sys.executable, "-c", script, str(config.path), config.cache_dir, mark, go], cwd=ROOT,
-                             stdout=subprocess.PIPE, text=True) for mark in ready]
-    deadline = time.monotonic() + 60
-    while not all(mark.exists() for mark in ready) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    go.touch()
-    printed = [run.communicate(timeout=60)[0] for run in runs]
-    alone = prepare(dataclasses.replace(config, tokenizer="bpe", vocab_size=400), 16)
-    assert printed == [f"{alone.sizes}\n"] * 2
-    assert not list(Path(config.cache_dir).glob(".*"))
-
-
-# What is refused
-
-
-WRONG = {
-    "missing": (None, r"cannot read data\.path=.*text\.txt: No such file or directory"),
-    "empty": (b"", r"data\.path=.*text\.txt is empty"),
-    "one character": (b"a", "has 1 characters: too few to split"),
-    "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, r"not UTF-8: its byte 12 is 0xe9; convert it, .* iconv"),
-    "short": (b"abcdefghij" * 10, r"the validation text is shorter .* at most 11 tokens, and model\.ctx_len=16 needs 17"),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_file_gets_a_sentence(config: DataConfig, content: bytes | None, message: str) -> None:
-    if content is None:
-        Path(str(config.path)).unlink()
-    else:
-        with_text(config, content)
-    with pytest.raises(ValueError, match=message):
-        prepare(config, 16)
-    assert not Path(config.cache_dir).exists()
-
-
-def test_text_too_short_once_tokenised_gets_a_sentence(config: DataConfig) -> None:
-    with_text(config, b"the same line again\n" * 300)
-    with pytest.raises(ValueError, match=r"the validation text is shorter .* has \d+ tokens, .*=500 needs 501"):
-        prepare(dataclasses.replace(config, tokenizer="bpe", vocab_size=300), 500)
-
-
-def test_a_folder_a_missing_path_and_a_useless_cache_dir_get_a_sentence(config: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Is a directory"):
-        prepare(dataclasses.replace(config, path=str(tmp_path)), 16)
-    with pytest.raises(ValueError, match=r"data=text needs data\.path=FILE"):
-        prepare(dataclasses.replace(config, path=None), 16)
-    with pytest.raises(ValueError, match=r"cannot write .*data\.cache_dir must be a folder"):
-        prepare(dataclasses.replace(config, cache_dir=str(config.path)), 16)
-    with pytest.raises(ValueError, match=r"no \.py sources: use data=text"):
-        corpus.read_stdlib(tmp_path, 0.1)
+def test_a_part_of_a_file_is_a_stream(tmp_path: Path) -> None:
+    np.arange(10, dtype=np.int32).tofile(tmp_path / "ids")
+    np.save(tmp_path / "starts.npy", np.array([0, 3, 6, 8]))
+    stream = Stream([Part(tmp_path / "ids", "int32", 6, 4)], Starts(tmp_path / "starts.npy", 2, 2, 6))
+    assert (stream[:].tolist(), stream[1:3].tolist(), stream.starts.tolist()) == ([6, 7, 8, 9], [7, 8], [0, 2])
 
 
 # Windows
 
 
-@given(size=st.integers(1, 60), ctx_len=st.integers(1, 20))
-def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory, size: int, ctx_len: int) -> None:
-    path = tmp_path_factory.getbasetemp() / "tokens.npy"
-    tokens = np.random.default_rng(size).integers(0, 1000, size).astype(np.uint16)
-    np.save(path, tokens)
-    whole, every = Windows(path, ctx_len), Windows(path, ctx_len, partial=True)
-    assert len(whole) == (size - 1) // ctx_len
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4), ctx_len=st.integers(1, 20))
+def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], ctx_len: int) -> None:
+    random = np.random.default_rng(sum(sizes))
+    parts = [random.integers(0, 1000, size).astype(np.uint16) for size in sizes]
+    tokens = np.concatenate(parts)
+    stream = stream_of(tmp_path_factory.getbasetemp(), *parts)
+    whole, every = Windows(stream, ctx_len), Windows(stream, ctx_len, partial=True)
+    assert len(whole) == (len(tokens) - 1) // ctx_len
     targets = [target for index in range(len(every)) for target in every[index][1].tolist()]
     assert [target for target in targets if target != IGNORED] == tokens[1:].tolist()
     for index in range(len(whole)):
@@ -270,7 +84,7 @@ def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory
         assert y.tolist() == tokens[start + 1:start + ctx_len + 1].tolist()
 
 
-def test_windows_travel_to_a_worker_as_a_path(config: DataConfig) -> None:
+def test_windows_travel_to_a_worker_as_paths(config: DataConfig) -> None:
     windows = Windows(prepare(config, 16).train, 16)
     sent = pickle.dumps(windows)
     assert len(sent) < 1000
@@ -288,7 +102,7 @@ def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> No
     data = module(config)
     batches = list(data.val_dataloader())
     targets = torch.cat([y.flatten() for _, y in batches])
-    assert targets[targets != IGNORED].tolist() == load(data.corpus.val)[1:].tolist()
+    assert targets[targets != IGNORED].tolist() == data.corpus.val[1:].tolist()
     assert all(x.shape[0] <= 4 for x, _ in batches)
 
 
@@ -308,12 +122,13 @@ def test_the_order_hangs_on_the_seed_and_the_epoch() -> None:
     assert len({tuple(batch) for batch in [*first, *other, list(range(50))]}) == 5
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_one_order(world: int) -> None:
-    together = list(EndlessPermutations(50, 2 * world, 30, 0))
-    apart = [list(EndlessPermutations(50, 2, 30, 0, rank, world)) for rank in range(world)]
+@given(size=st.integers(1, 50), batch_size=st.integers(1, 4), world=st.integers(1, 5), seed=st.integers(0, 3))
+def test_processes_share_one_order(size: int, batch_size: int, world: int, seed: int) -> None:
+    """Each step, all processes together have what one process with the whole batch has."""
+    together = list(EndlessPermutations(size, batch_size * world, 9, seed))
+    apart = [list(EndlessPermutations(size, batch_size, 9, seed, rank, world)) for rank in range(world)]
     for common, *each in zip(together, *apart, strict=True):
-        assert sorted(common) == sorted(index for batch in each for index in batch)
+        assert common == [index for place in zip(*each, strict=True) for index in place]
 
 
 @given(taken=st.integers(0, 60))
@@ -340,6 +155,16 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
     resumed = data.train_dataloader()
     resumed.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
     assert_equal([*taken, *(x for x, _ in resumed)], alone)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_one_epoch_predicts_every_token_of_the_windows_once(config: DataConfig, world: int) -> None:
+    corpus = prepare(config, 16)
+    windows = Windows(corpus.train, 16)
+    ranks = [EndlessPermutations(len(windows), 1, len(windows), 0, rank, world) for rank in range(world)]
+    drawn = [windows[batch[0]][1] for batches in zip(*ranks, strict=True) for batch in batches][:len(windows)]
+    expected = corpus.train[1:16 * len(windows) + 1]
+    assert sorted(torch.cat(drawn).tolist()) == sorted(expected.tolist())
 
 
 def assert_equal(batches: list[Tensor], expected: list[Tensor]) -> None:
@@ -399,3 +224,12 @@ def test_lightning_resumes_where_the_checkpoint_was_saved(config: DataConfig, tm
     whole = seen_in(data, steps, accumulate)
     before = seen_in(data, stopped, accumulate, SaveAfter(saved, checkpoint))
     assert before[:saved] + seen_in(data, steps, accumulate, resume=checkpoint) == whole
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:GPU available but not used")
+def test_a_run_does_not_go_on_with_other_data(config: DataConfig, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "saved.ckpt"
+    seen_in(module(config), 3, 1, SaveAfter(2, checkpoint))
+    Path(str(config.path)).write_bytes(TEXT.replace("fox", "oxf").encode())
+    with pytest.raises(ValueError, match=r"the data have changed since the run began.* begin a new run with init_from="):
+        seen_in(module(config), 5, 1, resume=checkpoint)

@@ -1,0 +1,154 @@
+"""python -m benchmarks.tokenize_corpus [--gigabytes 1] [--folder DIR] [--vocabulary 8192] [--json FILE]
+
+Tokenises much text: how fast, in how much memory, and whether the shards are the same with one worker and with two, and after
+a run that was killed half-way. The text is put together from the standard library's sources by a fixed rule; each run is a
+process of its own. Peak memory is the largest sum of the resident memory of that process and all its children, every 20 ms.
+The last line of standard output is the result as JSON; shards that differ make the exit status 1.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kernels import _machine
+from kernels._text import aligned
+from rwkv.corpus import read_stdlib
+from rwkv.tokenizer import JsonTokenizer
+
+BPE_BYTES = 20_000_000                   # of the text that the tokenizer is made from
+EVERY = 0.02                             # seconds between two looks at the memory
+RUN = """
+import json, resource, sys, time
+from rwkv.config import DataConfig
+from rwkv.tokens import prepare
+path, tokenizer, cache, workers = sys.argv[1:]
+since = time.perf_counter()
+corpus = prepare(DataConfig(name="text", path=path, tokenizer=tokenizer, cache_dir=cache, tokenize_workers=int(workers)), 512)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"seconds": time.perf_counter() - since, "cpu_seconds": used.ru_utime + used.ru_stime,
+                  "tokens": corpus.sizes.train_tokens + corpus.sizes.val_tokens}))
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="tokenize-corpus-") as folder:
+        report = _measure(Path(folder), int(args.gigabytes * 1e9), args.vocabulary)
+    report = {"machine": _machine.describe("cpu"), **report}
+    print(table(report), flush=True)
+    line = json.dumps(report)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 0 if report["identical"] else 1
+
+
+def _measure(folder: Path, size: int, vocabulary: int) -> dict[str, Any]:
+    size = _write_text(folder / "text", size)
+    tokenizer = folder / "bpe.json"
+    tokenizer.write_text(JsonTokenizer.train(_sample(folder / "text"), vocabulary).definition, encoding="utf-8")
+    runs = {"bpe, 1 worker": _run(folder, size, str(tokenizer), 1), "bpe, 2 workers": _run(folder, size, str(tokenizer), 2)}
+    runs["bpe, killed and resumed"] = _killed_and_resumed(folder, size, str(tokenizer), runs["bpe, 2 workers"]["shards"])
+    hashes = {run["sha256"] for run in runs.values()}
+    runs["bpe, again"] = _run(folder, size, str(tokenizer), 2)
+    runs["world, 2 workers"] = _run(folder, size, "world", 2)
+    return {"bytes": size, "vocabulary": vocabulary, "runs": runs, "identical": len(hashes) == 1}
+
+
+def table(report: dict[str, Any]) -> str:
+    """What the runs say, for the terminal."""
+    rows = [["", "seconds", "MB/s", "cores", "peak MB", "tokens", "SHA-256 of the shards"]]
+    for name, run in report["runs"].items():
+        rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
+                     f"{run['peak_mb']:.0f}", f"{run['tokens']:,}", run["sha256"][:16]])
+    same = "the same shards" if report["identical"] else "DIFFERENT shards"
+    return "\n".join([f"{report['bytes'] / 1e9:.2f} GB of text", aligned(rows, left=1), same])
+
+
+def _write_text(folder: Path, size: int) -> int:
+    """Files of 10 kB to 30 MB, of blocks of lines from anywhere in the standard library. Returns their bytes."""
+    text = read_stdlib(Path(sysconfig.get_path("stdlib")), 0.5)
+    lines = "\n".join([*text.val, *text.train]).encode().splitlines(keepends=True)
+    chance, written, number = random.Random(0), 0, 0
+    folder.mkdir()
+    while written < size:
+        wanted = min(int(10_000 * 3000 ** chance.random()), size - written)
+        with (folder / f"{number:05}.txt").open("wb") as file:
+            while file.tell() < wanted:
+                start = chance.randrange(len(lines))
+                file.writelines(lines[start:start + chance.randint(5, 200)])
+            written += file.tell()
+        number += 1
+    return written
+
+
+def _sample(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.iterdir())[:: max(1, sum(1 for _ in folder.iterdir()) // 20)]:
+        yield path.read_text(encoding="utf-8")[:BPE_BYTES // 20]
+
+
+def _run(folder: Path, size: int, tokenizer: str, workers: int, cache: str = "cache",
+         until: Callable[[Path], bool] = lambda cache: False) -> dict[str, Any]:
+    """A process that tokenises, or that is killed as soon as until(cache). `cache` is named after the workers too."""
+    place = folder / f"{cache}-{Path(tokenizer).stem}-{workers}"
+    with subprocess.Popen([sys.executable, "-c", RUN, folder / "text", tokenizer, place, str(workers)],
+                          stdout=subprocess.PIPE, text=True) as process:
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, _resident(process.pid))
+            time.sleep(EVERY)
+            if until(place):
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                return {}
+        assert process.stdout is not None
+        result = json.loads(process.stdout.read())
+    return {**result, "mb_per_s": size / 1e6 / result["seconds"], "peak_mb": peak / 1e6, **_shards(place)}
+
+
+def _killed_and_resumed(folder: Path, size: int, tokenizer: str, shards: int) -> dict[str, Any]:
+    def half_done(cache: Path) -> bool:
+        return len(list(cache.glob("tokens-*/00*-train.ids"))) >= shards // 2
+
+    _run(folder, size, tokenizer, 2, "killed", half_done)
+    return _run(folder, size, tokenizer, 2, "killed")
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process and of all its children, 0 where it has just ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return pages * 4096 + sum(_resident(int(child)) for child in children)
+
+
+def _shards(cache: Path) -> dict[str, Any]:
+    files, hashed = sorted(cache.glob("tokens-*/*.ids")), hashlib.sha256()
+    for file in files:
+        hashed.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return {"shards": sum(file.name.endswith("-train.ids") for file in files), "sha256": hashed.hexdigest()}
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenize_corpus", description="Tokenise much text.")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="for the text and the shards, about 4 times as many bytes")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="of the bpe tokenizer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
