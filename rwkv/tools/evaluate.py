@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kernels.select import select
 from rwkv import cli
-from rwkv.checkpoint import read_checkpoint
+from rwkv.checkpoint import computed_in, read_checkpoint
 from rwkv.checkpoint_tokenizer import tokenizer_of
 from rwkv.config import EvaluateConfig
 from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
@@ -29,7 +29,7 @@ from rwkv.tokenizer import Tokenizer
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select(config.kernel.name, device, getattr(torch, config.dtype))
+    wkv = select(config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
