@@ -6,57 +6,57 @@ from dataclasses import replace
 import lightning
 
 from kernels.select import AUTO, select, why_auto
-from rwkv import cli
+from rwkv import cli, processes
 from rwkv.callbacks import Interrupted
 from rwkv.config import TrainConfig
 from rwkv.data import DataModule
 from rwkv.finetune import new_model
 from rwkv.run import Run, as_plain, create, open_run
+from rwkv.scale import device_for, prepare_blocks, process_count, share
 from rwkv.task import LanguageModel
 from rwkv.tokens import prepare
 from rwkv.tracking import loggers
-from rwkv.training import announce, build_trainer, device_for, dtype_for, say, show_sample
+from rwkv.training import announce, build_trainer, dtype_for, say, say_result, show_sample
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
     sweep = cli.sweep_dir()
     if sweep and config.out_dir:
         config = replace(config, out_dir=f"{config.out_dir}/{sweep.name}")
-    train(open_run(config, given=line.keys, default_dir=sweep))
+    if processes.launched():
+        with processes.connected():
+            train(processes.agreed(lambda: open_run(config, line.keys)))
+    else:
+        run = open_run(config, line.keys, sweep)
+        count = process_count(run.config, sweep is not None)
+        train(run) if count == 1 else sys.exit(processes.launch(count))
 
 
 def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
+    batches = share(config)
     dtype = dtype_for(config.trainer.precision)
     wkv = select(config.kernel.name, device, dtype)
     kernel = why_auto(device, dtype) if config.kernel.name == AUTO else wkv.name
-    data = prepare(config.data, config.model.ctx_len, run.tokenizer)
+    data = processes.in_turn(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer))
 
     lightning.seed_everything(config.seed, verbose=False)
-    model = new_model(config.model, run.beginning, data.tokenizer, wkv)
+    model = prepare_blocks(new_model(config.model, run.beginning, data.tokenizer, wkv), config.trainer)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)
     announce(run, kernel, device, task, data.describe())
 
-    create(run, resolved)
-    trainer = build_trainer(config.trainer, config.optim.grad_clip, run.out_dir, device,
-                            loggers(config.logger, run.out_dir, resolved, run.resume_step))
-    fit(trainer, task, DataModule(data, config.data, config.model.ctx_len, config.seed), run)
-    show_sample(task, data.tokenizer, config, run.out_dir)
-
-
-def fit(trainer: lightning.Trainer, task: LanguageModel, data: DataModule, run: Run) -> None:
+    processes.agreed(lambda: create(run, resolved))
+    trainer = build_trainer(config, run.out_dir, device, loggers(config.logger, run.out_dir, resolved, run.resume_step))
+    loaders = DataModule(data, batches, config.model.ctx_len, config.seed)
     try:
-        trainer.fit(task, data, ckpt_path=run.resume_from, weights_only=True)
+        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
     except Interrupted:
         say(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
         sys.exit(130)
-    if trainer.global_step % run.config.trainer.val_every:
-        trainer.validate(task, data, verbose=False)
-    metrics = trainer.callback_metrics
-    say(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
-        f"(gzip -9 of the same text: {data.corpus.sizes.gzip_bpb:.4f})")
+    say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
+    show_sample(task, data.tokenizer, config, run.out_dir)
 
 
 if __name__ == "__main__":

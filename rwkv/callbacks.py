@@ -5,15 +5,16 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
-LAST = Path("checkpoints") / "last.ckpt"
+from rwkv.processes import rank, summed, world_size
+from rwkv.saving import Checkpoints
+
 SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # in the progress bar
 
 
@@ -22,13 +23,13 @@ class Interrupted(Exception):
 
 
 class StopCleanly(Callback):
-    """Training ends with a checkpoint: at its last step, and at the first Ctrl-C or SIGTERM; a second one stops at once.
+    """At the first Ctrl-C or SIGTERM training ends with a checkpoint; a second one stops at once.
 
-    Saved in hooks, while the loaders still know where they are: after fit has returned they do not.
+    It ends after the step at hand, or in the middle of a validation, which then begins anew when the run is continued.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint, self.asked = checkpoint, False
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints, self.asked = checkpoints, False
         self._previous: dict[int, Any] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -36,27 +37,32 @@ class StopCleanly(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            batch: Any, batch_idx: int) -> None:
-        if self.asked and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            trainer.save_checkpoint(self.checkpoint)
-            raise Interrupted
+        between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if between_steps and not self.checkpoints.validation_follows(trainer):
+            self._stop_if_asked(trainer)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if self.asked and trainer.global_step:
-            trainer.save_checkpoint(self.checkpoint)
-            raise Interrupted
-
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        trainer.save_checkpoint(self.checkpoint)
+        self._stop_if_asked(trainer)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def _stop_if_asked(self, trainer: lightning.Trainer) -> None:
+        """All processes, where one was asked."""
+        if trainer.strategy.reduce_boolean_decision(self.asked, all=False):
+            self.checkpoints.save_last(trainer)
+            raise Interrupted
+
     def _ask(self, *_: Any) -> None:
         self.asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        print("\nstopping after this step (Ctrl-C again stops at once) ...", file=sys.stderr)
+        if rank() == 0:
+            print("\nstopping after this step (Ctrl-C again stops at once) ...", file=sys.stderr)
 
 
 class Metrics(Callback):
@@ -69,6 +75,7 @@ class Metrics(Callback):
         self.log_every, self._tokens, self._since, self._lr = log_every, 0, 0.0, 0.0
         self._ms_per_token: list[float] = []
         self._tokens_per_step = 0
+        self._loss: Any = 0.0            # of the step so far, a share for each batch that it accumulates
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restart()
@@ -81,12 +88,17 @@ class Metrics(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            batch: Any, batch_idx: int) -> None:
-        self._tokens += batch[0].numel()
-        if trainer.global_step % self.log_every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            loss, seconds = outputs["loss"].item(), time.perf_counter() - self._since
+        self._tokens += batch[0].numel() * world_size()
+        self._loss = self._loss + outputs["loss"].detach()
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        step_loss, self._loss = self._loss, 0.0
+        if trainer.global_step % self.log_every == 0:
+            loss = summed(step_loss.item())[0] / world_size()
+            seconds = time.perf_counter() - self._since
             self._ms_per_token.append(1000 * seconds / self._tokens)
-            self._tokens_per_step = batch[0].numel() * trainer.accumulate_grad_batches
-            metrics = {"train/loss": loss * trainer.accumulate_grad_batches, "tok_per_sec": self._tokens / seconds,
+            self._tokens_per_step = batch[0].numel() * world_size() * trainer.accumulate_grad_batches
+            metrics = {"train/loss": loss, "tok_per_sec": self._tokens / seconds,
                        "lr": self._lr, "peak_mem": peak_memory_mib(pl_module.device)}
             pl_module.log_dict(metrics, logger=False)    # for the bar; Lightning would log them again at every step
             for logger in trainer.loggers:
@@ -94,7 +106,7 @@ class Metrics(Callback):
             self._restart()
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._ms_per_token:
+        if stage == "fit" and self._ms_per_token and rank() == 0:
             median = statistics.median(self._ms_per_token) * self._tokens_per_step
             print(f"median {median:.1f} ms a step of {self._tokens_per_step:,} tokens", file=sys.stderr)
 
@@ -109,6 +121,8 @@ class Bar(Callback):
         self._bar: tqdm | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if rank() > 0:
+            return
         interval = 0.2 if sys.stderr.isatty() else 30.0
         self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, unit="step", mininterval=interval,
                          maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
@@ -126,7 +140,13 @@ class Bar(Callback):
         if self._bar is not None:
             self._bar.set_description_str("")
 
+    def on_exception(self, *_: Any) -> None:
+        self._close()
+
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -134,14 +154,6 @@ class Bar(Callback):
 
 def _short(metrics: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {float(metrics[name]):.4g}" for name in SHOWN if name in metrics)
-
-
-def checkpoints(out_dir: Path, every: int) -> list[ModelCheckpoint]:
-    """checkpoints/last.ckpt every so many steps, and checkpoints/best.ckpt by val/loss."""
-    folder = out_dir / LAST.parent
-    shared: dict[str, Any] = {"dirpath": folder, "auto_insert_metric_name": False, "enable_version_counter": False}
-    return [ModelCheckpoint(filename="last", every_n_train_steps=every, save_on_train_epoch_end=False, **shared),
-            ModelCheckpoint(filename="best", monitor="val/loss", **shared)]
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -3,7 +3,6 @@
 Also what a run continues from, and what it may not change when it does.
 """
 
-import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import datetime
@@ -12,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from rwkv.callbacks import LAST
 from rwkv.checkpoint import Checkpoint, follow, read_checkpoint
 from rwkv.config import TrainConfig
 from rwkv.finetune import begin
+from rwkv.formats._atomic import write_file
+from rwkv.saving import FOLDER, newest_sound, settle
 from rwkv.tokenizer import Tokenizer
 
 RUNS = Path("runs")
@@ -47,10 +47,9 @@ def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path
     if config.resume is not None and config.init_from is not None:
         raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
     if config.resume is not None:
-        resumed = _resumable(config)
+        resumed = _resumed(config, given)
         if resumed is not None:
-            return _resume(config, given, resumed)
-        print("resume=auto: no run to continue, starting a new one", file=sys.stderr)
+            return resumed
     out_dir = Path(config.out_dir) if config.out_dir else default_dir or RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
@@ -66,7 +65,7 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
-    (run.out_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
+    write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
 
@@ -77,36 +76,56 @@ def as_plain(config: TrainConfig) -> dict[str, Any]:
     return plain
 
 
-def _resumable(config: TrainConfig) -> Path | None:
-    """The checkpoint to continue from; None where resume=auto finds no run."""
-    if config.resume != "auto":
-        path = follow(Path(str(config.resume)))
-        path = path / LAST if path.is_dir() else path
-        if not path.is_file():
-            raise ValueError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
-        return path
-    out_dir = Path(config.out_dir) if config.out_dir else follow(RUNS / "latest")
-    return out_dir / LAST if (out_dir / LAST).is_file() else None
+def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
+    """The run that `resume` names, from its newest sound checkpoint or the one named; None where resume=auto finds no run."""
+    auto = config.resume == "auto"
+    path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
+    if path.is_file() and not auto:
+        return _continue(config, given, path.resolve().parent.parent, read_checkpoint(path))
+    if (path / FOLDER).is_dir():
+        settle(path)
+        found = newest_sound(path)
+        if found is not None:
+            return _continue(config, given, path.resolve(), found)
+    if (path / CONFIG_FILE).is_file():
+        return _begin_again(config, given, path.resolve())
+    if auto:
+        return None
+    raise ValueError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
 
 
-def _resume(config: TrainConfig, given: Collection[str], checkpoint: Path) -> Run:
-    """The run's own configuration, with what the user gave anew, save what would make it another run."""
-    out_dir, read = checkpoint.resolve().parent.parent, read_checkpoint(checkpoint)
+def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: Checkpoint) -> Run:
     saved = read.run or {}
-    if "trainer" not in saved or checkpoint.parent.name != LAST.parent.name:
-        raise ValueError(f"nothing to resume from at {checkpoint}: it is not a checkpoint in the directory of a run")
+    if "trainer" not in saved or read.path.parent.name != FOLDER:
+        raise ValueError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
+    merged = _merged(config, given, out_dir, saved)
+    if read.step >= merged.trainer.max_steps:
+        raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
+    resumed = Run(out_dir, merged, read.path, read.step)
+    if merged.init_from is None:
+        return resumed
+    return replace(resumed, beginning=read, tokenizer=Tokenizer.from_dict(read.tokenizer or {}))
+
+
+def _begin_again(config: TrainConfig, given: Collection[str], out_dir: Path) -> Run:
+    """A run that was killed before its first checkpoint, from its start."""
+    saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    merged = _merged(config, given, out_dir, saved)
+    if merged.init_from is None:
+        return Run(out_dir, merged)
+    sized, beginning, tokenizer = begin(merged, given)
+    return Run(out_dir, sized, beginning=beginning, tokenizer=tokenizer)
+
+
+def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
+    """The run's own configuration, with what the user gave anew, save what would make it another run."""
     merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
     for key in _options_given(given):
         old, new = _look_up(merged, key), _look_up(config, key)
         if key.split(".")[0] in ("model", "data", "seed") and key not in FREE and old != new:
             raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
         _put(merged, key, new)
-    if read.step >= merged.trainer.max_steps:
-        raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
-    resumed = Run(out_dir, replace(merged, resume=config.resume, out_dir=str(out_dir)), checkpoint, read.step)
-    if merged.init_from is None:
-        return resumed
-    return replace(resumed, beginning=read, tokenizer=Tokenizer.from_dict(read.tokenizer or {}))
+    return replace(merged, resume=config.resume, out_dir=str(out_dir))
 
 
 def _options_given(given: Collection[str]) -> list[str]:

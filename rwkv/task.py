@@ -16,6 +16,7 @@ from rwkv.checkpoint import ENTRY, describe
 from rwkv.config import OptimConfig
 from rwkv.loss import IGNORED, head_loss
 from rwkv.model import RWKV
+from rwkv.processes import rank, summed, world_size
 from rwkv.tokenizer import Tokenizer
 
 LR_SCALES = {"time_decay": 2.0, "time_first": 3.0}       # RWKV-LM's, relative to everything else
@@ -46,26 +47,34 @@ class LanguageModel(lightning.LightningModule):
         self._nats, self._tokens = 0.0, 0
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Of several processes, each takes every so many-th batch; they add up at the end."""
+        if batch_idx % world_size() != rank():
+            return
         n_tokens = int((batch[1] != IGNORED).sum())
         self._nats += self.loss(*batch).item() * n_tokens
         self._tokens += n_tokens
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.trainer.global_step))
-        loss = self._nats / max(self._tokens, 1)
+        nats, tokens = summed(self._nats, self._tokens)
+        loss = nats / max(tokens, 1)
         self.log("val/loss", loss)
         self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
 
     def configure_optimizers(self) -> Any:
         optim = self.optim
         groups = parameter_groups(self.model, optim)
-        optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+        scaled = self._trainer is not None and getattr(self._trainer.precision_plugin, "scaler", None) is not None
+        optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=not scaled)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have."""
+        """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have.
+
+        With fp16's the optimiser is not fused, and gradients come here unscaled.
+        """
         if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)

@@ -9,14 +9,15 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from rwkv.config import LoggerConfig
+from rwkv.processes import rank
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
     """`run` is the resolved configuration, the kernel by its resolved name: what W&B shows and filters by.
 
-    resumed_at: the step of the checkpoint that the run continues from.
+    resumed_at: the step of the checkpoint that the run continues from. Of several processes, the first logs for all.
     """
-    if config.name == "none":
+    if config.name == "none" or rank() > 0:
         return []
     file = MetricsFile(out_dir / "metrics.csv", resumed_at)
     return [file] if config.name == "csv" else [file, _wandb(config, out_dir, run)]
@@ -64,12 +65,27 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any]) -> WandbLog
     if wandb.run is not None:            # that of the sweep's job before this one, in the same process
         wandb.finish()
     offline = wandb.setup(wandb.Settings(silent=True)).settings._offline or not _logged_in()
+    before = _id_of(out_dir)
     logger = WandbLogger(
+        id=before, resume="allow" if before else None,
         project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",
         save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode="offline" if offline else "online"))
     if offline:
-        print(f"W&B: offline; `wandb sync {Path(logger.experiment.dir).parent}` uploads this run", file=sys.stderr)
+        print(f"W&B: offline; {_how_to_upload(Path(logger.experiment.dir).parent, before)}", file=sys.stderr)
     return logger
+
+
+def _id_of(out_dir: Path) -> str | None:
+    """Of the W&B run in a run's directory that is continued: the end of the names of its folders there."""
+    folders = sorted((out_dir / "wandb").glob("*run-*-*"))
+    return folders[-1].name.rpartition("-")[2] if folders else None
+
+
+def _how_to_upload(folder: Path, before: str | None) -> str:
+    if before is None:
+        return f"`wandb sync {folder}` uploads this run"
+    return (f"a run continued offline is a folder for each part; `wandb sync --id {before} {folder.parent}/*run-*` uploads "
+            "them into one run")
 
 
 def _logged_in() -> bool:

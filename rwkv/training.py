@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +13,41 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from kernels.allocator import keep_large_blocks
-from rwkv.callbacks import LAST, Bar, Metrics, StopCleanly, checkpoints
-from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.callbacks import Bar, Metrics, StopCleanly
+from rwkv.config import TrainConfig
 from rwkv.generation import generate
+from rwkv.processes import rank, world_size
 from rwkv.run import Run
+from rwkv.saving import Checkpoints, RandomState, VerifiedFiles
+from rwkv.scale import precision_for, strategy_for
 from rwkv.task import LanguageModel, n_parameters
 from rwkv.tokenizer import Tokenizer
 
-LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers")
+LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
+                   "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
 ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
-
-
-def device_for(accelerator: str) -> torch.device:
-    """The device that trainer=auto|cpu|gpu means here. Raises ValueError for gpu where torch sees none."""
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("trainer=gpu needs a CUDA device, and torch sees none: use trainer=cpu")
-    return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def dtype_for(precision: str) -> torch.dtype:
     """The dtype of what the model's matrix products give, and so of k and v."""
-    return torch.bfloat16 if precision == "bf16-mixed" else torch.float32
+    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision, torch.float32)
 
 
-def build_trainer(config: TrainerConfig, grad_clip: float, out_dir: Path, device: torch.device,
-                  loggers: list[Logger]) -> lightning.Trainer:
-    """A Trainer that counts optimiser steps, validates on the whole split, and stops cleanly."""
+def build_trainer(config: TrainConfig, out_dir: Path, device: torch.device, loggers: list[Logger]) -> lightning.Trainer:
+    """A Trainer that counts optimiser steps, validates on the whole split and after the last step, and stops cleanly."""
     quiet()
-    if config.malloc == "tuned":
+    options, precision = config.trainer, precision_for(config.trainer, device)
+    if options.malloc == "tuned":
         keep_large_blocks()
+    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last)
     return lightning.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu", devices=1, precision=config.precision,  # type: ignore[arg-type]
-        max_steps=config.max_steps, max_epochs=-1, accumulate_grad_batches=config.accumulate,
-        val_check_interval=config.val_every * config.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        overfit_batches=config.overfit_batches, gradient_clip_val=grad_clip or None, logger=loggers, log_every_n_steps=1,
-        callbacks=[Bar(), Metrics(config.log_every), StopCleanly(out_dir / LAST),
-                   *checkpoints(out_dir, config.checkpoint_every)],
-        default_root_dir=out_dir, enable_model_summary=False, enable_progress_bar=False)
+        accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
+        **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
+        max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
+        val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        overfit_batches=options.overfit_batches, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
+        log_every_n_steps=1, callbacks=[Bar(), Metrics(options.log_every), saved, StopCleanly(saved), RandomState()],
+        default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
 
 
 def quiet() -> None:
@@ -60,7 +59,11 @@ def quiet() -> None:
 
 def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, source: str) -> None:
     """What will happen: device, kernel, parameters, tokens, steps, estimated minutes; on standard error."""
+    if rank() > 0:
+        return
     config = run.config
+    if config.resume == "auto" and run.resume_from is None:
+        say("resume=auto: no run to continue, starting a new one")
     tokens = config.data.batch_size * config.model.ctx_len * config.trainer.accumulate
     steps = config.trainer.max_steps - (run.resume_step or 0)
     minutes = _seconds_per_step(task, config, device) * steps / 60
@@ -76,6 +79,8 @@ def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, s
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
     """A sample on standard output, and the command for more."""
+    if rank() > 0:
+        return
     task.model.eval()
     say("\nsample:")
     prompt = config.data.sample_prompt
@@ -86,19 +91,27 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 
 
+def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
+    say(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
+        f"(gzip -9 of the same text: {gzip_bpb:.4f})")
+
+
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Once, for all processes."""
+    if rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
     """Forward and backward of one batch, timed; it compiles the kernels on the way and leaves nothing behind."""
-    x = torch.zeros(config.data.batch_size, config.model.ctx_len, dtype=torch.long, device=device)
+    x = torch.zeros(config.data.batch_size // world_size(), config.model.ctx_len, dtype=torch.long, device=device)
     task.to(device)
     since = 0.0
     for step in range(1 + ESTIMATED_STEPS):
         if step == 1:
             since = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision == "bf16-mixed"):
+        dtype = dtype_for(config.trainer.precision)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = task.loss(x, x)
         loss.backward()
     _: Any = loss.item()                 # waits for the device

@@ -120,7 +120,7 @@ def test_null_is_none() -> None:
     ("optim.betas=[0.9]", "optim.betas are two numbers"),
     ("optim.betas=[0.9,1.5]", "optim.betas are two numbers"),
     ("model.n_layer=0", "model.n_layer is at least 1; got 0"),
-    ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed; got '16'"),
+    ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed, fp16-mixed; got '16'"),
     ("optim.lr=1e-5", "optim.min_lr above 0 and at most optim.lr"),
     ("data.val_fraction=2", "data.val_fraction lies above 0 and below 1"),
     ("seed=-1", "seed is at least 0"),

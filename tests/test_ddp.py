@@ -1,0 +1,61 @@
+"""Several processes train the run that one does: the same windows in each step, the same losses; they stop and go on as one."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import SMALL, TEXT, Done, assert_same_training, finish, losses, start, wait_for
+
+RUN = (*SMALL, "logger=csv", "kernel=taichi_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=50",
+       "trainer.val_every=30", "trainer.checkpoint_every=25", "trainer.accumulate=2")
+TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ddp")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Done:
+    return finish(start(folder, "train", *RUN, "out_dir=one"))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Done:
+    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two"))
+
+
+def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
+    assert (one.status, two.status) == (0, 0), one.error + two.error
+    for name, steps in (("train/loss", list(range(1, 51))), ("val/loss", [30, 50])):
+        assert list(losses(folder / "two", name)) == steps
+        assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
+
+
+def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
+    def without_numbers(text: str) -> list[str]:
+        lines = [line for line in text.splitlines() if line and "step/s" not in line]
+        return [re.sub(r"[\d.]+|one|two", "#", line) for line in lines]
+
+    assert without_numbers(two.error) == without_numbers(one.error)
+    assert len(two.output) == len(one.output)
+
+
+def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) -> None:
+    """The launcher alone is asked, and the command to continue names no processes: the run knows them."""
+    process = start(folder, "train", *RUN, *TWO, "out_dir=stopped")
+    wait_for(process, folder / "stopped", 5)
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process)
+    assert stopped.status == 130, stopped.error
+    assert "Traceback" not in stopped.error
+    assert "python train.py resume=auto out_dir=stopped" in stopped.error
+    done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
+    assert done.status == 0, done.error
+    assert_same_training(folder / "stopped", folder / "two")

@@ -1,0 +1,82 @@
+"""make soak: a run killed twenty times, and one of two processes five times, end as the run that was not killed at all."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_runs import SMALL, TEXT, assert_same_training, damage, finish, killed_and_continued, start
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+STEPS, KILLS, KILLS_OF_TWO = 1000, 20, 5
+RUN = (*SMALL, "logger=csv", "model.ctx_len=16", f"trainer.max_steps={STEPS}", "trainer.val_every=35",
+       "trainer.checkpoint_every=14")
+TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("soak")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    assert finish(start(folder, "train", *RUN, "out_dir=whole")).status == 0
+    return folder / "whole"
+
+
+def test_twenty_kills_of_one_run(folder: Path, whole: Path) -> None:
+    done = killed_and_continued(folder, RUN, "killed", KILLS, STEPS, seed=7)
+    assert done.status == 0, done.error
+    assert_same_training(folder / "killed", whole)
+
+
+def test_five_kills_with_loader_processes_accumulation_and_bf16(folder: Path) -> None:
+    arguments = (*RUN, "data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed", "trainer.max_steps=400")
+    assert finish(start(folder, "train", *arguments, "out_dir=whole_bf16")).status == 0
+    assert killed_and_continued(folder, arguments, "killed_bf16", 5, 400, seed=8).status == 0
+    assert_same_training(folder / "killed_bf16", folder / "whole_bf16")
+
+
+def test_five_kills_of_two_processes(folder: Path) -> None:
+    """The launcher is killed: its processes notice."""
+    arguments = (*RUN, *TWO, "trainer.max_steps=400")
+    assert finish(start(folder, "train", *arguments, "out_dir=whole_two")).status == 0
+    done = killed_and_continued(folder, arguments, "killed_two", KILLS_OF_TWO, 400, seed=9)
+    assert done.status == 0, done.error
+    assert_same_training(folder / "killed_two", folder / "whole_two")
+
+
+def test_a_damaged_last_checkpoint_costs_no_more_than_the_steps_after_the_one_before(folder: Path, whole: Path) -> None:
+    killed_and_continued(folder, (*RUN, "trainer.max_steps=500"), "damaged", 1, 500, seed=10)
+    damage(folder / "damaged" / "checkpoints" / "last.ckpt")
+    done = finish(start(folder, "train", "resume=auto", "out_dir=damaged", f"trainer.max_steps={STEPS}"))
+    assert done.status == 0, done.error
+    assert "is damaged and now called damaged.ckpt; continuing from the one before it" in done.error
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory with room for a few checkpoints."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=2300k", "none", str(tmp_path)]
+    mounted = subprocess.run(command, check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting needs rights: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_stops_the_run_with_a_sentence(folder: Path, whole: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    done = finish(start(folder, "train", *RUN, f"out_dir={run}"))
+    assert done.status == 2
+    assert done.error.splitlines()[-1].startswith(f"error: cannot write the checkpoint {run}/checkpoints/last.ckpt: No space")
+    moved = folder / "moved"
+    shutil.copytree(run, moved)
+    done = finish(start(folder, "train", "resume=auto", "out_dir=moved"))
+    assert done.status == 0, done.error
+    assert_same_training(moved, whole)

@@ -1,0 +1,112 @@
+"""Training runs as processes of their own: started, killed at random moments, continued, and compared to the bit."""
+
+import csv
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
+SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # what two runs of the same training differ in
+KILLED = -signal.SIGKILL
+
+
+class Done(NamedTuple):
+    status: int
+    output: str
+    error: str
+
+
+def start(folder: Path, program: str, *arguments: str, apart: bool = False) -> subprocess.Popen[str]:
+    """`apart`: as the first of a group of processes, to which a signal can be sent."""
+    return subprocess.Popen([sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder, env=ENVIRONMENT,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+                            start_new_session=apart)
+
+
+def finish(process: subprocess.Popen[str]) -> Done:
+    output, error = process.communicate(timeout=240)
+    return Done(process.returncode, output, error)
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(run: Path, name: str = "train/loss") -> dict[int, float]:
+    return {int(row["step"]): float(row[name]) for row in rows(run) if row[name]}
+
+
+def steps_done(run: Path) -> int:
+    return max(losses(run), default=0) if (run / "metrics.csv").is_file() else 0
+
+
+def killed_and_continued(folder: Path, arguments: tuple[str, ...], out_dir: str, kills: int, steps: int, seed: int) -> Done:
+    """Kills the run with SIGKILL, each time after a random number of its steps and a moment more, and continues it."""
+    chance = random.Random(seed)
+    for kill in range(kills):
+        aim = round(steps * (kill + chance.random()) / kills)
+        process = start(folder, "train", *arguments, f"out_dir={out_dir}", "resume=auto")
+        kill_after(process, folder / out_dir, aim, chance.uniform(0, 0.3))
+    return finish(start(folder, "train", *arguments, f"out_dir={out_dir}", "resume=auto"))
+
+
+def kill_after(process: subprocess.Popen[str], run: Path, step: int, seconds: float) -> None:
+    wait_for(process, run, step)
+    time.sleep(seconds)
+    process.kill()
+    done = finish(process)
+    assert done.status == KILLED, done.error
+
+
+def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    deadline = time.monotonic() + 240
+    while process.poll() is None and steps_done(run) < step and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def assert_same_training(run: Path, other: Path) -> None:
+    """Every checkpoint equal to the bit: weights, optimiser, schedule, random state, place in the data; and the curves."""
+    for name in sorted({path.name for folder in (run, other) for path in (folder / "checkpoints").iterdir()}):
+        one, two = (content(folder / "checkpoints" / name) for folder in (run, other))
+        assert one.keys() == two.keys()
+        assert not {key for key in one if key not in OWN and not same(one[key], two[key])}
+    for name in ("train/loss", "val/loss", "val/bpb", "lr"):
+        assert losses(run, name) == losses(other, name)
+
+
+def content(checkpoint: Path) -> dict[str, Any]:
+    return dict(leaves(torch.load(checkpoint, weights_only=True)))
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from leaves(item, f"{path}/{key}")
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    return type(one) is type(two) and one == two
+
+
+def damage(path: Path) -> None:
+    """One bit."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
