@@ -18,7 +18,7 @@ train: $(INSTALLED)                      ## train the default model and print a 
 test: lint                               ## everything that must be true
 	$(BIN)/python -m pytest
 
-soak: $(READY_TO_TEST)                   ## what takes minutes: a thousand damaged files, full sizes
+soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
 	$(BIN)/python -m pytest -m soak
 
 lint: $(READY_TO_TEST)
