@@ -20,7 +20,7 @@ from rwkv.tokenizer import Tokenizer
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
-FREE = ("data.cache_dir", "data.sample_prompt")      # what may change when a run is continued
+FREE = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # what may change when a run is continued
 
 
 @dataclass(frozen=True)
