@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import lightning
 
-from kernels.select import AUTO, select, why_auto
 from rwkv import cli, processes
 from rwkv.callbacks import Interrupted
 from rwkv.config import TrainConfig
@@ -16,7 +15,7 @@ from rwkv.scale import device_for, prepare_blocks, process_count, share
 from rwkv.task import LanguageModel
 from rwkv.tokens import prepare
 from rwkv.tracking import loggers
-from rwkv.training import announce, build_trainer, dtype_for, say, say_result, show_sample
+from rwkv.training import announce, build_trainer, kernel_for, say, say_result, show_sample
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
@@ -35,9 +34,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     batches = share(config)
-    dtype = dtype_for(config.trainer.precision)
-    wkv = select(config.kernel.name, device, dtype)
-    kernel = why_auto(device, dtype) if config.kernel.name == AUTO else wkv.name
+    wkv, kernel = kernel_for(config, device)
     data = processes.in_turn(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer))
 
     lightning.seed_everything(config.seed, verbose=False)

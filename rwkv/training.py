@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from kernels.allocator import keep_large_blocks
+from kernels.select import AUTO, select, why_auto
+from kernels.wkv import WKV
 from rwkv.callbacks import Bar, Metrics, StopCleanly
 from rwkv.config import TrainConfig
 from rwkv.generation import generate
@@ -31,6 +33,13 @@ ESTIMATED_STEPS = 2                      # timed before a run, after one that wa
 def dtype_for(precision: str) -> torch.dtype:
     """The dtype of what the model's matrix products give, and so of k and v."""
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision, torch.float32)
+
+
+def kernel_for(config: TrainConfig, device: torch.device) -> tuple[WKV, str]:
+    """The operator that the configuration names, and how it is announced. Raises as kernels.select does."""
+    dtype = dtype_for(config.trainer.precision)
+    wkv = select(config.kernel.name, device, dtype)
+    return wkv, why_auto(device, dtype) if config.kernel.name == AUTO else wkv.name
 
 
 def build_trainer(config: TrainConfig, out_dir: Path, device: torch.device, loggers: list[Logger]) -> lightning.Trainer:
