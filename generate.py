@@ -15,14 +15,14 @@ from rwkv.writing import check, prompts_of, write
 
 
 def main(config: GenerateConfig, line: cli.CommandLine) -> None:
-    check(config)
+    how, prompts = check(config), prompts_of(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     wkv = select(config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     context = load_context(config.state, model, tokenizer) if config.state else None
-    if not write(model, tokenizer, config, prompts_of(config), context):
+    if not write(model, tokenizer, config, prompts, how, context):
         sys.exit(cli.INTERRUPTED)
 
 

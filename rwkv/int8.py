@@ -16,20 +16,24 @@ from rwkv.fingerprint import fingerprint
 from rwkv.model import RWKV, Block
 
 SMALLEST = 1e-30                         # a row of zeros stays one
+ENGINES = ("x86", "fbgemm")
 ROWS = 1024                              # that are rounded at once
 
 
 class Int8Linear(nn.Module):
     """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
 
-    non_negative: inputs are at least 0, as after a ReLU, and use all 8 bits for their magnitude.
+    non_negative: inputs are at least 0, as after a ReLU, and use all bits for their magnitude. bits: of an input, 8, or 7
+    where the CPU has no VNNI: without it FBGEMM adds two products in 16 bits, which 8 bits would saturate.
     """
 
-    def __init__(self, weight: Tensor, non_negative: bool = False) -> None:
+    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
         super().__init__()
         self.in_features = weight.shape[1]
         self._non_negative = non_negative
-        self._step, self._zero = (1 / 255, 0) if non_negative else (1 / 127, 128)
+        levels: int = 2 ** (bits or (8 if torch.cpu._is_vnni_supported() else 7))
+        self._zero = 0 if non_negative else levels // 2
+        self._step = 1 / (levels - 1 - self._zero)
         self._packed = _pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,8 +62,11 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 def to_int8(model: RWKV) -> RWKV:
     """Replaces every matrix of the model by its int8 form, one at a time; the embedding becomes bfloat16.
 
-    The model, which must be on a CPU, then reads and writes, and cannot be trained or saved.
+    The model, which must be on a CPU, then reads and writes, and cannot be trained or saved. Raises ValueError where this
+    build of torch has no FBGEMM.
     """
+    if torch.backends.quantized.engine not in ENGINES:
+        raise ValueError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint = fingerprint(model)
     for block in (cast(Block, block) for block in model.blocks):
         _replace(block.att, "key", "value", "receptance", "output")

@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rwkv.fingerprint import fingerprint
+from rwkv.formats._atomic import write_file
 from rwkv.model import RWKV
 from rwkv.prefill import Context
 from rwkv.state import State
@@ -22,20 +23,14 @@ FORMAT = "timemix-state-1"
 
 def save_context(path: str | Path, context: Context, model: RWKV, tokenizer: Tokenizer) -> None:
     """Writes `path`, whole or not at all. Raises OSError where that cannot be done."""
-    path = Path(path)
     tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        temporary.write_bytes(save(tensors, metadata=_identity(model, tokenizer)))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = save(tensors, metadata=_identity(model, tokenizer))
+    write_file(Path(path), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: RWKV, tokenizer: Tokenizer) -> Context:
     """The context in a file. Raises ValueError where it is missing, damaged, or of another model or tokenizer."""
-    if not Path(path).is_file():
-        raise ValueError(f"no state file at {path}: write one with save_state={path}")
+    require_file(path)
     try:
         with safe_open(path, framework="pt", device=str(model.emb.weight.device)) as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -43,6 +38,12 @@ def load_context(path: str | Path, model: RWKV, tokenizer: Tokenizer) -> Context
         raise ValueError(f"{path} cannot be read as a state file: it is damaged, or not one that save_state= wrote") from error
     _require_same(path, metadata, _identity(model, tokenizer))
     return _context(path, tensors, model)
+
+
+def require_file(path: str | Path) -> None:
+    """Raises ValueError where there is no file, which can be said before the model is loaded."""
+    if not Path(path).is_file():
+        raise ValueError(f"no state file at {path}: write one with save_state={path}")
 
 
 def _identity(model: RWKV, tokenizer: Tokenizer) -> dict[str, str]:

@@ -18,7 +18,7 @@ from rwkv.interrupt import Interrupt
 from rwkv.model import RWKV
 from rwkv.prefill import Context
 from rwkv.sampling import Sampling
-from rwkv.state_file import save_context
+from rwkv.state_file import require_file, save_context
 from rwkv.tokenizer import Tokenizer
 
 SEPARATOR = "---\n"                      # between two texts on standard output
@@ -30,6 +30,8 @@ def check(config: GenerateConfig) -> tuple[Ending, Sampling]:
         raise ValueError("prompt= and prompts= are both given: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
         raise ValueError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
+    if config.state:
+        require_file(config.state)
     ending = Ending(config.max_new_tokens, tuple(config.stop), tuple(config.stop_tokens))
     return ending, Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty,
                             config.presence_penalty, config.frequency_penalty, dict(map(_bias, config.logit_bias)),
@@ -55,15 +57,14 @@ def prompts_of(config: GenerateConfig) -> list[str]:
 
 
 def write(model: RWKV, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
-          context: Context | None = None) -> bool:
+          how: tuple[Ending, Sampling], context: Context | None = None) -> bool:
     """Writes every text that the options ask for; False where Ctrl-C ended it, with what there was written."""
-    ending, sampling = check(config)
     jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]
     with _output(config.out) as out, Interrupt() as interrupt:
         for start in range(0, len(jobs), config.batch_size):
             some_prompts, seeds = zip(*jobs[start:start + config.batch_size], strict=True)
             began = time.perf_counter()
-            writer = Writer(model, tokenizer, some_prompts, seeds, ending, sampling, context, n_logprobs=config.logprobs)
+            writer = Writer(model, tokenizer, some_prompts, seeds, *how, context, n_logprobs=config.logprobs)
             read_s = time.perf_counter() - began
             _show(writer, config.stream and len(jobs) == 1, start, interrupt)
             _report(writer, config, out, read_s, time.perf_counter() - began - read_s)

@@ -72,16 +72,23 @@ def test_memory_is_the_same_after_any_number_of_tokens() -> None:
     assert len(sizes) == 1
 
 
+@pytest.mark.parametrize(("bits", "allowed"), [(8, 0.015), (7, 0.025)])
 @pytest.mark.parametrize("non_negative", [False, True])
-def test_int8_products_are_near_and_rows_independent(non_negative: bool) -> None:
+def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: int, allowed: float) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 64), torch.randn(5, 3, 64) * torch.logspace(-3, 3, 5)[:, None, None]
     x = x.relu() if non_negative else x
-    layer, exact = Int8Linear(weight, non_negative), x @ weight.T
+    layer, exact = Int8Linear(weight, non_negative, bits), x @ weight.T
     found = layer(x)
-    assert ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < 0.015
+    assert ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < allowed
     assert torch.equal(layer(x[2, 1]), found[2, 1])
     assert torch.equal(layer(torch.zeros(2, 64)), torch.zeros(2, 40))
+
+
+def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkv.int8.ENGINES", ())
+    with pytest.raises(ValueError, match="dtype=int8 needs a torch with FBGEMM"):
+        to_int8(small_model("reference"))
 
 
 @torch.no_grad()

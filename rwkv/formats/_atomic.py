@@ -11,7 +11,7 @@ from typing import BinaryIO
 AT_FDCWD, RENAME_EXCHANGE = -100, 2      # linux/fcntl.h, linux/fs.h
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Calls write(file), and lets the whole file appear at `path`; where that fails, what was there stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
