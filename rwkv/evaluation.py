@@ -11,21 +11,19 @@ BlinkDL/ChatRWKV, v2/benchmark.py (the word encoded apart from its context; it b
 Legend: B rows, T positions, C channels, N predictions.
 """
 
-import codecs
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from rwkv.corpus.files import chunks, open_file
 from rwkv.model import RWKV
 from rwkv.tokenizer import Tokenizer
 
-READ = 1 << 18                           # bytes of a file at a time
 LOGITS = 1 << 22                         # at a time: 16 MiB in float32
 
 
@@ -65,18 +63,8 @@ class LastWord:
 
 def read_text(path: Path) -> Iterator[str]:
     """The text of a file, piece by piece. Raises ValueError where it cannot be read or is not UTF-8, with the place."""
-    rest, before, more = b"", 0, True
-    with _open(path) as file:
-        while more:
-            read = file.read(READ)
-            data, more = rest + read, bool(read)
-            try:
-                text, used = codecs.utf_8_decode(data, "strict", not more)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"data.path={path} is not UTF-8: its byte {before + error.start} is "
-                                 f"{data[error.start]:#04x}; convert it, for instance with iconv") from None
-            yield text
-            rest, before = data[used:], before + used
+    _require_file(path)
+    return chunks(path)
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path) -> int:
@@ -102,7 +90,8 @@ def score_text(model: RWKV, tokenizer: Tokenizer, path: Path, start: Sequence[in
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[LastWord]:
     """The texts of a file with one {"text": ...} on each line. Raises ValueError with the number of the first wrong line."""
-    with _open(path) as file:
+    _require_file(path)
+    with open_file(path) as file:
         found = [_last_word(tokenizer, line, f"line {number} of data.path={path}", start)
                  for number, line in enumerate(file, start=1) if line.strip()]
     if not found:
@@ -196,13 +185,9 @@ def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         yield rest
 
 
-def _open(path: Path) -> BinaryIO:
+def _require_file(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise ValueError(f"data.path={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ValueError(f"cannot read data.path={path}: {error.strerror}") from None
 
 
 def _exp(value: float) -> float | None:

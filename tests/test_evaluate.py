@@ -15,6 +15,7 @@ from models import small_model
 
 from rwkv import cli, evaluation
 from rwkv.config import EvaluateConfig
+from rwkv.corpus import files
 from rwkv.evaluation import LastWord, count_tokens, read_last_words, read_text, score_last_words, score_text
 from rwkv.model import RWKV
 from rwkv.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, build
@@ -72,7 +73,7 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
     """Pieces of 13 bytes cut characters in two."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(evaluation, "READ", 13)
+    monkeypatch.setattr(files, "CHUNK", 13)
     monkeypatch.setattr(evaluation, "LOGITS", 1000)
     expected = nats(model, [0], tokenizer.encode(TEXT))
     scores = list(score_text(model, tokenizer, path, [0], chunk_len))
@@ -243,7 +244,7 @@ def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: R
 
 def test_a_character_may_be_cut_by_every_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(evaluation, "READ", 1)
+    monkeypatch.setattr(files, "CHUNK", 1)
     assert "".join(read_text(tmp_path / "text.txt")) == TEXT
 
 
