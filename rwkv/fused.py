@@ -61,7 +61,7 @@ class _SquaredRelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         positive, = ctx.saved_tensors
-        return torch.mul(grad, positive).mul_(2)
+        return torch.addcmul(grad.new_zeros(()), grad, positive, value=2)     # 2 grad positive in one pass
 
 
 class _SigmoidGate(torch.autograd.Function):
