@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 2 ** 21                          # logits at a time: 8 MiB
+CHUNK, ROWS = 2 ** 21, 256               # logits at a time: 8 MiB, but rows enough for products at full speed
 BLOCK = 128                              # neighbouring logits that are first known by their maximum alone
 IGNORED = -100                           # a target that does not count
 
@@ -31,6 +31,11 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
         logits = (hidden[part] @ weight.T).float()
         total += torch.nn.functional.cross_entropy(logits, targets[part], ignore_index=IGNORED, reduction="sum")
     return total / _counted(targets)
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Of the logits: how many of the (N,V) there are at a time."""
+    return max(ROWS, CHUNK // vocab_size)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -57,8 +62,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _parts(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Rows at a time."""
-    rows = max(1, CHUNK // len(weight))
+    rows = rows_at_once(len(weight))
     return (slice(start, start + rows) for start in range(0, len(hidden), rows))
 
 

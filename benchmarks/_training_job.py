@@ -1,0 +1,106 @@
+"""One measurement in a process of its own, for benchmarks/training.py: _training_job.py step PRECISION | head chunked|whole.
+
+step: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns. head: the peak
+of a step's resident set over what it was before, in MB, and ms, at 2 layers, 256 wide, 65,536 tokens of vocabulary, 4096
+tokens a step; and the largest difference of its gradients to those of the other way, relative to the largest gradient.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.allocator import keep_large_blocks
+from kernels.select import AUTO, select
+from rwkv.config import ModelConfig, OptimConfig
+from rwkv.matmuls import seconds_per_step
+from rwkv.model import RWKV
+from rwkv.task import LanguageModel
+
+B, STEPS = 4, 9
+SHAPE = ModelConfig(n_layer=6, n_embd=384, ctx_len=512), 8192
+LARGE_HEAD = ModelConfig(n_layer=2, n_embd=256, ctx_len=1024), 65536
+
+
+def step(precision: str) -> dict[str, float]:
+    config, vocab_size = SHAPE
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
+    task, x = _task(config, vocab_size, dtype), torch.randint(vocab_size, (B, config.ctx_len))
+    optimizer = task.configure_optimizers()["optimizer"]
+    steps, products = [], []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        _step(task, optimizer, x, dtype)
+        steps.append(time.perf_counter() - start)
+        products.append(seconds_per_step(config, vocab_size, B, config.ctx_len, dtype=dtype, calls=1))
+    return {"bare": 1000 * median(steps[2:]), "matmuls": 1000 * median(products[2:])}
+
+
+def head(way: str) -> dict[str, float]:
+    config, vocab_size = LARGE_HEAD
+    task, x = _task(config, vocab_size, torch.float32), torch.randint(vocab_size, (B, config.ctx_len))
+    ways = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
+    task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
+    task.zero_grad(set_to_none=True)
+    before, start = _resident(), time.perf_counter()
+    with _watched() as peak:
+        ways[way]().backward()
+    seconds, gradients = time.perf_counter() - start, [parameter.grad.clone() for parameter in task.parameters()]
+    task.zero_grad(set_to_none=True)
+    next(other for name, other in ways.items() if name != way)().backward()
+    return {"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": _difference(gradients, task)}
+
+
+def _difference(gradients: list[Tensor], task: LanguageModel) -> float:
+    return max(float((one - other.grad).abs().max() / other.grad.abs().max())
+               for one, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
+
+
+def _whole(model: RWKV, x: Tensor) -> Tensor:
+    """The loss as everyone writes it: all logits at once."""
+    logits, _ = model(x)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+
+def _task(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> LanguageModel:
+    keep_large_blocks()
+    torch.manual_seed(0)
+    return LanguageModel(RWKV(config, vocab_size, select(AUTO, dtype=dtype)).init_weights(), OptimConfig(), 1000, 1.0)
+
+
+def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = task.training_step((x, x), 0)
+    loss.backward()
+    task.configure_gradient_clipping(optimizer, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def _watched() -> Iterator[Callable[[], int]]:
+    """The largest resident set while the body runs, looked at every millisecond."""
+    seen, done = [_resident()], threading.Event()
+    watcher = threading.Thread(target=lambda: [seen.append(_resident()) for _ in iter(lambda: done.wait(0.001), True)])
+    watcher.start()
+    try:
+        yield lambda: max(seen)
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
+if __name__ == "__main__":
+    print(json.dumps({"step": step, "head": head}[sys.argv[1]](sys.argv[2])))

@@ -1,0 +1,139 @@
+"""python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--shakespeare FILE [--nanogpt FOLDER]] [--json FILE]
+
+What a training step takes through train.py, as a user starts it, beside the same step with nothing around it (no Lightning,
+loader, log or checkpoint) and beside its matrix products alone, in turns; medians.
+
+    float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
+    --losses STEPS             the loss of that many steps in float32 and bf16-mixed, of the last tenth
+    --shakespeare FILE         experiment=shakespeare_char on that text, whole, in float32 and as it is; --nanogpt: a clone of
+                               nanoGPT with data/shakespeare_char prepared, 200 steps of its CPU recipe before and after
+    head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
+
+Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
+line is the result as JSON.
+"""
+
+import argparse
+import csv
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from kernels import _machine
+from rwkv.config import TrainerConfig
+
+ROOT = Path(__file__).parent.parent
+SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4"]
+PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
+STEPS, SAVED_EVERY, WARM = 36, 12, 6
+NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
+           "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
+           "--max_iters=200", "--dropout=0.0"]
+Report = dict[str, Any]
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    report: Report = {"machine": _machine.describe("cpu")}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, measure in _parts(args, Path(scratch)).items():
+            report[name] = measure()
+            print(f"{name}: {json.dumps(report[name])}", flush=True)
+    line = json.dumps(report)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Report]]:
+    parts = {name: lambda name=name: throughput(PRECISIONS[name], scratch / name) for name in PRECISIONS}
+    parts["head"] = lambda: {name: _job("head", name) for name in ("chunked", "whole")}
+    if args.losses:
+        parts["losses"] = lambda: {name: loss_after(args.losses, PRECISIONS[name], scratch / f"losses-{name}")
+                                   for name in PRECISIONS}
+    if args.shakespeare:
+        parts["shakespeare"] = lambda: shakespeare(args.shakespeare, args.nanogpt, scratch)
+    return {name: part for name, part in parts.items() if not args.only or name in args.only}
+
+
+def throughput(precision: str, out_dir: Path, repeats: int = 3) -> Report:
+    """ms of a step, bare and through train.py, and of its products; tokens per second, and the shares."""
+    found = [_once(precision, Path(f"{out_dir}-{number}")) for number in range(repeats)]
+    ms = {key: median(one[key] for one in found) for key in found[0]}
+    tokens = 4 * 512
+    return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * tokens / ms["step"],
+            "of_matmuls": median(one["matmuls"] / one["step"] for one in found),
+            "around_a_step": median((one["step"] + one["saving"] - one["bare"]) / one["bare"] for one in found)}
+
+
+def _once(precision: str, out_dir: Path) -> Report:
+    bare = _job("step", precision)
+    run = train(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={STEPS}", "trainer.val_every=100000",
+                f"trainer.checkpoint_every={SAVED_EVERY}", "trainer.log_every=1", "data.val_fraction=0.002")
+    ms = {int(row["step"]): 1000 * 4 * 512 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]}
+    steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]        # a save counts to the next step
+    saves = [ms[step] for step in ms if step > WARM and not (step - 1) % SAVED_EVERY]
+    saving = (mean(saves) - mean(steps)) / TrainerConfig().checkpoint_every
+    return bare | {"step": mean(steps), "saving": saving}
+
+
+def loss_after(steps: int, precision: str, out_dir: Path) -> float:
+    """Mean train/loss of the last tenth of the steps."""
+    run = train(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={steps}", "trainer.log_every=1",
+                "trainer.val_every=100000", "trainer.checkpoint_every=100000", "data.val_fraction=0.002")
+    losses = [float(row["train/loss"]) for row in run if row["train/loss"]]
+    return mean(losses[-(steps // 10):])
+
+
+def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
+    """The whole experiment, and nanoGPT's step before and after it."""
+    before = [nanogpt_ms(nanogpt)] if nanogpt else []
+    found = {}
+    for name, options in {"as it is": [], "float32": ["trainer.precision=32-true"]}.items():
+        run = train(scratch / f"shakespeare-{len(options)}", "experiment=shakespeare_char", f"data.path={text}", *options)
+        found[name] = {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
+                       "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
+    return found | {"nanoGPT ms": [*before, *([nanogpt_ms(nanogpt)] if nanogpt else [])]}
+
+
+def nanogpt_ms(folder: Path) -> float:
+    """Median of a step, of what its train.py prints, without the first steps."""
+    done = subprocess.run([sys.executable, "train.py", *NANOGPT], cwd=folder, capture_output=True, text=True, check=True)
+    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", done.stdout)][20:])
+
+
+def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
+    """The rows of metrics.csv of a run."""
+    command = [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir}",
+               f"data.cache_dir={ROOT / '.cache'}", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    with (out_dir / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _job(*arguments: str) -> Any:
+    command = [sys.executable, "-m", "benchmarks._training_job", *arguments]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
+                        help="float32, bfloat16, head, losses, shakespeare")
+    parser.add_argument("--losses", type=int, metavar="STEPS")
+    parser.add_argument("--shakespeare", type=Path, metavar="FILE")
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
