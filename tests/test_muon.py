@@ -1,0 +1,99 @@
+"""Muon is torch's own Muon on matrices and torch's AdamW on the rest, and goes on from its state to the bit."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rwkv.muon import Muon, orthogonal
+
+SHAPES = ((8, 8), (8, 8), (16, 8), (8, 16), (16, 8))
+
+
+def matrices() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape) / 4) for shape in SHAPES]
+
+
+def vectors() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.ones(5, 3))]
+
+
+def groups(hidden: list[nn.Parameter], others: list[nn.Parameter], decay: float = 0.1) -> list[dict[str, object]]:
+    return [{"params": hidden, "lr": 0.02, "weight_decay": decay, "orthogonal": True},
+            {"params": others, "lr": 0.003, "weight_decay": 0.0}]
+
+
+def muon(hidden: list[nn.Parameter], others: list[nn.Parameter]) -> Muon:
+    return Muon(groups(hidden, others), lr=0.003, betas=(0.9, 0.99), eps=1e-8, fused=True)
+
+
+def trained(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: int,
+            start: int = 0) -> list[Tensor]:
+    for step in range(start, start + steps):
+        for number, parameter in enumerate(parameters):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def test_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw() -> None:
+    hidden, others = matrices(), vectors()
+    found = trained([*hidden, *others], [muon(hidden, others)], steps=4)
+    hidden, others = matrices(), vectors()
+    apart = [torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1), torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.99),
+                                                                                  weight_decay=0.0, fused=True)]
+    expected = trained([*hidden, *others], apart, steps=4)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert not torch.equal(one, [*matrices(), *vectors()][number])
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if number < len(SHAPES) else 0)       # bfloat16 inside
+
+
+def test_from_a_saved_state_training_goes_on_to_the_bit() -> None:
+    hidden, others = matrices(), vectors()
+    optimizer = muon(hidden, others)
+    trained([*hidden, *others], [optimizer], steps=3)
+    saved, (copied, rest) = copy.deepcopy(optimizer.state_dict()), copy.deepcopy((hidden, others))
+    expected = trained([*hidden, *others], [optimizer], steps=3, start=3)
+    again = muon(copied, rest)
+    again.load_state_dict(saved)
+    for one, other in zip(trained([*copied, *rest], [again], steps=3, start=3), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_schedule_moves_the_rates_of_both() -> None:
+    hidden, others = matrices(), vectors()
+    optimizer = muon(hidden, others)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 1))
+    parameters = [*hidden, *others]
+    states = [trained(parameters, [], 0)]
+    for step in range(2):
+        states.append(trained(parameters, [optimizer], 1, start=step))
+        schedule.step()
+    moved = [[not torch.equal(*pair) for pair in zip(before, after, strict=True)] for before, after in pairwise(states)]
+    assert moved == [[True] * len(parameters), [False] * len(parameters)]
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (2, 4, 12), (2, 12, 4)])
+def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(1)
+    given = torch.randn(shape)
+    step = orthogonal(given, 5).float()
+    U, _, Vh = torch.linalg.svd(given, full_matrices=False)
+    inside = U.mT @ step @ Vh.mT
+    assert (torch.linalg.diagonal(inside) - 0.95).abs().max() < 0.35
+    assert (inside - torch.diag_embed(torch.linalg.diagonal(inside))).abs().max() < 0.15
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    hidden, others = matrices(), vectors()
+    optimizer = muon(hidden, others)
+    hidden[0].grad = torch.ones_like(hidden[0])
+    optimizer.step()
+    untouched = zip(matrices()[1:], hidden[1:], strict=True)
+    assert all(torch.equal(before, after) for before, after in untouched)
+    assert not torch.equal(hidden[0], matrices()[0])
