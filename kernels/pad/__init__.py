@@ -1,0 +1,137 @@
+"""Brick padding: an image continued in all directions by copies of itself, laid as bricks are.
+
+    out[..., y, x] = tile[..., Y mod h, (X + offset * floor(Y / h)) mod w]          Y = y - top, X = x - left
+
+tile (..., h, w), out (..., height, width). Each course of bricks lies `offset` pixels to the left of the one above it.
+Source: Taichi documentation, "Accelerate PyTorch with Taichi", its first example.
+
+What all implementations share lives here, once: checks, shapes, the torch operator. A file beside this one holds
+REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) -> (N,height,width), and nothing but its algorithm.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires, check, load
+
+Padding = int | Sequence[int]
+
+
+class BrickPadding:
+    """One implementation of the operator, by name: `BrickPadding("taichi_v0")(tile, offset, padding) -> out`.
+
+    tile (..., h, w), float32 or uint8: (C,h,w) or (B,C,h,w), say; out (..., top + h + bottom, left + w + right), in pixels.
+    padding: one number, (horizontal, vertical), or (left, top, right, bottom). offset: any integer. Holds no tensors.
+    Raises ValueError for an unknown name, another dtype, a negative padding, a tile without pixels and one that requires a
+    gradient (there is none), KernelUnavailable where the implementation cannot run on the tile's device.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._implementation = load("pad", name)
+        self.requires: Requires = self._implementation.REQUIRES
+        self._operator = _operator(name)     # not in __call__: torch.compile would trace the registration
+
+    def __call__(self, tile: Tensor, offset: int, padding: Padding) -> Tensor:
+        self._check(tile)
+        left, top, right, bottom = sides(padding)
+        return self.wall(tile, offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
+
+    def wall(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
+        """(..., height, width) of the endless wall, the first pixel of a tile at row `top` and column `left`, any integers."""
+        self._check(tile)
+        if height and width and tile.shape[-2:].numel() == 0:
+            raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels to pad with: give one of a height and a width")
+        return self._operator(tile, offset, top, left, height, width)
+
+    def __repr__(self) -> str:
+        return f"BrickPadding({self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BrickPadding, (self.name,)
+
+    def forward(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
+        """The same as `wall`, without checks."""
+        shape = (*tile.shape[:-2], height, width)
+        if tile.shape[:-2].numel() * height * width == 0:
+            return tile.new_empty(shape)
+        tiles = tile.detach().reshape(-1, *tile.shape[-2:]).contiguous()
+        return self._implementation.forward(tiles, offset, top, left, height, width).view(shape)
+
+    def _check(self, tile: Tensor) -> None:
+        if tile.dim() < 2:
+            raise ValueError(f"BrickPadding expects a tile (..., height, width), got one of shape {tuple(tile.shape)}")
+        if tile.dtype not in self.requires.dtypes:
+            raise ValueError(f"BrickPadding takes {' and '.join(map(str, self.requires.dtypes))}, got {tile.dtype}: convert it")
+        if tile.requires_grad and torch.is_grad_enabled():
+            raise ValueError("BrickPadding has no gradient: pass tile.detach(), or call it under torch.no_grad()")
+        if not torch.compiler.is_compiling():
+            check("pad", self.name, tile.device)
+
+
+class BrickPad:
+    """A transform for data pipelines: each image in the middle of a wall of bricks, `BrickPad(tile, offset)(image)`.
+
+    tile (..., h, w) is the brick; its sizes before h and w are those of the image's last, or 1: a tile (C,h,w) serves images
+    (C,H,W) and (B,C,H,W). None makes each image its own brick. The wall's grid starts at the image's first pixel.
+    padding: as in BrickPadding; None: one brick on each side. image (..., H, W), of the tile's dtype and device.
+
+    The default kernel needs nothing but torch, and runs in the workers of any DataLoader. A kernel of Taichi does not run in
+    a worker that was forked after the main process had started Taichi (KernelUnavailable says so): spawn the workers then.
+    Raises ValueError and KernelUnavailable as BrickPadding does, and ValueError where tile and image do not go together.
+    """
+
+    def __init__(self, tile: Tensor | None, offset: int, padding: Padding | None = None, kernel: str = "torch_strips") -> None:
+        self.tile, self.offset, self.padding = tile, offset, None if padding is None else sides(padding)
+        self._pad = BrickPadding(kernel)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        tile = image if self.tile is None else self._fitting(self.tile, image)
+        left, top, right, bottom = sides((tile.shape[-1], tile.shape[-2])) if self.padding is None else self.padding
+        if self.tile is None:
+            return self._pad(image, self.offset, (left, top, right, bottom))
+        (height, width), leading = image.shape[-2:], image.shape[:-2]
+        wall = self._pad.wall(tile, self.offset, top, left, top + height + bottom, left + width + right)
+        if wall.shape[:-2] != leading:
+            wall = wall.expand(*leading, -1, -1).clone()
+        wall[..., top:top + height, left:left + width] = image
+        return wall
+
+    def __repr__(self) -> str:
+        tile = None if self.tile is None else f"tile {tuple(self.tile.shape)}"
+        return f"BrickPad({tile}, offset={self.offset}, padding={self.padding}, kernel={self._pad.name!r})"
+
+    @staticmethod
+    def _fitting(tile: Tensor, image: Tensor) -> Tensor:
+        if (tile.dtype, tile.device) != (image.dtype, image.device):
+            raise ValueError(f"BrickPad expects images of its tile's dtype and device, {tile.dtype} on {tile.device}, "
+                             f"got {image.dtype} on {image.device}")
+        pairs = zip(reversed(tile.shape[:-2]), reversed(image.shape[:-2]), strict=False)
+        if tile.dim() > image.dim() or any(of_tile not in (1, of_image) for of_tile, of_image in pairs):
+            raise ValueError(f"a tile of shape {tuple(tile.shape)} does not go with an image of shape {tuple(image.shape)}: "
+                             "the sizes before height and width must be the image's last, or 1")
+        return tile
+
+
+def sides(padding: Padding) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of one number, (horizontal, vertical) or all four: torchvision.transforms.Pad's order."""
+    numbers = tuple(padding) if isinstance(padding, Sequence) else (padding,)
+    if len(numbers) not in (1, 2, 4) or any(not isinstance(number, int) or number < 0 for number in numbers):
+        raise ValueError("padding is one number, (horizontal, vertical) or (left, top, right, bottom), none negative, "
+                         f"got {padding}")
+    left, top, right, bottom = numbers * (4 // len(numbers))
+    return left, top, right, bottom
+
+
+@cache
+def _operator(name: str) -> Any:
+    """The implementation as a torch operator, registered at first use as timemix::pad_NAME."""
+    operator = torch.library.custom_op(
+        f"timemix::pad_{name}", lambda *inputs: BrickPadding(name).forward(*inputs), mutates_args=(),
+        schema="(Tensor tile, SymInt offset, SymInt top, SymInt left, SymInt height, SymInt width) -> Tensor")
+    operator.register_fake(lambda tile, offset, top, left, height, width: tile.new_empty(*tile.shape[:-2], height, width))
+    return operator

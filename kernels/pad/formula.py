@@ -1,0 +1,19 @@
+"""The formula, pixel by pixel: the reference that every implementation is held to."""
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.uint8))
+
+
+def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
+    N, h, w = tile.shape
+    out = tile.new_empty(N, height, width)
+    for row in range(height):
+        for column in range(width):
+            y, x = row - top, column - left              # negative above and to the left of the tile
+            course = y // h                              # Python's // and % floor: -1 // h is -1, and -1 % h is h - 1
+            out[:, row, column] = tile[:, y % h, (x + course * offset) % w]
+    return out

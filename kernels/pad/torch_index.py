@@ -1,0 +1,24 @@
+"""The formula as whole-tensor operations: the coordinates of all pixels, step by step, then one gather.
+
+What a PyTorch user writes first, and what the Taichi page compares with: each step is a kernel, and a tensor of eight bytes a
+pixel that the next step reads back.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.uint8))
+
+
+def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
+    N, h, w = tile.shape
+    rows = torch.arange(height, device=tile.device) - top
+    columns = torch.arange(width, device=tile.device) - left
+    y, x = torch.meshgrid(rows, columns, indexing="ij")                  # (height, width), like all below
+    course = torch.floor_divide(y, h)
+    row = torch.remainder(y, h)
+    column = torch.remainder(x + course * offset, w)
+    at = row * w + column
+    return tile.view(N, h * w).index_select(1, at.view(-1)).view(N, height, width)

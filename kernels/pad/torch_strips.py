@@ -1,0 +1,23 @@
+"""A course of bricks is a window of one long strip of tiles: a copy per course, and no index tensors.
+
+What PyTorch can do when the pattern's structure is used: a few large copies. The window's start is all that differs between
+courses, so the strip, one tile high and one tile longer than the output, is laid once.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.uint8))
+
+
+def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
+    N, h, w = tile.shape
+    strip = tile.repeat(1, 1, width // w + 2)
+    out = tile.new_empty(N, height, width)
+    for course in range(-top // h, (height - 1 - top) // h + 1):
+        start, y = (course * offset - left) % w, course * h + top        # y: the course's first row, perhaps above the output
+        first, end = max(y, 0), min(y + h, height)
+        out[:, first:end] = strip[:, first - y:end - y, start:start + width]
+    return out
