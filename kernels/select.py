@@ -1,7 +1,8 @@
 """The one place where a kernel's name becomes an operator, for train.py, generate.py and from_pretrained alike.
 
 A file of kernels/wkv/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
-`auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v.
+`auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v. What a sampler makes probabilities
+with is chosen by a rule too, and by nobody's word: SOFTMAX, by device.
 """
 
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.registry import KernelUnavailable, check, load, names, runnable, why_not
+from kernels.softmax import Softmax
 from kernels.wkv import WKV
 
 AUTO = "auto"
@@ -31,6 +33,8 @@ RULES = {
     ("cuda", torch.bfloat16): CUDA,
 }
 IN_FLOAT64 = Rule(("torch_scan",), measured=False)
+# For a row or a few, as a sampler has them: what a launch costs decides, and the last needs nothing but torch.
+SOFTMAX = {"cpu": Rule(("torch_native",), measured=True), "cuda": Rule(("torch_native",), measured=False)}
 
 
 def selectable() -> list[str]:
@@ -82,6 +86,13 @@ def select(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = t
         here = _runnable(device)         # auto first, which is of no use alone
         raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(here)}" if here[1:] else reason) from None
     return WKV(name) if _op(name) == "wkv" else WKV("timex", timex=name)
+
+
+def softmax(device: str | torch.device = "cpu") -> Softmax:
+    """What makes a few rows of logits into probabilities on `device`: the first of its rule that runs there."""
+    device = torch.device(device).type
+    order = SOFTMAX["cuda" if device == "cuda" else "cpu"].order
+    return Softmax(next((name for name in order if why_not("softmax", name, device) is None), order[-1]))
 
 
 def _op(name: str) -> str:

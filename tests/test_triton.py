@@ -65,7 +65,8 @@ def test_every_kernel_compiles(cubins: Cubins) -> None:
     kernels = [name.split()[0] for name in found]
     widths = 2 if arch == 90 else 1
     assert {name: kernels.count(name) for name in set(kernels)} == {
-        "convolve": 6, "correlate": 2, "forward": widths, "backward": widths}
+        "convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
+        "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1}
 
 
 def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:

@@ -45,7 +45,7 @@ def main(arch: int) -> None:
 
 def launches(widths: tuple[int, ...]) -> Iterator[Any]:
     """Every kernel with every set of constants that there is; of the WKV's, one per width: 96 is compiled in, 1 is not."""
-    timex, wkv = load("timex", "triton_v0"), load("wkv", "triton_scan")
+    timex, wkv, softmax = load("timex", "triton_v0"), load("wkv", "triton_scan"), load("softmax", "triton_v0")
     for B, C in ((1, 1), (40, 32), (256, 32)):
         w, k = torch.empty(C, 64), torch.empty(B, C, 64)
         yield lambda w=w, k=k: timex.forward(w, k, 0.0)
@@ -55,6 +55,10 @@ def launches(widths: tuple[int, ...]) -> Iterator[Any]:
         x, state, row = torch.empty(2, C, C), torch.empty(2, C), torch.empty(C)
         yield lambda x=x, s=state, r=row: wkv.forward(r, r, x, x, s, s, s)
         yield lambda x=x, s=state, r=row: wkv.backward(r, r, x, x, s, s, s, x, x, s, s)
+    for M in (1, 1000, 16384, 262144):
+        x = torch.empty(2, M)
+        yield lambda x=x: softmax.forward(x)
+        yield lambda x=x: softmax.backward(x, x)
 
 
 def is_constant(param: Any, arg: Any) -> bool:

@@ -1,6 +1,6 @@
 """The Triton kernels on a CPU, under Triton's interpreter: test_triton.py runs this file in a process with TRITON_INTERPRET=1.
 
-They go through TimeX and WKV as for a user; only the registry's word that they need a GPU is not taken.
+They go through TimeX, WKV and Softmax as for a user; only the registry's word that they need a GPU is not taken.
 """
 
 import itertools
@@ -10,6 +10,8 @@ import torch
 
 from kernels import registry
 from kernels.compare import double, errors, misses, timex_results, timex_tolerance, wkv_results, wkv_tolerance
+from kernels.softmax import Softmax
+from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
 from kernels.wkv import WKV, WKVState
@@ -23,7 +25,7 @@ EPS = 0.25
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 channels, because the interpreter takes its time for each element, and so that C = 5 is two of them."""
     monkeypatch.setattr(registry, "check", lambda *args: None)
-    for op in ("kernels.timex", "kernels.wkv"):
+    for op in ("kernels.timex", "kernels.wkv", "kernels.softmax"):
         monkeypatch.setattr(f"{op}.check", lambda *args: None)
     monkeypatch.setattr(registry.load("wkv", "triton_scan"), "CHANNELS", 4)
 
@@ -106,3 +108,26 @@ def test_wkv_in_bfloat16() -> None:
     assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
     assert results["a/b"].dtype == torch.float32
     assert max(errors(results, wkv_results(WKV("reference"), double(inputs))).values()) <= allowed
+
+
+@pytest.fixture(params=["one piece", "blocks"])
+def softmax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Softmax:
+    """Rows in one piece, or in blocks of 16."""
+    if request.param == "blocks":
+        monkeypatch.setattr(registry.load("softmax", "triton_v0"), "LONGEST", 0)
+        monkeypatch.setattr(registry.load("softmax", "triton_v0"), "BLOCK", 16)
+    return Softmax("triton_v0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 16), (2, 2, 35)], ids=str)
+def test_softmax(softmax: Softmax, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = softmax_cases.inputs(*shape, dtype=dtype)
+    expected = softmax_cases.results(Softmax("formula"), x.double())
+    assert not misses(errors(softmax_cases.results(softmax, x), expected), softmax_cases.tolerance(dtype))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")               # NumPy's, of what is NaN on purpose
+def test_softmax_of_special_rows(softmax: Softmax) -> None:
+    x = softmax_cases.special_rows(35)
+    torch.testing.assert_close(softmax(x), torch.softmax(x, -1), rtol=1e-6, atol=1e-38, equal_nan=True)

@@ -1,0 +1,58 @@
+"""cuda_v0, executed on the CPU under sanitizers (tests/cuda_host), is held to what test_softmax.py asks of every softmax."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import test_softmax as conformance
+import torch
+from cuda_host import ORDERS, Host, on_the_cpu
+
+from kernels.softmax import Softmax, cases
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # a warp's longest row; a block of 3 warps, of 32 that go round twice
+
+
+@pytest.fixture
+def softmax(host: Host) -> Iterator[Softmax]:
+    with on_the_cpu(host, "shuffled"):
+        yield Softmax("cuda_v0")
+
+
+@pytest.mark.parametrize("order", ORDERS[:2])
+@pytest.mark.parametrize("shape", [*cases.SHAPES, *BLOCKS], ids=str)
+def test_output_and_gradient(shape: tuple[int, ...], order: str, host: Host) -> None:
+    """Rows that start at any multiple of 4 bytes, more rows than a block has, and less."""
+    with on_the_cpu(host, order):
+        conformance.test_output_and_gradient(Softmax("cuda_v0"), shape, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("M", [8, 100, 1030])
+def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int) -> None:
+    conformance.test_what_is_not_finite_is_as_in_torch(softmax, M, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("M", [63, 1030])
+def test_an_input_inside_a_larger_buffer(softmax: Softmax, M: int) -> None:
+    conformance.test_an_input_inside_a_larger_buffer(softmax, 1, M, "cpu")
+
+
+@pytest.mark.parametrize("test", [
+    conformance.test_a_nan_stays_in_its_row, conformance.test_a_strided_input, conformance.test_the_input_is_left_as_it_was,
+    conformance.test_an_expanded_gradient, conformance.test_the_result_may_be_written_to,
+    conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
+def test_conforms(softmax: Softmax, test: Callable[[Softmax, str], None]) -> None:
+    test(softmax, "cpu")
+
+
+def test_half_precision(softmax: Softmax) -> None:
+    conformance.test_output_and_gradient(softmax, (5, 63), torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("M", [100, 5000])
+def test_the_same_bits_in_every_order(host: Host, M: int) -> None:
+    results = []
+    for order in ORDERS:
+        with on_the_cpu(host, order):
+            results.append(cases.results(Softmax("cuda_v0"), cases.inputs(3, M)))
+    assert all(torch.equal(result[name], results[0][name]) for result in results for name in result)
