@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from kernels.registry import KernelUnavailable, load, names, why_not
+from kernels.registry import KernelUnavailable, load, names, operators, why_not
 
-OPERATORS = ("timex", "wkv")
 WIDTH = 127
 
 
 def main() -> None:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    for op in OPERATORS:
+    for op in operators():
         print(f"{op}: {idea(op, '__init__')}\n")
         rows = [("", "runs on", "here"), *((name, runs_on(op, name), here(op, name, devices)) for name in names(op))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -23,7 +22,7 @@ def main() -> None:
             head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + "  "
             print(wrapped(head, describe(op, row[0], devices) if row[0] else "idea"))
         print()
-    print(f"Devices here: {', '.join(devices)}. A kernel is chosen by name: python train.py kernel=NAME, "
+    print(f"Devices here: {', '.join(devices)}. A kernel of timex or wkv is chosen by name: python train.py kernel=NAME, "
           "kernels.select.select(NAME).")
 
 

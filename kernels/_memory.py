@@ -31,7 +31,7 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
     """There is no counter to ask: the profiler notes every allocation and release, and their running sum has a maximum."""
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
     events = recorded.profiler.kineto_results.events()
     held = peak = 0
@@ -48,7 +48,7 @@ def _size(result: Any) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The profiler's library tells standard error, from below Python, that it starts and stops."""
     sys.stderr.flush()
     before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

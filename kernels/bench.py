@@ -1,18 +1,20 @@
-"""python -m kernels.bench timex|wkv: verifies each implementation, then times it; what is wrong is not timed, and the exit
-status says so.
+"""python -m kernels.bench OP: verifies each implementation of timex, wkv or another operator, then times it; what is wrong is
+not timed, and the exit status says so.
 
-    --device cpu|cuda  --dtype float32|bfloat16  --shape B,C,T ...  --only NAME,...  --seconds S
-    --sweep [T,T,...]     the first shape at other lengths too, for a curve over T
+    --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
+    --shape SIZES ...     B,C,T for timex and wkv; what an operator's sizes are is in its subject.py
+    --sweep [SIZE,...]    the first shape at other last sizes too, for a curve: over T
     --json FILE           the result as a file: what python -m kernels.tables and python -m kernels.plot read
     --plot FOLDER         the result as figures (kernels/plot.py); with a sweep, since a curve has more than one point
     --malloc default      the C library's allocator as it comes; tuned: large freed blocks are kept (kernels/allocator.py)
 
 Verified: output (and state) and every gradient at the very shape that is timed, all elements, against the float64 reference
 (_subjects.py says how that is affordable). Timed: the operator as a user calls it, autograd included, backward alone on a
-graph that is kept; all implementations, the machine's own two limits, and the copy of one (B,C,T) tensor in turns; medians.
+graph that is kept; all implementations, the machine's own two limits, and the copy of one such tensor in turns; medians.
 What would take too long or too much memory, foretold from a small part, is left out and said, unless --only names it.
-GFLOP/s count B*C*T*(T+1) per pass and GB/s the least traffic, so that a share of a limit says how much is left to gain. `extra
-MB` is the memory beyond inputs and outputs at its peak (_memory.py). The last line of standard output is the result as JSON.
+GFLOP/s count B*C*T*(T+1) per pass of timex and GB/s the least traffic, so that a share of a limit says how much is left to
+gain. `extra MB` is the memory beyond inputs and outputs at its peak (_memory.py), `launches` how many kernels or torch
+operators a pass takes (_launches.py). The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -25,21 +27,21 @@ from typing import Any
 import torch
 
 from kernels import _machine, plot
+from kernels._launches import launches
 from kernels._memory import extra_bytes
-from kernels._subjects import SUBJECTS, Costs, Pass, Subject
+from kernels._subjects import Costs, Pass, Shape, Subject, subject_of
 from kernels._text import aligned
 from kernels._timing import interleaved
 from kernels.allocator import keep_large_blocks
-from kernels.timex import cases as timex_cases
-from kernels.wkv import cases as wkv_cases
+from kernels.registry import operators
 
-Shape = tuple[int, int, int]         # B, C, T for both operators
 MATMUL, COPY, COPY_ONE = ("machine", "matrix product"), ("machine", "copy"), ("machine", "copy of one tensor")
 LONGEST_S, LARGEST_GB = 6, {"cpu": 3, "cuda": 16}       # beyond these a shape is measured only for those named
 COLUMNS = {                          # of a result: heading and format
     "ms": ("ms", ".3f"), "best_ms": ("best", ".3f"), "runs": ("runs", "d"), "gflops": ("GFLOP/s", ".1f"),
-    "of_matmul": ("of matmul", ".0%"), "of_copy": ("of copy", ".0%"), "copies": ("x one copy", ".1f"),
-    "vs_baseline": ("x {baseline}", ".2f"), "extra_mb": ("extra MB", ".1f"), "err_ratio": ("err_ratio", ".0e"),
+    "of_matmul": ("of matmul", ".0%"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"),
+    "copies": ("x one copy", ".1f"), "vs_baseline": ("x {baseline}", ".2f"), "launches": ("launches", "d"),
+    "extra_mb": ("extra MB", ".1f"), "err_ratio": ("err_ratio", ".0e"),
 }
 
 
@@ -64,17 +66,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
     """Everything about one shape, as plain data: limits, results, and who was skipped or found wrong, with the reasons."""
-    subject = SUBJECTS[op](*shape, device, getattr(torch, dtype))
+    subject: Subject = subject_of(op)(*shape, device, getattr(torch, dtype))
     names = [name for name in subject.names() if not only or name in only or name == subject.baseline]
     skipped = {name: reason for name in names if (reason := _why_not(subject, name, asked=name in only))}
     errors, wrong = _verify(subject, [name for name in names if name not in skipped])
     passes = {(name, part.name): part for name in errors for part in subject.passes(name)}
     extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
+    counts = {key: launches(part.run, device) if subject.LAUNCHES else None for key, part in passes.items()}
     samples, limits = _times(subject, passes, device, budget_s)
     results = [_result(key, passes[key], samples, limits, subject.baseline)
-               | {"extra_mb": extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
-    return {"shape": dict(zip("BCT", shape, strict=True)), "baseline": subject.baseline, "limits": limits, "results": results,
-            "skipped": skipped, "wrong": wrong}
+               | {"launches": counts[key], "extra_mb": extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
+    return {"shape": dict(zip(subject.AXES, shape, strict=True)), "baseline": subject.baseline, "limits": limits,
+            "results": results, "skipped": skipped, "wrong": wrong}
 
 
 def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
@@ -158,29 +161,22 @@ def _cell(result: dict[str, Any], column: str) -> str:
     return "" if result[column] is None else format(result[column], COLUMNS[column][1])
 
 
-def _default_shapes(op: str, device: str) -> list[Shape]:
-    if op == "timex":
-        return list(timex_cases.BENCH_SHAPES[device])
-    return [(B, C, T) for B, T, C in wkv_cases.BENCH_SHAPES[device]]
-
-
-def _sweep(args: argparse.Namespace) -> list[Shape]:
-    """The lengths asked for, or the operator's own, at the B and C of the first shape; what is measured anyway left out."""
+def _sweep(args: argparse.Namespace, subject: type[Subject]) -> list[Shape]:
+    """The lengths asked for, or the operator's own, with the first shape's other sizes; what is measured anyway left out."""
     if args.sweep is None and args.plot is None:
         return []
-    lengths = args.sweep or (timex_cases if args.op == "timex" else wkv_cases).SWEEP[args.device]
-    B, C, _ = args.shape[0]
-    return [(B, C, T) for T in lengths if (B, C, T) not in args.shape]
+    shapes = [(*args.shape[0][:-1], length) for length in args.sweep or subject.SWEEP[args.device]]
+    return [shape for shape in shapes if shape not in args.shape]
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description="Verify and time the kernels.")
-    parser.add_argument("op", choices=tuple(SUBJECTS))
+    parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the inputs over time")
-    parser.add_argument("--shape", type=_shape, nargs="+", metavar="B,C,T", help="batch, channels, time steps")
-    parser.add_argument("--sweep", type=_lengths, nargs="?", const=(), metavar="T,T,...",
-                        help="the first shape at these lengths too")
+    parser.add_argument("--dtype", metavar="NAME", help="of the inputs; the operator's first unless given")
+    parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES", help="B,C,T: batch, channels, time steps")
+    parser.add_argument("--sweep", type=_sizes, nargs="?", const=(), metavar="SIZE,...",
+                        help="the first shape with these last sizes too")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
                         help="these and the baseline; python -m kernels lists the names")
     parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="of measuring each pass of each kernel")
@@ -192,21 +188,27 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda needs a CUDA device, and torch sees none")
     if args.plot and (reason := plot.why_not()):
         parser.error(reason)
-    known = SUBJECTS[args.op].names()
-    for name in args.only:
-        if name not in known:
-            parser.error(f"unknown {args.op} implementation {name!r}; there are: {', '.join(known)}")
-    args.shape = args.shape or _default_shapes(args.op, args.device)
-    args.sweep = _sweep(args)
+    subject = subject_of(args.op)
+    args.dtype, args.shape = args.dtype or subject.DTYPES[0], args.shape or [*subject.SHAPES[args.device]]
+    if reason := _wrong(args, subject):
+        parser.error(reason)
+    args.sweep = _sweep(args, subject)
     return args
 
 
-def _shape(text: str) -> Shape:
-    B, C, T = _lengths(text)
-    return B, C, T
+def _wrong(args: argparse.Namespace, subject: type[Subject]) -> str | None:
+    """What the operator does not know of what was asked."""
+    known, axes = subject.names(), ",".join(subject.AXES)
+    for name in args.only:
+        if name not in known:
+            return f"unknown {args.op} implementation {name!r}; there are: {', '.join(known)}"
+    for shape in args.shape:
+        if len(shape) != len(subject.AXES):
+            return f"--shape of {args.op} is {axes}, got {','.join(map(str, shape))}"
+    return None if args.dtype in subject.DTYPES else f"--dtype of {args.op} is {' or '.join(subject.DTYPES)}, got {args.dtype}"
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _sizes(text: str) -> Shape:
     sizes = tuple(int(size) for size in text.split(","))
     if min(sizes) < 1:
         raise ValueError(text)

@@ -1,14 +1,15 @@
 """python3 -m kernels.gpu_check OUT_DIR: on a machine with a CUDA device, everything that needs one, in one command.
 
-The conformance tests, both benchmarks, and a short training run with each kernel that runs there; train.py is started as
-any user would start it, and nothing of it is imported. Each part has a time limit, and one that fails does not stop the
-others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output; the verdicts of kernels/verdicts.py),
-log.txt (everything that the parts printed), timex.json and wkv.json (the benchmarks' data: copied to benchmarks/results/ as
-timex-cuda.json and wkv-cuda.json, they are in the READMEs' tables), and figures where matplotlib is installed.
+The conformance tests, every operator's benchmark, and a short training run with each kernel that runs there; train.py is
+started as any user would start it, and nothing of it is imported. Each part has a time limit, and one that fails does not
+stop the others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output; the verdicts of
+kernels/verdicts.py), log.txt (everything that the parts printed), timex.json, wkv.json and the other operators' (the
+benchmarks' data: copied to benchmarks/results/ as timex-cuda.json and so on, they are in the READMEs' tables), and figures
+where matplotlib is installed.
 Exit status: 0 all parts ran well, whatever the verdicts; 1 a part failed, 2 no CUDA device.
 
---device cpu tries the same on a CPU, --shape with small benchmarks. --only tests,bench-timex,bench-wkv,train runs some of the
-parts; what OUT_DIR's summary.json says of the others stays, so that several short calls add up to one. --peer-ms
+--device cpu tries the same on a CPU, --shape with small benchmarks of timex and wkv. --only tests,bench-timex,train runs
+some of the parts; what OUT_DIR's summary.json says of the others stays, so that several short calls add up to one. --peer-ms
 FORWARD,BACKWARD gives what RWKV-CUDA's own v3 took, run by hand on the same GPU at B=32 C=768 T=768 (its
 depthwise_conv1d/run.py prints both).
 """
@@ -28,13 +29,15 @@ import torch
 
 from kernels import _machine, plot
 from kernels._results import read
+from kernels._subjects import subject_of
 from kernels._text import aligned
-from kernels.registry import load, names, why_not
+from kernels.registry import load, names, operators, why_not
 from kernels.select import selectable
 from kernels.verdicts import as_data, text, verdicts
 
 TAIL_LINES = 20
-TESTS = ("test_timex.py", "test_wkv.py", "test_cuda*.py", "test_triton*.py")
+OVER_TIME = ("B", "C", "T")
+TESTS = ("test_cuda*.py", "test_triton*.py")                 # beside every operator's own
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,13 @@ def main(argv: list[str] | None = None) -> int:
 def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | None = None) -> Iterator[Part]:
     """Every part is a process of its own: Taichi has one arch per process, and a crash takes nothing else along."""
     python, results = sys.executable, out_dir.absolute()
-    tests = [str(path) for name in TESTS for path in sorted((_machine.ROOT / "tests").glob(name))]
+    patterns = (*(f"test_{op}.py" for op in operators()), *TESTS)
+    tests = [str(path) for pattern in patterns for path in sorted((_machine.ROOT / "tests").glob(pattern))]
     yield Part("tests", [python, "-m", "pytest", *tests, "-W", "default",      # that machine's versions may warn of what ours
                          "--device", device], 560)                             # do not
-    for op in ("timex", "wkv"):
-        bench = [python, "-m", "kernels.bench", op, "--device", device, *(["--shape", shape] if shape else ["--sweep"])]
+    for op in operators():
+        small = ["--shape", shape] if shape and subject_of(op).AXES == OVER_TIME else []
+        bench = [python, "-m", "kernels.bench", op, "--device", device, *(small or ["--sweep"])]
         figures = [] if plot.why_not() else ["--plot", str(results)]
         yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json", *figures], 560)
     run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": steps,
@@ -115,7 +120,7 @@ def report(outcomes: list[Outcome], device: str, out_dir: Path, peer_ms: tuple[f
     """Writes summary.json, prints the parts and the verdicts; the exit status."""
     file = out_dir / "summary.json"
     parts = earlier(file) | {outcome.part: asdict(outcome) | {"output": outcome.output[-TAIL_LINES:]} for outcome in outcomes}
-    found = verdicts(read([path for path in (out_dir / "timex.json", out_dir / "wkv.json") if path.exists()]), peer_ms)
+    found = verdicts(read([path for op in operators() if (path := out_dir / f"{op}.json").exists()]), peer_ms)
     ok = all(part["ok"] for part in parts.values())
     summary = {"ok": ok, "device": device, "machine": _machine.describe(device), "verdicts": as_data(found),
                "parts": list(parts.values())}
@@ -139,9 +144,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
-                        help="tests, bench, bench-timex, bench-wkv, train, train-NAME")
+                        help="tests, bench, bench-OP, train, train-NAME")
     parser.add_argument("--steps", type=int, default=20, help="steps of each training run")
-    parser.add_argument("--shape", metavar="B,C,T", help="this shape alone in both benchmarks, for a trial")
+    parser.add_argument("--shape", metavar="B,C,T", help="this shape alone of timex and wkv, for a trial")
     parser.add_argument("--peer-ms", type=_two, metavar="FORWARD,BACKWARD", help="RWKV-CUDA's own v3 on the same GPU")
     return parser.parse_args(argv)
 

@@ -1,6 +1,6 @@
 """python -m kernels.plot FOLDER [FILE ...]: figures from the benchmark's JSON files (without FILE: benchmarks/results/*.json).
 
-    OP-DEVICE-time.png      time against T of every implementation, with the machine's two limits as floors
+    OP-DEVICE-time.png      time against T (or an operator's own last axis) of everyone, with the machine's limits as floors
     timex-DEVICE-ladder.png the published comparison: Taichi beside CUDA C++, from conv1d over v0 to the last rung
 
 What is drawn is what was measured; a figure whose shapes are not in a file is left out, with a sentence. Colours tell back
@@ -17,15 +17,16 @@ from typing import Any
 from kernels._results import caption, committed, measured_at, read
 from kernels.timex import cases as timex_cases
 
-Points = dict[int, float]                # milliseconds by T
+Points = dict[int, float]                # milliseconds by size: T, or what another operator's last axis is
 PASSES = ("forward", "backward")
 COLOURS = {"taichi": "#0072B2", "cuda": "#D55E00", "triton": "#009E73", "torch": "#CC79A7", "fft": "#E69F00",
            "formula": "#777777", "reference": "#777777"}
 OTHERS, FLOOR = "#222222", "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
-TITLES = {"timex": "TimeX", "wkv": "WKV"}
+TITLES = {"timex": "TimeX", "wkv": "WKV"}                # of others, the folder's name
+AXES = {"T": "T, time steps"}
 CONVOLUTIONS = {"timex": {"forward": 1, "backward": 2}, "wkv": {"forward": 2, "backward": 4}}   # B*C*T*(T+1) operations each
-MISSING = {"time": "fewer than two lengths were measured (--sweep)", "ladder": "B=32 C=768 T=768 was not measured"}
+MISSING = {"time": "fewer than two sizes were measured (--sweep)", "ladder": "B=32 C=768 T=768 was not measured"}
 LABEL_GAP = 0.042                        # of an axis' height, so that names do not overlap
 
 
@@ -53,7 +54,7 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
     written = []
     for report in reports:
         name = f"{report['op']}-{report['device']}" + ("" if report["dtype"] == "float32" else f"-{report['dtype']}")
-        figures = {"time": time_against_T(report)} | ({"ladder": ladder(report)} if report["op"] == "timex" else {})
+        figures = {"time": time_against_size(report)} | ({"ladder": ladder(report)} if report["op"] == "timex" else {})
         for kind, figure in figures.items():
             if figure is not None:
                 figure.savefig(folder / f"{name}-{kind}.png", dpi=150)
@@ -63,26 +64,29 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
     return written
 
 
-def time_against_T(report: dict[str, Any]) -> Any | None:
-    """Two panels, forward and backward, logarithmic; None where fewer than two lengths were measured."""
+def time_against_size(report: dict[str, Any]) -> Any | None:
+    """A logarithmic panel for each pass, forward and backward; None where fewer than two sizes were measured."""
     measured = _same_width(report)
     if len(measured) < 2:
         return None
-    figure, panels = _figure(report, f"{TITLES[report['op']]}: time against T, B={measured[0]['shape']['B']} "
-                                     f"C={measured[0]['shape']['C']}, {report['dtype']}", height=6.2)
-    lengths = [one["shape"]["T"] for one in measured]
-    curves = {part: _curves(measured, part) for part in PASSES}
-    for panel, part in zip(panels, PASSES, strict=True):
+    *others, axis = measured[0]["shape"]
+    width = " ".join(f"{other}={measured[0]['shape'][other]}" for other in others)
+    passes = [part for part in PASSES if any(part == result["pass"] for result in measured[0]["results"])]
+    title = f"{TITLES.get(report['op'], report['op'])}: time against {axis}, {width}, {report['dtype']}"
+    figure, panels = _figure(report, title, height=6.2, passes=passes)
+    sizes = [_size(one) for one in measured]
+    curves = {part: _curves(measured, part) for part in passes}
+    for panel, part in zip(panels, passes, strict=True):
         _draw_floors(panel, _floors(report["op"], measured, part))
         for name, points in curves[part].items():
             panel.plot(list(points), list(points.values()), color=_colour(name), linestyle=STYLES.get(name, "-"),
                        lw=2.8 if name.endswith("_scan") else 1.6, marker="o", markersize=4)
-        panel.set(title=part, xlabel="T, time steps", xscale="log", yscale="log",
+        panel.set(title=part, xlabel=AXES.get(axis, axis), xscale="log", yscale="log",
                   ylabel="milliseconds" if part == "forward" else None)
-        panel.set_xticks(lengths, list(map(str, lengths)))
+        panel.set_xticks(sizes, list(map(str, sizes)))
         panel.minorticks_off()
     panels[0].margins(y=0.1)
-    for panel, part in zip(panels, PASSES, strict=True):     # the axes, which the panels share, are what they will be
+    for panel, part in zip(panels, passes, strict=True):     # the axes, which the panels share, are what they will be
         _name_the_curves(panel, curves[part])
     return figure
 
@@ -106,14 +110,15 @@ def ladder(report: dict[str, Any]) -> Any | None:
     return figure
 
 
-def _figure(report: dict[str, Any], title: str, height: float) -> tuple[Any, Sequence[Any]]:
+def _figure(report: dict[str, Any], title: str, height: float,
+            passes: Sequence[str] = PASSES) -> tuple[Any, Sequence[Any]]:
     """Without pyplot, so that nothing is left behind in the process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, height), layout="constrained")
     figure.suptitle(title, fontsize=13, fontweight="bold")
     figure.supxlabel(caption(report), fontsize=8, color="#666666")
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, len(passes), sharey=True, squeeze=False)[0]
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#E6E6E6", lw=0.7)
@@ -126,16 +131,18 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
     for one in measured:
         for result in one["results"]:
             if result["pass"] == part:
-                found.setdefault(result["name"], {})[one["shape"]["T"]] = result["ms"]
+                found.setdefault(result["name"], {})[_size(one)] = result["ms"]
     return found
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
     """By the best rates that the machine showed in this run."""
     gbs, gflops = (max(one["limits"][limit] for one in measured) for limit in ("copy_gbs", "matmul_gflops"))
-    least = {one["shape"]["T"]: next(result for result in one["results"] if result["pass"] == part) for one in measured}
-    memory = {T: result["ms"] * result["gbs"] / gbs for T, result in least.items()}
-    fma = {one["shape"]["T"]: _fma_ms(op, one["shape"], gflops, part) for one in measured}
+    least = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}
+    memory = {size: result["ms"] * result["gbs"] / gbs for size, result in least.items()}
+    if op not in CONVOLUTIONS:
+        return {"memory floor": memory}
+    fma = {_size(one): _fma_ms(op, one["shape"], gflops, part) for one in measured}
     return {"memory floor": memory, "FMA floor" if op == "timex" else "FMA floor of convolving all of T": fma}
 
 
@@ -144,7 +151,7 @@ def _fma_ms(op: str, shape: dict[str, int], gflops: float, part: str) -> float:
 
 
 def _draw_floors(panel: Any, floors: Mapping[str, Points]) -> None:
-    for (name, points), style in zip(floors.items(), ("-.", "--"), strict=True):
+    for (name, points), style in zip(floors.items(), ("-.", "--"), strict=False):
         panel.plot(list(points), list(points.values()), color=FLOOR, linestyle=style, lw=1.3, label=name, zorder=1)
     panel.legend(frameon=False, loc="upper left", fontsize=9, labelcolor="#666666", handlelength=3)
 
@@ -206,10 +213,17 @@ def _ladder_legend(times: Iterable[tuple[str, str]]) -> tuple[list[Any], list[st
 
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everything measured at the first shape's B and C, by T."""
-    B, C = (report["shapes"][0]["shape"][axis] for axis in "BC")
-    alike = [one for one in report["shapes"] + report["sweep"] if (one["shape"]["B"], one["shape"]["C"]) == (B, C)]
-    return sorted(alike, key=lambda one: one["shape"]["T"])
+    """Everything measured at the first shape's other sizes, B and C, by the last."""
+    def others(one: dict[str, Any]) -> list[int]:
+        return list(one["shape"].values())[:-1]
+
+    measured = report["shapes"] + report["sweep"]
+    return sorted((one for one in measured if others(one) == others(measured[0])), key=_size)
+
+
+def _size(one: dict[str, Any]) -> int:
+    """The last axis', over which the curves go."""
+    return list(one["shape"].values())[-1]
 
 
 def _family(name: str) -> str:

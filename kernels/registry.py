@@ -5,6 +5,8 @@ Nothing here imports a back end until an implementation is loaded, and nothing a
 
 import importlib
 import importlib.util
+import shutil
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,8 +14,9 @@ from types import ModuleType
 
 import torch
 
-NOT_IMPLEMENTATIONS = {"__init__", "cases"}
+NOT_IMPLEMENTATIONS = {"__init__", "cases", "subject"}
 EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
+COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
 class KernelUnavailable(RuntimeError):
@@ -27,6 +30,8 @@ class Requires:
     packages: modules beyond torch.  devices: torch device types.  dtypes: what the file computes in; other floating
     dtypes are cast to float32 and back.  T_multiple, B_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
+    compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
+    torch.jit.script does, which torch means to drop.
     """
 
     packages: tuple[str, ...] = ()
@@ -36,11 +41,20 @@ class Requires:
     B_multiple: int = 1
     T_max: int | None = None
     wkv: bool = True
+    compiled: bool = False
+    scripted: bool = False
+
+
+@cache
+def operators() -> tuple[str, ...]:
+    """Every operator: a folder beside this file with an __init__.py and, without which nothing is measured, a subject.py."""
+    folders = (path.parent for path in sorted(Path(__file__).parent.glob("*/subject.py")))
+    return tuple(folder.name for folder in folders if (folder / "__init__.py").exists())
 
 
 @cache
 def names(op: str) -> tuple[str, ...]:
-    """Every implementation of `op` ("timex", "wkv"), by name, whether or not it can run here."""
+    """Every implementation of `op` ("timex", "wkv", ...), by name, whether or not it can run here."""
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
@@ -64,8 +78,10 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
         requires = load(op, name).REQUIRES
     except KernelUnavailable as error:
         return str(error)
-    missing = [package for package in requires.packages if not _installed(package)]
-    return _device_missing(name, requires, device) or (_package_missing(name, missing[0]) if missing else None)
+    reason = _device_missing(name, requires, device)
+    packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
+    missing = [package for package in packages if not _installed(package)]
+    return reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
 
 
 def check(op: str, name: str, device: torch.device) -> None:
@@ -96,6 +112,15 @@ def _installed(package: str) -> bool:
 
 def _package_missing(name: str, package: str) -> str:
     return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
+
+
+def _compiler_missing(name: str, requires: Requires) -> str | None:
+    if requires.scripted and not hasattr(torch.jit, "script"):
+        return f"{name} needs torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
+    compiler = COMPILERS.get(sys.platform, "g++")
+    if not requires.compiled or shutil.which(compiler):
+        return None
+    return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:

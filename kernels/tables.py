@@ -12,10 +12,10 @@ from typing import Any
 
 from kernels._results import caption, committed, read
 from kernels._text import markdown
+from kernels.registry import operators
 
 ROOT = Path(__file__).parent.parent
 FRONT = "README.md"                      # has room for one shape of each operator and device, in float32
-READMES = (FRONT, "kernels/timex/README.md", "kernels/wkv/README.md")
 
 
 def main(files: list[str]) -> int:
@@ -23,7 +23,7 @@ def main(files: list[str]) -> int:
     if not reports:
         print("no results of python -m kernels.bench ... --json FILE to write down", file=sys.stderr)
         return 1
-    for name in READMES:
+    for name in (FRONT, *(f"kernels/{op}/README.md" for op in operators())):
         readme = ROOT / name
         if readme.exists():
             before = readme.read_text(encoding="utf-8")
@@ -40,10 +40,10 @@ def front(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
     """`text` with every section that has markers filled from the reports of its operator."""
     reports = list(reports)
-    for op in ("timex", "wkv"):
+    for op in dict.fromkeys(report["op"] for report in reports):
         start, end = f"<!-- {op}: measured -->", f"<!-- end of {op}: measured -->"
         sections = [section(report) for report in reports if report["op"] == op]
-        if sections and start in text and end in text:
+        if start in text and end in text:
             head, _, rest = text.partition(start)
             text = "\n\n".join((head + start, *sections, end + rest.partition(end)[2]))
     return text
@@ -51,7 +51,7 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 def section(report: dict[str, Any]) -> str:
     """One table for each shape, under a line that says what it was measured on, and one for what more steps cost."""
-    shape = {"timex": timex_table, "wkv": wkv_table}[report["op"]]
+    shape = {"timex": timex_table, "wkv": wkv_table}.get(report["op"], bandwidth_table)
     growth = growth_table(report["shapes"]) if report["op"] == "wkv" else None
     return "\n\n".join((caption(report), *map(shape, report["shapes"]), *filter(None, [growth])))
 
@@ -78,6 +78,19 @@ def wkv_table(measured: dict[str, Any]) -> str:
     one = measured["limits"]["copy_one_ms"]
     return (f"{_caption(measured)} A copy of one such tensor takes {_ms(one)} ms; in pairs, forward and backward.\n\n"
             f"{markdown(rows)}{_notes(measured)}")
+
+
+def bandwidth_table(measured: dict[str, Any]) -> str:
+    """Of what does little but move data: the passes side by side, with GB/s, the share of a copy, the speed."""
+    passes, results = list(dict.fromkeys(result["pass"] for result in measured["results"])), _by_name(measured)
+    counted = any(result["launches"] is not None for result in measured["results"])
+    rows = [["", *passes, *(["launches"] if counted else []), "extra MB"]]
+    for name, parts in results.items():
+        launches = [", ".join(f"{part['launches']:d}" for part in parts.values())] if counted else []
+        extra = ", ".join(_short(part["extra_mb"]) for part in parts.values())
+        rows.append([name, *(_with_rate(parts[part]) if part in parts else "" for part in passes), *launches, extra])
+    return (f"{_caption(measured)} Milliseconds; in brackets GB/s, their share of the copy, and the speed relative to "
+            f"{measured['baseline']}.\n\n{markdown(rows)}{_notes(measured)}")
 
 
 def growth_table(shapes: list[dict[str, Any]]) -> str | None:
@@ -121,8 +134,17 @@ def _both(parts: dict[str, dict[str, Any]]) -> float:
 
 
 def _with_notes(result: dict[str, Any]) -> str:
-    notes = [f"{result['of_matmul']:.0%}"] + ([f"{_short(result['vs_baseline'])}x"] if result["vs_baseline"] else [])
+    notes = [f"{result['of_matmul']:.0%}", *_speed(result)]
     return f"{_ms(result['ms'])} ({', '.join(notes)})"
+
+
+def _with_rate(result: dict[str, Any]) -> str:
+    notes = [f"{_short(result['gbs'])} GB/s", f"{result['of_copy']:.0%}", *_speed(result)]
+    return f"{_ms(result['ms'])} ({', '.join(notes)})"
+
+
+def _speed(result: dict[str, Any]) -> list[str]:
+    return [f"{_short(result['vs_baseline'])}x"] if result["vs_baseline"] else []
 
 
 def _ms(value: float) -> str:

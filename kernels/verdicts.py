@@ -19,8 +19,8 @@ PASSES = ("forward", "backward")
 PUBLISHED = dict(zip("BCT", timex_cases.PUBLISHED, strict=True))
 LONG = {"B": 8, "C": 768, "T": 8192}
 SHORT = LONG | {"T": 1024}
+SQUARE = {"rows": 4096, "columns": 4096}                 # softmax, float32
 TFLOPS = {"H200": 67, "H100": 67, "A100": 19.5, "L40S": 91.6, "RTX 4090": 82.6, "RTX 3090": 35.6}      # NVIDIA's data sheets
-PLAIN_TORCH = ("reference", "torch_scan")
 Result = dict[str, Any]
 
 
@@ -48,7 +48,8 @@ def verdicts(reports: Iterable[Report], peer_ms: tuple[float, float] | None = No
     found: list[Verdict] = []
     for report in reports:
         if report["dtype"] == "float32":
-            rule = {("timex", "cuda"): _timex_cuda, ("wkv", "cuda"): _wkv_cuda, ("wkv", "cpu"): _wkv_cpu}
+            rule = {("timex", "cuda"): _timex_cuda, ("wkv", "cuda"): _wkv_cuda, ("wkv", "cpu"): _wkv_cpu,
+                    ("pad", "cpu"): _pad_cpu, ("softmax", "cpu"): _softmax, ("softmax", "cuda"): _softmax}
             found += rule.get((report["op"], report["device"]), lambda report: ())(report)
             found += _peer(report, peer_ms) if peer_ms and report["op"] == "timex" else []
             found += _growth(report) if report["op"] == "wkv" else []
@@ -82,9 +83,9 @@ def _timex_cuda(report: Report) -> Iterator[Verdict]:
 
 
 def _wkv_cuda(report: Report) -> Iterator[Verdict]:
-    """Of the scans that are compiled: against the least traffic, k, v -> y and k, v, grad_y -> grad_k, grad_v."""
+    """Of the hand-written kernels: against the least traffic, k, v -> y and k, v, grad_y -> grad_k, grad_v."""
     for (name, part), result in _at(report, PUBLISHED).items():
-        if name in _scans() and name not in PLAIN_TORCH:
+        if name in _scans() and _is_ours(name):
             yield Verdict(f"{name} / memory floor, {part}", 1 / result["of_copy"], {"forward": 1.5, "backward": 2.0}[part])
 
 
@@ -96,6 +97,35 @@ def _wkv_cpu(report: Report) -> Iterator[Verdict]:
     one_block, scan = at.get(("conv1d in one block", "forward")), at.get(("torch_scan", "forward"))
     if one_block and scan:
         yield Verdict("torch_scan / conv1d in one block, forward", scan["ms"] / one_block["ms"], 1 / 5)
+
+
+def _pad_cpu(report: Report) -> Iterator[Verdict]:
+    """At the first shape, the published one."""
+    at = _at(report, report["shapes"][0]["shape"])
+    one, many = at.get(("taichi_v0", "forward")), at.get(("torch_index", "forward"))
+    if one and many:
+        yield Verdict("pad: taichi_v0 / torch_index", one["ms"] / many["ms"], 1 / 20)
+    if one:
+        yield Verdict("pad: taichi_v0 / copy of the output", one["copies"], 3.0)
+
+
+def _softmax(report: Report) -> Iterator[Verdict]:
+    """The best of ours, which is neither the formula nor torch's, eager or compiled, beside torch's own: the baseline."""
+    at, measured = _at(report, SQUARE), measured_at(report, SQUARE)
+    baseline = measured["baseline"] if measured else ""
+    for part in PASSES:
+        ours = [name for name, one in at if one == part and _is_ours(name)]
+        if ours and (baseline, part) in at:
+            best = min(ours, key=lambda name: at[name, part]["ms"])
+            yield Verdict(f"softmax: {best} / {baseline}, {part}, {report['device']}",
+                          at[best, part]["ms"] / at[baseline, part]["ms"], 1.1)
+            if report["device"] == "cuda":
+                yield Verdict(f"softmax: {best} / memory floor, {part}", 1 / at[best, part]["of_copy"], 1.3)
+
+
+def _is_ours(name: str) -> bool:
+    """A kernel, rather than what torch makes of the formula, compiled or not."""
+    return name not in ("formula", "reference") and not name.startswith("torch")
 
 
 def _growth(report: Report) -> Iterator[Verdict]:

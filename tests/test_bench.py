@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from stubs import stub
 
 from kernels import __main__ as listing
-from kernels import _machine, _memory, _subjects, _timing, bench, gpu_check, plot, registry, tables, verdicts
+from kernels import _launches, _machine, _memory, _subjects, _timing, bench, gpu_check, plot, registry, tables, verdicts
 from kernels.compare import err_ratio, misses
+from kernels.timex import TimeX, conv1d, formula
 from kernels.timex import cases as timex_cases
-from kernels.timex import conv1d, formula
 from kernels.wkv import reference
+from kernels.wkv.subject import Subject as WKVSubject
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def test_backward_is_timed_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
     with stub("wkv", forward, backward) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.select.names", registry.names)
-        first, second = _subjects.WKVSubject(2, 3, 5, "cpu").passes(name)
+        first, second = WKVSubject(2, 3, 5, "cpu").passes(name)
         for part in (first, second, second):
             part.run()
     assert calls[1:] == ["forward", "backward", "backward"], "the first forward pass makes the graph that is kept"
@@ -114,6 +116,16 @@ def test_what_a_forward_pass_saves_is_extra_memory(capsys: pytest.CaptureFixture
     assert states < at[0]["backward"] < 1.5 * states
     assert 2 * states < at[1]["backward"] < 3 * states
     assert at[0]["forward"] < 0.1 * states
+
+
+def test_launches_are_the_operators_that_compute() -> None:
+    """A view, an allocation, and a copy that is none compute nothing; an operator of ours is what it calls, or one."""
+    w, k = timex_cases.inputs(2, 3, 16)
+    assert _launches.launches(lambda: (w.t().contiguous() + 1).exp(), "cpu") == 3
+    assert _launches.launches(lambda: torch.zeros(3, 4).view(4, 3).contiguous(), "cpu") == 1
+    with stub(forward=lambda w, k, eps: k.new_empty(k.shape)) as name:
+        assert _launches.launches(lambda: TimeX(name)(w, k), "cpu") == 1
+    assert _launches.launches(lambda: TimeX("conv1d")(w, k), "cpu") > 1
 
 
 def test_flop_and_traffic_are_those_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +170,7 @@ def test_a_wrong_wkv_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
 
     with stub("wkv", reference.forward, backward) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.select.names", registry.names)
-        patch.setattr(_subjects, "selectable", lambda: [name])
+        patch.setattr("kernels.wkv.subject.selectable", lambda: [name])
         code, _, report = run(capsys, "wkv", "--shape", "2,9,16")
     assert code == 1
     assert "grad k is off by 1.0e-03" in report["shapes"][0]["wrong"][name]
@@ -186,7 +198,7 @@ def test_what_takes_too_long_is_measured_only_when_named(monkeypatch: pytest.Mon
 
 def test_the_time_of_one_block_is_foretold_by_the_square_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_timing, "seconds", lambda function, device, repeats=1: 1.0)
-    subject = _subjects.WKVSubject(1, 3, 50, "cpu")
+    subject = WKVSubject(1, 3, 50, "cpu")
     assert (subject.foretold("conv1d").seconds, subject.foretold(subject.baseline).seconds) == (8.0, 64.0)
     assert bench._too_much(_subjects.Costs(1.0, 3e9), 2) == "2 GB beside inputs and outputs"
     assert bench._too_much(_subjects.Costs(7.0, 3e9), 2) == "6 s forward and backward"
@@ -202,9 +214,11 @@ def test_a_gradient_with_a_function_of_its_own_is_timed_alone(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(("args", "sentence"), [
-    (["timex", "--shape", "2,3"], "invalid _shape value: '2,3'"), (["timex", "--shape", "2,0,3"], "invalid _shape value"),
-    (["softmax"], "invalid choice: 'softmax'"), (["timex", "--only", "nonsense"], "unknown timex implementation 'nonsense'"),
-    (["wkv", "--only", "fft"], "unknown wkv implementation 'fft'"), (["timex", "--sweep", "8,0"], "invalid _lengths value"),
+    (["timex", "--shape", "2,3"], "--shape of timex is B,C,T, got 2,3"), (["convolution"], "invalid choice: 'convolution'"),
+    (["timex", "--dtype", "uint8"], "--dtype of timex is float32 or bfloat16, got uint8"),
+    (["timex", "--only", "nonsense"], "unknown timex implementation 'nonsense'"),
+    (["timex", "--shape", "2,0,3"], "invalid _sizes value"),
+    (["wkv", "--only", "fft"], "unknown wkv implementation 'fft'"), (["timex", "--sweep", "8,0"], "invalid _sizes value"),
 ])
 def test_wrong_arguments_are_one_sentence(args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
@@ -235,7 +249,7 @@ def test_everyone_gets_a_sample_and_the_slow_no_more_than_their_budget(monkeypat
 def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     listing.main()
     out = capsys.readouterr().out
-    assert all(f"  {name} " in out for op in ("timex", "wkv") for name in registry.names(op))
+    assert all(f"  {name} " in out for op in registry.operators() for name in registry.names(op))
     assert max(map(len, out.splitlines())) < 128
     assert "F.conv1d with one group per channel" in out
 
@@ -249,9 +263,9 @@ def test_the_listing_says_why_not_here() -> None:
 
 def test_every_implementation_has_an_idea() -> None:
     """Of its own, though a rung's idea may be the same in each back end."""
-    ideas = {name: listing.idea(op, name) for op in ("timex", "wkv") for name in registry.names(op)}
+    ideas = {(op, name): listing.idea(op, name) for op in registry.operators() for name in registry.names(op)}
     assert all(10 < len(idea) < 200 and idea.endswith(".") for idea in ideas.values()), ideas
-    said = {(name.partition("_")[0], idea) for name, idea in ideas.items()}
+    said = {(op, name.partition("_")[0], idea) for (op, name), idea in ideas.items()}
     assert len(said) == len(ideas), "two implementations of one back end say the same of themselves"
 
 
@@ -268,9 +282,9 @@ def test_tables_rewrite_what_is_between_the_markers(capsys: pytest.CaptureFixtur
     assert tables.rewritten("no markers\n", [report]) == "no markers\n"
 
 
-@pytest.mark.parametrize(("readme", "op"), [("timex", "timex"), ("wkv", "wkv")])
-def test_the_readmes_have_a_place_for_their_numbers(readme: str, op: str) -> None:
-    text = (tables.ROOT / "kernels" / readme / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("op", registry.operators())
+def test_the_readmes_have_a_place_for_their_numbers(op: str) -> None:
+    text = (tables.ROOT / "kernels" / op / "README.md").read_text(encoding="utf-8")
     assert text.count(f"<!-- {op}: measured -->") == text.count(f"<!-- end of {op}: measured -->") == 1
 
 
@@ -283,14 +297,15 @@ def test_tables_without_results_say_so(tmp_path: Path, capsys: pytest.CaptureFix
 def result(name: str, part: str, ms: float, **more: float) -> dict:
     """A row of a report, of which a copy of one tensor takes 1 ms."""
     return {"name": name, "pass": part, "ms": ms, "gflops": None, "of_matmul": None, "gbs": 10.0, "of_copy": 0.5, "copies": ms,
-            "vs_baseline": None, "extra_mb": 0.0, "err_ratio": 0.0, **more}
+            "vs_baseline": None, "launches": None, "extra_mb": 0.0, "err_ratio": 0.0, **more}
 
 
-def report_of(op: str, device: str, *shapes: tuple[tuple[int, int, int], list[dict]]) -> dict:
+def report_of(op: str, device: str, *shapes: tuple[tuple[int, ...], list[dict]], axes: Sequence[str] = "BCT") -> dict:
     machine = {"cpu": "a CPU", "threads": 2, "torch": "2", "commit": "abc", "date": "2026-01-01T00"}
     return {"op": op, "device": device, "dtype": "float32", "malloc": "tuned", "sweep": [],
             "machine": machine | ({"gpu": "NVIDIA H200"} if device == "cuda" else {}),
-            "shapes": [{"shape": dict(zip("BCT", shape, strict=True)), "baseline": "conv1d", "skipped": {}, "wrong": {},
+            "shapes": [{"shape": dict(zip(axes, shape, strict=True)), "baseline": results[0]["name"],
+                        "skipped": {}, "wrong": {},
                         "limits": {"matmul_gflops": 5e4, "copy_gbs": 20.0, "copy_one_ms": 1.0}, "results": results}
                        for shape, results in shapes]}
 
@@ -341,13 +356,50 @@ def test_verdicts_on_a_gpu() -> None:
         "cuda_scan / memory floor, forward": (2.0, 1.5, False), "cuda_scan / memory floor, backward": (2.0, 2.0, True)}
 
 
+def softmax_report(device: str, ours: float) -> dict:
+    rows = [*scan("torch_own", 10, 20, launches=1), *scan("torch_compile", 1, 2, launches=1),
+            *scan("formula", 1, 2, launches=5), *scan("cuda_v0", ours, 2 * ours, vs_baseline=0.9, launches=1),
+            *scan("taichi_v0", 2 * ours, 4 * ours, launches=1)]
+    smaller = scan("torch_own", 1, 2, launches=1)
+    return report_of("softmax", device, ((4096, 4096), rows), ((4096, 128), smaller), axes=("rows", "columns"))
+
+
+def test_verdicts_on_softmax() -> None:
+    """The best of ours beside torch's own, not beside what torch compiles; on a GPU beside the copy limit too."""
+    on_cpu, on_gpu = (verdicts.verdicts([softmax_report(device, 12)]) for device in ("cpu", "cuda"))
+    assert [(one.what, one.found, one.limit) for one in on_cpu] == [
+        ("softmax: cuda_v0 / torch_own, forward, cpu", 1.2, 1.1), ("softmax: cuda_v0 / torch_own, backward, cpu", 1.2, 1.1)]
+    assert [(one.found, one.limit) for one in on_gpu] == [(1.2, 1.1), (2.0, 1.3)] * 2
+    assert all(one.ok for one in verdicts.verdicts([softmax_report("cpu", 11)]))
+
+
+def test_verdicts_on_pad() -> None:
+    rows = [result("torch_index", "forward", 30), result("taichi_v0", "forward", 2)]
+    found = verdicts.verdicts([report_of("pad", "cpu", ((32, 48), rows), axes="HW")])
+    assert [(one.what, one.found, one.ok) for one in found] == [
+        ("pad: taichi_v0 / torch_index", 2 / 30, False), ("pad: taichi_v0 / copy of the output", 2, True)]
+
+
+def test_an_operator_without_products_has_a_table_and_a_figure_of_its_bandwidth(tmp_path: Path) -> None:
+    report = softmax_report("cpu", 11)
+    text = tables.rewritten("<!-- softmax: measured -->\n<!-- end of softmax: measured -->\n", [report])
+    assert "| | forward | backward | launches | extra MB |" in text.replace("|  |", "| |")
+    assert "| torch_own | 10 (10 GB/s, 50%) | 20 (10 GB/s, 50%) | 1, 1 | 0.0, 0.0 |" in text
+    assert "| cuda_v0 | 11 (10 GB/s, 50%, 0.9x) | 22 (10 GB/s, 50%, 0.9x) | 1, 1 | 0.0, 0.0 |" in text
+    assert "rows = 4096, columns = 4096. In the same run:" in text
+    assert [file.name for file in plot.draw(tmp_path, [report])] == ["softmax-cpu-time.png"]
+    forward, _ = plot.time_against_size(report).axes
+    assert forward.get_xlabel() == "columns"
+    assert [line.get_label() for line in forward.lines][:1] == ["memory floor"]
+
+
 def test_figures_from_a_report(tmp_path: Path) -> None:
     rungs = [row for index in range(4) for row in scan(f"taichi_v{index}", 400 - 90 * index, 900 - 150 * index)]
     report = report_of("timex", "cpu", *(((32, 768, T), [*scan("conv1d", T / 4, T / 2), *rungs]) for T in (128, 768)))
     files = plot.draw(tmp_path / "new", [report])
     assert [file.name for file in files] == ["timex-cpu-time.png", "timex-cpu-ladder.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000 for file in files)
-    forward, _ = plot.time_against_T(report).axes
+    forward, _ = plot.time_against_size(report).axes
     assert {text.get_text() for text in forward.texts} == {"conv1d", "taichi_v0", "taichi_v1", "taichi_v2", "taichi_v3"}
     assert {line.get_label() for line in forward.lines} >= {"memory floor", "FMA floor"}
     assert "CUDA C++: not measured here" in [text.get_text() for text in plot.ladder(report).axes[0].get_legend().get_texts()]
@@ -365,7 +417,7 @@ def test_a_figure_that_cannot_be_drawn_is_a_sentence(monkeypatch: pytest.MonkeyP
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.draw(tmp_path, [report_of("timex", "cpu", ((8, 768, 1024), scan("conv1d", 1, 2)))]) == []
     assert capsys.readouterr().err == (
-        "timex-cpu: no time figure, because fewer than two lengths were measured (--sweep)\n"
+        "timex-cpu: no time figure, because fewer than two sizes were measured (--sweep)\n"
         "timex-cpu: no ladder figure, because B=32 C=768 T=768 was not measured\n")
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
@@ -419,9 +471,10 @@ def test_gpu_check_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 
 def test_gpu_check_has_a_part_for_everything(tmp_path: Path) -> None:
     names = [part.name for part in gpu_check.parts("cpu", tmp_path, tmp_path, 5)]
-    assert names[:3] == ["tests", "bench-timex", "bench-wkv"]
+    benches = [f"bench-{op}" for op in registry.operators()]
+    assert names[:1 + len(benches)] == ["tests", *benches]
     assert {"train-conv1d", "train-formula", "train-reference"} <= set(names)
-    assert len([name for name in names if gpu_check._asked(name, ["bench", "train-conv1d"])]) == 3
+    assert len([name for name in names if gpu_check._asked(name, ["bench", "train-conv1d"])]) == len(benches) + 1
 
 
 USE = """

@@ -113,6 +113,38 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
         assert registry.why_not("timex", name, "cuda") == f"{name} on cuda needs a CUDA device, and torch sees none"
 
 
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stub(compiled=True) as name:
+        monkeypatch.setattr(registry.shutil, "which", lambda compiler: f"/bin/{compiler}")
+        assert registry.why_not("timex", name) is None
+        registry.why_not.cache_clear()
+        monkeypatch.setattr(registry.shutil, "which", lambda compiler: None)
+        monkeypatch.setattr(registry, "COMPILERS", {})
+        assert "needs a C++ compiler, which torch.compile calls, and there is no g++" in registry.why_not("timex", name)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)        # with Triton missing, that comes first
+        monkeypatch.setattr(registry, "_installed", lambda package: package != "triton")
+        assert registry.why_not("timex", name, "cuda").startswith(f"{name} needs the package triton, which is not installed")
+
+
+def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.jit, "script")
+    with stub(scripted=True) as name:
+        assert registry.why_not("timex", name).startswith(f"{name} needs torch.jit.script, which torch {torch.__version__} no")
+
+
+def test_an_operator_is_a_folder_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is not finished is no operator yet."""
+    for file in ("done/__init__.py", "done/subject.py", "begun/__init__.py", "lost/subject.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
+    registry.operators.cache_clear()
+    try:
+        assert registry.operators() == ("done",)
+    finally:
+        registry.operators.cache_clear()
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown timex implementation 'nonsense'; there are: conv1d, .*formula"):
         TimeX("nonsense")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from kernels.compare import err_ratio, errors, misses, timex_results, timex_tolerance
 from kernels.registry import names, why_not
@@ -176,6 +177,17 @@ def test_compiles_without_a_graph_break(timex: TimeX, device: str) -> None:
     grads = [torch.autograd.grad(cases.loss(function(w, k)), (w, k))
              for function in (compiled, lambda w, k: timex(w, 2 * k) + 1)]
     assert all(torch.equal(compiled_grad, grad) for compiled_grad, grad in zip(*grads, strict=True))
+
+
+def test_one_compilation_serves_every_size(device: str) -> None:
+    """Also a size of 1, and sizes that are equal, for which torch.compile would make another."""
+    if reason := why_not("timex", "torch_compile", device):
+        pytest.skip(reason)
+    timex_results(TimeX("torch_compile"), *cases.inputs(3, 5, 11, device=device))
+    before = counters["stats"]["unique_graphs"]
+    for shape in ((1, 1, 1), (1, 4, 9), (5, 5, 5), (2, 1, 64)):
+        timex_results(TimeX("torch_compile"), *cases.inputs(*shape, device=device))
+    assert counters["stats"]["unique_graphs"] == before > 0
 
 
 @pytest.mark.parametrize(("w", "k", "sentence"), [

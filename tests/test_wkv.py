@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from kernels.compare import WKVInputs, double, err_ratio, errors, misses, wkv_results, wkv_tolerance
 from kernels.registry import check, load, names, why_not
@@ -299,6 +300,16 @@ def test_compiles_without_a_graph_break(wkv: WKV, device: str) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     grads = [torch.autograd.grad(run(*leaves, state), leaves) for run in (function, compiled)]
     assert all(err_ratio(grad, compiled_grad) <= 1e-6 for grad, compiled_grad in zip(*grads, strict=True))
+
+
+def test_one_compilation_serves_every_size(device: str) -> None:
+    """Any B, C and T; the steps that are left over are not compiled."""
+    scan = operator("torch_compile_scan", device)
+    wkv_results(scan, cases.inputs(2, 19, 3, device=device))
+    before = counters["stats"]["unique_graphs"]
+    for shape in ((1, 8, 1), (1, 33, 4), (3, 16, 3), (2, 5, 2)):
+        assert not against_reference(scan, cases.inputs(*shape, device=device))
+    assert counters["stats"]["unique_graphs"] == before > 0
 
 
 def test_copies_are_the_same_operator() -> None:

@@ -1,0 +1,45 @@
+"""What torch.compile makes of the formula in one line: every window of k times w, and summed.
+
+    out = eps + (windows(k) * w).sum(-1)             windows(k)[b,c,t,i] = k[b,c,t+i-(T-1)], zero before the first step
+
+Compiled for any sizes at the first call, which takes seconds: one loop nest with the sum inside, and no (B,C,T,T) tensor. (A
+loop over the lag would be unrolled to T operations.) It does twice the products of the formula, half of them by zero.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels._compiled import any_size, compiled
+from kernels.registry import Requires
+
+REQUIRES = Requires(compiled=True)
+
+
+def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    return compiled(_correlation)(any_size(_past(k)), any_size(w)).add_(eps)
+
+
+def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    future = F.pad(grad_out, (0, k.shape[-1] - 1))
+    return (compiled(_product)(any_size(_past(k)), any_size(grad_out)),
+            compiled(_correlation)(any_size(future), any_size(w.flip(-1))))
+
+
+def _past(k: Tensor) -> Tensor:
+    """(B,C,2T-1): T-1 steps of nothing before the first."""
+    return F.pad(k, (k.shape[-1] - 1, 0))
+
+
+def _correlation(padded: Tensor, w: Tensor) -> Tensor:
+    return (_windows(padded, w.shape[-1]) * w[:, None]).sum(-1)
+
+
+def _product(padded: Tensor, grad_out: Tensor) -> Tensor:
+    """grad_w[c,i] = sum_b sum_t k[b,c,t+i-(T-1)] grad_out[b,c,t]"""
+    return (_windows(padded, grad_out.shape[-1]) * grad_out[:, :, None]).sum((0, -1))
+
+
+def _windows(padded: Tensor, T: int) -> Tensor:
+    """(B,C,T,T) of (B,C,2T-1): the window i of row t is at t + i."""
+    B, C, length = padded.shape
+    return padded.as_strided((B, C, T, T), (C * length, length, 1, 1))
