@@ -63,14 +63,27 @@ class DataConfig:
         _between("data.val_fraction", self.val_fraction, 0.0, 1.0)
 
 
+SCALED = ("time_mix", "time_decay", "time_first")        # parameters whose rate has a scale of its own
+
+
 @dataclass
 class OptimConfig:
-    """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off."""
+    """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
+    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon: rwkv/muon.py moves the matrices
+    inside of blocks, at matrix_lr, which rises and falls with lr, and adamw everything else. The rates of the parameters called
+    time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py).
+    """
+
+    name: str = "adamw"
     lr: float = 3e-3
     min_lr: float = 1.5e-4
     schedule: str = "cosine"
     warmup_steps: int = 20
+    matrix_lr: float = 0.02
+    time_mix_lr_scale: float = 1.0
+    time_decay_lr_scale: float = 2.0
+    time_first_lr_scale: float = 3.0
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -78,9 +91,10 @@ class OptimConfig:
     l2_wrap: float = 1e-4
 
     def __post_init__(self) -> None:
+        _one_of("optim.name", self.name, ("adamw", "adam", "muon"))
         _one_of("optim.schedule", self.schedule, ("cosine", "exponential", "constant"))
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
-        for name in ("weight_decay", "grad_clip", "l2_wrap", "eps"):
+        for name in ("weight_decay", "grad_clip", "l2_wrap", "eps", "matrix_lr", *(f"{name}_lr_scale" for name in SCALED)):
             _at_least(f"optim.{name}", getattr(self, name), 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
@@ -91,11 +105,18 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps are optimiser steps. malloc: tuned keeps large freed blocks in the process (glibc), default does not.
+    """Steps are optimiser steps; max_tokens stands in the place of max_steps, in the tokens that all steps read. malloc: tuned
+    keeps large freed blocks in the process (glibc), default does not.
 
     strategy: single | ddp | fsdp, over devices processes on each of num_nodes machines (0: one per GPU); data.batch_size is
     what all of them read together. keep_last: the number of checkpoints kept beside the best. activation_checkpointing: a
-    block's activations are computed anew in its backward pass. compile: blocks go through torch.compile.
+    block's activations are computed anew in its backward pass. compile: blocks go through torch.compile. tbptt: segments of
+    ctx_len tokens in a step, gradients through the state between them, which is carried on through each document; 0 for
+    windows, each from an empty state.
+
+    probe: the kernel's share of the time and its errors on the run's own numbers are measured (rwkv/probe.py); sweeps do so.
+    sample_every: steps between two texts of sample_tokens that continue data.sample_prompt, in samples.jsonl: val_every where
+    it is null, 0 for none. grad_norms: of each part of the model, before clipping, among the metrics of every log_every steps.
     """
 
     accelerator: str = "auto"
@@ -103,29 +124,42 @@ class TrainerConfig:
     devices: int = 1
     num_nodes: int = 1
     max_steps: int = 1000
+    max_tokens: float | None = None      # so that 1e9 can be written
     val_every: int = 500
     checkpoint_every: int = 500
     log_every: int = 10
     precision: str = "32-true"
     accumulate: int = 1
+    tbptt: int = 0
     keep_last: int = 2
     activation_checkpointing: bool = False
     compile: bool = False
     overfit_batches: int = 0
     malloc: str = "tuned"
     sample_tokens: int = 200
+    sample_every: int | None = None
+    grad_norms: bool = False
+    probe: bool = False
 
     def __post_init__(self) -> None:
         _one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu"))
         _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp"))
-        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "fp16-mixed"))
+        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "fp16-mixed", "auto"))
         _one_of("trainer.malloc", self.malloc, ("tuned", "default"))
         for name in ("max_steps", "val_every", "checkpoint_every", "log_every", "accumulate", "keep_last", "num_nodes"):
             _at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("overfit_batches", "sample_tokens", "devices"):
+        for name in ("overfit_batches", "sample_tokens", "devices", "tbptt"):
             _at_least(f"trainer.{name}", getattr(self, name), 0)
+        _at_least("trainer.max_tokens", 1 if self.max_tokens is None else self.max_tokens, 1)
+        _at_least("trainer.sample_every", self.sample_every or 0, 0)
         if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
             raise ValueError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
+        if self.strategy == "fsdp" and self.tbptt:
+            raise ValueError("trainer=fsdp gathers a block's weights for one pass through it, and trainer.tbptt makes one for "
+                             "each segment: use trainer=ddp")
+        if self.strategy == "fsdp" and (self.grad_norms or self.sample_every):
+            raise ValueError("trainer=fsdp gives each process a share of the weights, and trainer.grad_norms and "
+                             "trainer.sample_every need them whole: leave these out")
 
 
 @dataclass
@@ -143,7 +177,10 @@ class LoggerConfig:
 
 @dataclass
 class TrainConfig:
-    """resume: auto, or the run to continue. init_from: a checkpoint of any format, for its weights, sizes and tokenizer."""
+    """resume: auto, or the run to continue. init_from: a checkpoint of any format, for its weights, sizes and tokenizer.
+
+    plan: say what would happen, and end there.
+    """
 
     kernel: KernelConfig = field(default_factory=KernelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -155,9 +192,16 @@ class TrainConfig:
     out_dir: str | None = None
     resume: str | None = None
     init_from: str | None = None
+    plan: bool = False
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """What all processes read for one optimiser step."""
+        segments = max(1, self.trainer.tbptt)
+        return self.data.batch_size * self.model.ctx_len * segments * self.trainer.accumulate
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The command line: every configuration composes, free text stays as it was typed, and a user's mistake is one sentence."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def compose(program: str, *arguments: str) -> Any:
 def test_every_yaml_composes_to_the_schema(choice: Path) -> None:
     config = compose("train", f"{choice.parent}={choice.stem}")
     assert isinstance(config, TrainConfig)
-    if choice.parent.name in ("kernel", "data", "logger"):
+    if choice.parent.name in ("kernel", "data", "optim", "logger"):
         assert getattr(config, choice.parent.name).name == choice.stem
 
 
@@ -54,6 +55,18 @@ def test_the_published_recipe_is_the_experiment() -> None:
     assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (4, 128, 64, 12)
     assert (config.data.name, config.data.tokenizer, config.data.path) == ("text", "char", "FILE")
     assert (config.trainer.max_steps, config.optim.lr) == (2000, 1e-3)
+
+
+def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
+    config = compose("train", "experiment=rwkv4_original", "data.path=enwik8")
+    optim, trainer = config.optim, config.trainer
+    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (6, 512, 1024, 12)
+    assert (config.data.name, config.data.tokenizer) == ("text", "char")
+    assert (optim.name, optim.schedule, optim.warmup_steps) == ("adam", "exponential", 0)
+    assert (optim.lr, optim.min_lr, list(optim.betas), optim.eps) == (8e-4, 1e-5, [0.9, 0.99], 1e-8)
+    assert (optim.time_mix_lr_scale, optim.time_decay_lr_scale, optim.time_first_lr_scale) == (1, 2, 3)
+    assert (optim.weight_decay, optim.grad_clip, optim.l2_wrap) == (0, 1, 1e-4)
+    assert (trainer.max_steps, trainer.val_every) == (5 * 833, 833)
 
 
 def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
@@ -109,9 +122,9 @@ def test_null_is_none() -> None:
     ("kernel.name=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
     ("kernel=fft", "fft cannot be used inside WKV: its error is relative to the largest e^k of a row"),
     ("kernel=conv1d,nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
-    ("model=huge", "unknown model 'huge'; there are: small, tiny"),
-    ("model=null", "unknown model 'null'; there are: small, tiny"),
-    ("experiment=nope", "unknown experiment 'nope'; there are: shakespeare_char"),
+    ("model=huge", "unknown model 'huge'; there are: 169m, 1b5, 3b, 430m, 7b, small, tiny"),
+    ("model=null", "unknown model 'null'; there are: 169m, 1b5, 3b, 430m, 7b, small, tiny"),
+    ("experiment=nope", "unknown experiment 'nope'; there are: kernel_ablation, rwkv4_original, shakespeare_char"),
     ("model.n_layer=two", "model.n_layer: Value 'two'"),
     ("model.n_layer=1.5", "model.n_layer: Value '1.5'"),
     ("optim.lr=abc", "optim.lr: Value 'abc'"),
@@ -120,6 +133,9 @@ def test_null_is_none() -> None:
     ("optim.betas=[0.9]", "optim.betas are two numbers"),
     ("optim.betas=[0.9,1.5]", "optim.betas are two numbers"),
     ("model.n_layer=0", "model.n_layer is at least 1; got 0"),
+    ("optim.name=sgd", "optim.name is one of adamw, adam; got 'sgd'"),
+    ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale is at least 0"),
+    ("trainer.max_tokens=0", "trainer.max_tokens is at least 1; got 0"),
     ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed, fp16-mixed; got '16'"),
     ("optim.lr=1e-5", "optim.min_lr above 0 and at most optim.lr"),
     ("data.val_fraction=2", "data.val_fraction lies above 0 and below 1"),
@@ -188,7 +204,34 @@ def test_a_bug_keeps_its_stack_trace() -> None:
 # What is right
 
 
+@pytest.fixture(scope="module")
+def page() -> str:
+    """What train.py --help shows, made as Hydra makes it."""
+    cli.ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+        return str(hydra.compose("train", return_hydra_config=True).hydra.help.template)
+
+
 def test_help_is_there(run: Run) -> None:
-    status, output, _ = run("train", "--help")
+    status, output, _ = run("train", "model=small", "--help")
     assert status == 0
     assert "kernel: auto, conv1d, cuda_scan" in output
+    assert "model.n_embd           width, in channels [384]" in output, "with the values of this command line"
+
+
+@pytest.mark.parametrize("option", cli._options(TrainConfig))
+def test_help_explains_every_option(page: str, option: str) -> None:
+    assert re.search(rf"^  {re.escape(option)}  +\w+.* .*\w", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice.parent.name != "kernel"], ids=str)
+def test_help_says_what_every_choice_is_for(page: str, choice: Path) -> None:
+    choices = page[page.index("Choices, GROUP=NAME"):page.index("Options, OPTION=VALUE")]
+    assert re.search(rf"\b{choice.parent}=[^\n=]*\b{choice.stem}\b", choices)
+
+
+def test_help_fits_a_terminal_and_names_nothing_that_is_not_there(page: str) -> None:
+    assert max(map(len, page.splitlines())) <= 80
+    options = re.findall(r"^  ([a-z]+(?:[._][a-z0-9_]+)+)  ", page, re.MULTILINE)
+    assert len(options) > 50
+    assert set(options) <= {*cli._options(TrainConfig)}

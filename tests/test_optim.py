@@ -1,6 +1,8 @@
 """The optimiser's groups and the schedules."""
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,46 @@ def test_every_parameter_is_in_one_group_with_its_rate_and_decay() -> None:
             scale = {"time_decay": 2, "time_first": 3}.get(name.split(".")[-1], 1)
             assert group["lr"] == pytest.approx(scale * 1e-3)
             assert group["weight_decay"] == (0.1 if name in DECAYED else 0.0)
+
+
+def test_muon_has_the_matrices_inside_of_blocks_and_nothing_else_changes() -> None:
+    model = small_model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, replace(CONFIG, name="muon", matrix_lr=0.05))
+    theirs, = (group for group in groups if group.pop("orthogonal", False))
+    assert {names[parameter] for parameter in theirs["params"]} == DECAYED - {"emb.weight", "head.weight"}
+    assert (theirs["lr"], theirs["weight_decay"]) == (0.05, 0.1)
+    before = {names[parameter]: group["lr"] for group in parameter_groups(model, CONFIG) for parameter in group["params"]}
+    assert all(before[names[parameter]] == group["lr"] for group in groups if group is not theirs
+               for parameter in group["params"])
+
+
+def test_each_kind_of_parameter_has_its_scale() -> None:
+    model = small_model()
+    names = {parameter: name.split(".")[-1] for name, parameter in model.named_parameters()}
+    scales = {"time_mix": 5.0, "time_decay": 0.5, "time_first": 0.0}
+    found = {names[parameter]: group["lr"] for group in parameter_groups(model, OptimConfig(
+        lr=1.0, **{f"{name}_lr_scale": scale for name, scale in scales.items()})) for parameter in group["params"]}
+    assert found.pop("weight") == found.pop("bias") == 1.0
+    assert found == {"time_mix_k": 5.0, "time_mix_v": 5.0, "time_mix_r": 5.0, "time_decay": 0.5, "time_first": 0.0}
+
+
+def stepped(**options: Any) -> list[torch.Tensor]:
+    """The weights after three steps with the gradient that the weights themselves are."""
+    model = small_model()
+    optimizer = LanguageModel(model, OptimConfig(warmup_steps=0, **options), 100, 1.0).configure_optimizers()["optimizer"]
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def test_adam_is_adamw_without_weight_decay_and_another_with_it() -> None:
+    assert all(map(torch.equal, stepped(name="adam"), stepped(name="adamw")))
+    decayed = zip(*(stepped(name=name, weight_decay=0.5) for name in ("adam", "adamw")), strict=True)
+    assert [bool((adam != adamw).any()) for adam, adamw in decayed] == [
+        name in DECAYED for name, _ in small_model().named_parameters()]
 
 
 def test_the_optimiser_is_the_configured_one_and_follows_the_schedule() -> None:
