@@ -5,13 +5,16 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
+from rwkv.curves import gradient_norms, product_seconds
+from rwkv.model import RWKV
 from rwkv.processes import rank, summed, world_size
 from rwkv.saving import Checkpoints
 
@@ -66,22 +69,35 @@ class StopCleanly(Callback):
 
 
 class Metrics(Callback):
-    """train/loss, tok_per_sec, lr and peak_mem (MiB) every `log_every` steps; validation is not in the time.
+    """train/loss, tok_per_sec, lr, grad_norm (before clipping), matmul_share and peak_mem (MiB) every `log_every` steps.
 
-    At the end it says the median milliseconds of a step, of those that were logged.
+    matmul_share: of a step's time, what its matrix products take alone, timed once before training. Validation and samples
+    are in no time. grad_norms: also that of each part of the model. At the end it says the median milliseconds of a step,
+    of those that were logged. Of several processes, memory is the first one's.
     """
 
-    def __init__(self, log_every: int) -> None:
-        self.log_every, self._tokens, self._since, self._lr = log_every, 0, 0.0, 0.0
+    def __init__(self, log_every: int, grad_norms: bool = False, dtype: torch.dtype = torch.float32, tokens: int = 1) -> None:
+        """dtype: of the matrix products. tokens: that go through the model together, in this process."""
+        self.log_every, self.grad_norms, self.dtype, self.tokens_together = log_every, grad_norms, dtype, tokens
+        self._tokens, self._since, self._lr = 0, 0.0, 0.0
         self._ms_per_token: list[float] = []
         self._tokens_per_step = 0
+        self._products: float | None = None      # seconds of one process's token
+        self._norms: dict[str, float] = {}
         self._loss: Any = 0.0            # of the step so far, a share for each batch that it accumulates
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._products = product_seconds(cast(RWKV, pl_module.model), self.tokens_together, pl_module.device, self.dtype)
+        if pl_module.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pl_module.device)     # that took memory which training does not
         self._restart()
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
+        if self.grad_norms and (trainer.global_step + 1) % self.log_every == 0:
+            self._norms = gradient_norms(cast(RWKV, pl_module.model))
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restart()
@@ -95,20 +111,38 @@ class Metrics(Callback):
         step_loss, self._loss = self._loss, 0.0
         if trainer.global_step % self.log_every == 0:
             loss = summed(step_loss.item())[0] / world_size()
-            seconds = time.perf_counter() - self._since
-            self._ms_per_token.append(1000 * seconds / self._tokens)
             self._tokens_per_step = batch[0].numel() * world_size() * trainer.accumulate_grad_batches
-            metrics = {"train/loss": loss, "tok_per_sec": self._tokens / seconds,
-                       "lr": self._lr, "peak_mem": peak_memory_mib(pl_module.device)}
+            metrics = {"train/loss": loss, "lr": self._lr} | self._speed() | self._of_gradients(pl_module) | {
+                "peak_mem": peak_memory_mib(pl_module.device)}
             pl_module.log_dict(metrics, logger=False)    # for the bar; Lightning would log them again at every step
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)
             self._restart()
 
+    def leave_out(self, seconds: float) -> None:
+        """Of the time since the last metrics: nothing was trained in it."""
+        self._since += seconds
+
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         if stage == "fit" and self._ms_per_token and rank() == 0:
-            median = statistics.median(self._ms_per_token) * self._tokens_per_step
-            print(f"median {median:.1f} ms a step of {self._tokens_per_step:,} tokens", file=sys.stderr)
+            ms_per_token = statistics.median(self._ms_per_token)
+            share = self._share(ms_per_token / 1000)
+            print(f"median {ms_per_token * self._tokens_per_step:.1f} ms a step of {self._tokens_per_step:,} tokens"
+                  + (f", of which the matrix products alone take {share:.0%}" if share else ""), file=sys.stderr)
+
+    def _speed(self) -> dict[str, float]:
+        seconds_per_token = (time.perf_counter() - self._since) / self._tokens
+        self._ms_per_token.append(1000 * seconds_per_token)
+        share = self._share(seconds_per_token)
+        return {"tok_per_sec": 1 / seconds_per_token} | ({"matmul_share": share} if share else {})
+
+    def _share(self, seconds_per_token: float) -> float | None:
+        """Each process's tokens take world_size times what one of all processes' takes."""
+        return self._products and self._products / (seconds_per_token * world_size())
+
+    def _of_gradients(self, task: Any) -> dict[str, float]:
+        total = {} if task.grad_norm is None else {"grad_norm": float(task.grad_norm)}
+        return total | self._norms
 
     def _restart(self) -> None:
         self._tokens, self._since = 0, time.perf_counter()
@@ -160,9 +194,10 @@ def peak_memory_mib(device: torch.device) -> float:
     """The most memory used so far, in MiB: the GPU's where the model is on one, else the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
+    if sys.platform == "linux":          # getrusage counts what the process was before it became this program
+        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2 ** 10
     if sys.platform == "win32":
         return float("nan")              # the standard library cannot tell there
     import resource
 
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used / 2 ** 20 if sys.platform == "darwin" else used / 2 ** 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20

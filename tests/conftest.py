@@ -1,5 +1,10 @@
-"""What all tests share: `pytest --device cuda`, and uninitialised memory full of NaN for the tests of kernels."""
+"""What all tests share: `pytest --device cuda`, and uninitialised memory full of NaN for the tests of kernels.
 
+`make test` gives every core a process of pytest-xdist; each then has one thread, as have the processes that it starts, since
+more threads than cores wait for each other most of the time.
+"""
+
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +18,16 @@ if TYPE_CHECKING:
 
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+if importlib.util.find_spec("hypothesis"):               # machines with GPUs are often without
+    from hypothesis import settings
+
+    settings.register_profile("timemix", deadline=None)  # time decides no test
+    settings.load_profile("timemix")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
