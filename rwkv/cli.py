@@ -11,16 +11,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,6 +33,7 @@ VERBATIM = ("prompt", "prompts", "stop", "logit_bias", "state", "save_state", "o
             "logger.run_name", "logger.group")
 REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
+SWEEP_FLAGS = ("-m", "--multirun")
 USER_ERROR, INTERRUPTED = 2, 130
 
 
@@ -51,9 +51,23 @@ class CommandLine:
         return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
 
 
-def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str) -> None:
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep: the options in which its runs differ, its whole command line, and what that composes to."""
+
+    swept: dict[str, str]
+    arguments: list[str]
+    config: Any
+
+
+Jobs = Callable[[CommandLine], list[Job]]
+
+
+def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str,
+        sweep: Callable[[CommandLine, Jobs], None] | None = None) -> None:
     """Composes configs/CONFIG_NAME.yaml with the command line into a `schema` and calls task(config, command line).
 
+    sweep: called for -m instead, with the command line and what makes jobs of one; without it Hydra runs the jobs.
     A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2.
     """
     line = split(sys.argv[1:], schema)
@@ -63,6 +77,9 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
         with_sentences(lambda: task(build(composed, line.verbatim), line))
 
     with_sentences(lambda: check(line, schema, config_name))
+    if sweep is not None and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
+        with_sentences(lambda: sweep(line, partial(jobs, schema=schema, config_name=config_name)))
+        return
     sys.argv[1:] = line.flags + line.overrides
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
 
@@ -95,10 +112,26 @@ def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:
     return config
 
 
-def sweep_dir() -> Path | None:
-    """The directory that Hydra gives this job of a sweep (-m); None outside of one."""
-    settings = HydraConfig.get()
-    return Path(settings.runtime.output_dir) if settings.mode == RunMode.MULTIRUN else None
+def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
+    """Every combination of the options that name several values, and of the sweep of an experiment (hydra.sweeper.params).
+
+    Raises UsageError as check does.
+    """
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        overrides = [*_params(config_name, line), *line.overrides]
+        for override in overrides:
+            check_override(override, schema)
+        verbatim = [f"{key}={value}" for key, value in line.verbatim.items()]
+        return [Job(swept, [*chosen, *verbatim], _compose(config_name, chosen, line.verbatim))
+                for chosen, swept in _combinations(overrides)]
+
+
+def _params(config_name: str, line: CommandLine) -> list[str]:
+    """What the configuration sweeps over and the command line does not say."""
+    single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override]))]
+    composed = hydra.compose(config_name, single, return_hydra_config=True)
+    params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
+    return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
 
 
 def with_sentences(action: Callable[[], None]) -> None:
@@ -135,7 +168,7 @@ def check(line: CommandLine, schema: type, config_name: str) -> None:
     for override in line.overrides:
         check_override(override, schema)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        for overrides in _jobs(line.overrides):
+        for overrides, _ in _combinations(line.overrides):
             _compose(config_name, overrides, line.verbatim)
 
 
@@ -165,18 +198,21 @@ def _check_choice(group: str, choice: str) -> None:
     raise UsageError(f"unknown {group} {choice!r}; there are: {', '.join(choices)}")
 
 
-def _jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each job: one list, or the product over the overrides that name several values."""
+def _combinations(overrides: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """The overrides of each job, and of them those that the sweep chose: the product over all that name several values."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise UsageError(f"cannot read the options: {_first_line(error)}") from None
-    choices = [[f"{item.key_or_group}={value}" for value in item.sweep_string_iterator()]
-               if item.is_sweep_override() else [text] for text, item in zip(overrides, parsed, strict=True)]
-    return [list(job) for job in itertools.product(*choices)]
+    choices: list[list[tuple[str, dict[str, str]]]] = [
+        [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
+        if item.is_sweep_override() else [(text, {})] for text, item in zip(overrides, parsed, strict=True)]
+    return [([text for text, _ in job], {key: value for _, swept in job for key, value in swept.items()})
+            for job in itertools.product(*choices)]
 
 
-def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | list[str]]) -> None:
+def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
+    """The schema's object."""
     try:
         composed = hydra.compose(config_name, overrides)
     except HydraException as error:
@@ -184,7 +220,7 @@ def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | l
         detail = f"{getattr(cause, 'full_key', '')}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else ""
         raise UsageError(detail or _first_line(error)) from None
     try:
-        build(composed, verbatim)
+        return build(composed, verbatim)
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key}: {_first_line(error)}") from None
 

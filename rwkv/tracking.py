@@ -1,15 +1,22 @@
 """Where metrics go: metrics.csv in the run's directory, and W&B, online where the user is logged in, else offline."""
 
 import csv
+import io
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from rwkv.config import LoggerConfig
+from rwkv.formats._atomic import write_file
 from rwkv.processes import rank
+
+METRICS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "matmul_share", "peak_mem")
+SAMPLES = ("step", "prompt", "text")
+SAMPLES_SHOWN = 100                      # of the latest in W&B's table, which is sent whole each time
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
@@ -19,22 +26,57 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     """
     if config.name == "none" or rank() > 0:
         return []
-    file = MetricsFile(out_dir / "metrics.csv", resumed_at)
+    norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
+    file = MetricsFile(out_dir / "metrics.csv", run["kernel"]["name"], norms, resumed_at)
     return [file] if config.name == "csv" else [file, _wandb(config, out_dir, run)]
 
 
+def norm_names(n_layer: int) -> tuple[str, ...]:
+    """What trainer.grad_norms=true logs: the norm of the gradients of each part of the model."""
+    return tuple(f"grad_norm/{part}" for part in ("emb", *(f"blocks.{layer}" for layer in range(n_layer)), "ln_out", "head"))
+
+
+def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """To W&B, as a table; they are in a file of their own anyway. rows: of SAMPLES each."""
+    table = [[row[name] for name in SAMPLES] for row in rows[-SAMPLES_SHOWN:]]
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_table("samples", list(SAMPLES), table, step=step)
+
+
+def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, Any]], files: Iterable[Path]) -> None:
+    """A W&B run of a sweep's own, in the group of its runs: the report's rows as a table, and its files as they are."""
+    import wandb
+
+    group = config.group or sweep.name
+    offline = _offline()
+    columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
+    with wandb.init(project=config.project, group=group, name=f"{group}-report", job_type="report", dir=sweep,
+                    settings=wandb.Settings(silent=True, mode="offline" if offline else "online")) as run:
+        table = [[row.get(str(name)) if row.get(str(name)) != "" else None for name in columns] for row in rows]
+        artifact = wandb.Artifact(f"report-{re.sub('[^A-Za-z0-9_.-]', '_', group)}", "report")
+        for file in files:
+            artifact.add_file(str(file))
+        run.log_artifact(artifact)
+        run.log({"report": wandb.Html((sweep / "report.html").read_text(encoding="utf-8"), inject=False),
+                 "summary": wandb.Table(columns, table)})
+        folder = Path(run.dir).parent
+    if offline:
+        print(f"W&B: offline; {_how_to_upload(folder, None)}", file=sys.stderr)
+
+
 class MetricsFile(Logger):
-    """One row for each step with metrics; a resumed run goes on where its checkpoint was, and drops what came after it."""
+    """One row for each step with metrics; a resumed run goes on where its checkpoint was, and drops what came after it.
 
-    COLUMNS = ("step", "train/loss", "val/loss", "val/bpb", "lr", "tok_per_sec", "peak_mem")
+    It keeps its columns, and has new ones after them. `kernel` stands in each row, since a resumed run may have another.
+    """
 
-    def __init__(self, path: Path, resumed_at: int | None = None) -> None:
+    def __init__(self, path: Path, kernel: str, norms: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.kernel = path, kernel
         kept = _rows_until(path, resumed_at) if resumed_at is not None and path.is_file() else []
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self.COLUMNS).writeheader()
-            csv.DictWriter(file, self.COLUMNS).writerows(kept)
+        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *METRICS, "kernel", *norms]))
+        write_file(path, lambda file: file.write(self._text(kept, header=True)))
 
     @property
     def name(self) -> str:
@@ -48,23 +90,32 @@ class MetricsFile(Logger):
         """The configuration is in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        row = {"step": step or 0} | {name: metrics[name] for name in self.COLUMNS if name in metrics}
-        if len(row) > 1:
-            with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self.COLUMNS).writerow(row)
+        known = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
+        if known:
+            with self.path.open("ab") as file:
+                file.write(self._text([{"step": step or 0, **known, "kernel": self.kernel}]))
+
+    def _text(self, rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().encode()
 
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
+    """Without a last row that a kill cut short."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+        return [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) <= step]
 
 
 def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any]) -> WandbLogger:
     import wandb
 
-    if wandb.run is not None:            # that of the sweep's job before this one, in the same process
+    if wandb.run is not None:            # that of a run before this one, in the same process
         wandb.finish()
-    offline = wandb.setup(wandb.Settings(silent=True)).settings._offline or not _logged_in()
+    offline = _offline()
     before = _id_of(out_dir)
     logger = WandbLogger(
         id=before, resume="allow" if before else None,
@@ -73,6 +124,12 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any]) -> WandbLog
     if offline:
         print(f"W&B: offline; {_how_to_upload(Path(logger.experiment.dir).parent, before)}", file=sys.stderr)
     return logger
+
+
+def _offline() -> bool:
+    import wandb
+
+    return wandb.setup(wandb.Settings(silent=True)).settings._offline or not _logged_in()
 
 
 def _id_of(out_dir: Path) -> str | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kernels.registry import names
+from kernels.registry import names, operators
 from kernels.select import AUTO, selectable
 
 ROOT = Path(__file__).parent.parent
@@ -29,21 +29,22 @@ class Rule(NamedTuple):
 
 
 BACK_ENDS = r"taichi|triton|cuda|cupy"
-IMPLEMENTATIONS = "|".join(rf"kernels\.{op}\.({'|'.join(names(op))})" for op in ("timex", "wkv"))
+OPERATORS = "|".join(operators())
+IMPLEMENTATIONS = "|".join(rf"kernels\.{op}\.({'|'.join(names(op))})" for op in operators())
 RULES = (
     Rule(r".*", r"train|generate|tests|benchmarks", "an entry point is imported by nobody"),
     Rule(r"kernels\b.*", r"rwkv|lightning|hydra|omegaconf|wandb", "kernels know nothing of RWKV, Hydra, Lightning or W&B"),
     Rule(r"(?!kernels\._taichi$).*", r"taichi", "kernels/_taichi.py is the one place that imports Taichi"),
     Rule(r"(?!kernels\b).*", BACK_ENDS, "back ends belong to kernels/"),
-    Rule(r"kernels\.(timex|wkv)(\.cases)?", rf"kernels\._\w+|{BACK_ENDS}", "an operator's own file knows no back end"),
+    Rule(rf"kernels\.({OPERATORS})(\.cases)?", rf"kernels\._\w+|{BACK_ENDS}", "an operator's own file knows no back end"),
+    Rule(r"(?!kernels\._subjects$).*", rf"kernels\.({OPERATORS})\.subject", "what is measured is found by folder"),
     Rule(r".*", IMPLEMENTATIONS, "an implementation is loaded by name, and imports no other"),
-    Rule(r"kernels\.timex\b.*", r"kernels\.(?!(registry|_taichi|_cuda|timex)\b)\w+",
-         "an operator stands on the registry alone"),
-    Rule(r"kernels\.wkv\b(?!\.timex$).*", r"kernels\.(?!(registry|_taichi|_cuda|wkv)\b)\w+",
-         "an operator stands on the registry alone"),
+    *(Rule(rf"(?!kernels\.wkv\.timex$)kernels\.{op}\b(?!\.subject$).*",
+           rf"kernels\.(?!(registry|_taichi|_cuda|_compiled|{op})\b)\w+", "an operator stands on the registry alone")
+      for op in operators()),
     Rule(r"kernels\.wkv\.timex", r"kernels\.(?!(registry|timex|wkv)\b)\w+", "it stands on TimeX and its own operator"),
-    Rule(r"(?!kernels\b|rwkv\.tools\.bench_generation$).*", r"kernels\.(?!(registry|select|allocator|timex|wkv)\b)\w+",
-         "what the model may use of kernels/"),
+    Rule(r"(?!kernels\b|rwkv\.(tools\.bench_generation|probe)$).*",
+         rf"kernels\.(?!(registry|select|allocator|{OPERATORS})\b)\w+", "what the model may use of kernels/"),
     Rule(r"(?!rwkv\.tracking$).*", r"wandb", "wandb belongs to rwkv/tracking.py"),
     Rule(r"rwkv\.tracking", r"wandb", "wandb is imported inside functions", at_import_only=True),
     Rule(r"rwkv\b(?!\.(cli|tools)\b).*", r"hydra|omegaconf", "Hydra belongs to rwkv/cli.py and rwkv/tools/"),
@@ -93,6 +94,7 @@ def test_import_directions(path: Path) -> None:
     ("kernels.timex.mine", "import taichi as ti"), ("kernels.timex.mine", "from kernels.timex import conv1d"),
     ("kernels.timex.mine", "from .conv1d import forward"), ("kernels.timex.mine", "from kernels.wkv import WKV"),
     ("kernels.timex", "from kernels._taichi import launch"), ("kernels.wkv", "from kernels.timex import TimeX"),
+    ("kernels.timex.mine", "from kernels.timex.subject import Subject"), ("kernels.bench", "import kernels.wkv.subject"),
     ("kernels.bench", "import hydra"), ("rwkv.model", "import lightning"), ("rwkv.model", "from kernels.select import select"),
     ("rwkv.model", "from rwkv.task import LanguageModel"), ("rwkv.task", "import wandb"), ("rwkv.tracking", "import wandb"),
     ("rwkv.task", "from omegaconf import DictConfig"), ("rwkv.time_mix", "from kernels.wkv.reference import forward"),
@@ -105,6 +107,7 @@ def test_a_wrong_import_is_noticed(module: str, text: str) -> None:
 @pytest.mark.parametrize(("module", "text"), [
     ("kernels.timex.mine", "import torch\nfrom kernels._taichi import launch, ti\nfrom kernels.registry import Requires"),
     ("kernels.wkv.timex", "from kernels.timex import TimeX\nfrom kernels.wkv import decay_exponent"),
+    ("kernels.wkv.subject", "from kernels._subjects import Pass\nfrom kernels.select import select"),
     ("kernels.wkv.cases", "from kernels.wkv import WKVState"), ("rwkv.time_mix", "from kernels.wkv import WKV, WKVState"),
     ("rwkv.tracking", "def log():\n    import wandb"), ("train", "from kernels.select import AUTO, select, why_auto"),
 ])

@@ -1,6 +1,8 @@
 """Training from the command line, end to end: what a run leaves behind, how it stops and goes on, and how kernels compare."""
 
+import json
 import math
+import re
 import signal
 import sys
 import time
@@ -15,6 +17,7 @@ import train
 from rwkv import RWKV, Tokenizer, cli, generate
 from rwkv.checkpoint import locate, read_checkpoint
 from rwkv.config import TrainConfig
+from rwkv.samples import read_samples
 
 LONG = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=200",
         "trainer.val_every=80", "trainer.checkpoint_every=150")
@@ -67,7 +70,9 @@ def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, wh
     assert whole.status == 0, whole.error
     leaves_a_run(folder / "whole", 200, "conv1d")
     assert list(losses(folder / "whole", "val/loss")) == list(losses(folder / "whole", "val/bpb")) == [80, 160, 200]
+    assert [sample["step"] for sample in read_samples(folder / "whole" / "samples.jsonl")] == [80, 160, 200]
     for row in rows(folder / "whole"):
+        assert row["kernel"] == "conv1d"
         assert bool(row["val/loss"]) != bool(float(row["tok_per_sec"] or 0) > 0 and float(row["peak_mem"]) > 0)
 
 
@@ -84,6 +89,7 @@ def test_what_will_happen_is_said_before_and_the_result_after(whole: Done) -> No
                  "200 steps of 64 tokens: 12,800 tokens, about 0.", "minutes", "val/loss", "val/bpb", "gzip -9",
                  "python generate.py checkpoint=whole prompt="):
         assert said in whole.error
+    assert re.search(r"median [\d.]+ ms a step of 64 tokens, of which the matrix products alone take \d+%\n", whole.error)
     assert "Warning" not in whole.error
 
 
@@ -152,13 +158,13 @@ def test_a_resumed_run_stays_the_run_that_it_was(folder: Path, resumed: Done, ar
 
 @pytest.fixture(scope="module")
 def sweep(folder: Path, resumed: Done) -> Done:
-    """Two kernels in one process, followed by W&B with no account."""
+    """Two kernels, each in a process of its own, followed by W&B with no account."""
     return finish(start(folder, "train", "-m", "kernel=conv1d,taichi_v3", *SMALL, "logger=wandb", "out_dir=sweep"))
 
 
 def test_a_sweep_over_kernels_is_two_runs_of_the_same_losses(folder: Path, sweep: Done) -> None:
     assert sweep.status == 0, sweep.error
-    runs = sorted((folder / "sweep").iterdir())
+    runs = sorted((folder / "sweep").glob("kernel=*"))
     for run, kernel in zip(runs, ("conv1d", "taichi_v3"), strict=True):
         assert kernel in run.name
         leaves_a_run(run, 5, kernel)
@@ -166,11 +172,23 @@ def test_a_sweep_over_kernels_is_two_runs_of_the_same_losses(folder: Path, sweep
 
 
 def test_wandb_without_an_account_is_offline(folder: Path, sweep: Done) -> None:
-    for run in sorted((folder / "sweep").iterdir()):
+    for run in sorted((folder / "sweep").glob("kernel=*")):
         offline = list((run / "wandb").glob("offline-run-*"))
         assert len(offline) == 1
         assert list(offline[0].glob("run-*.wandb"))
+        assert list(offline[0].glob("files/media/table/samples_*.table.json"))
         assert f"`wandb sync {offline[0].relative_to(folder)}` uploads this run" in sweep.error
+        saved = yaml.safe_load((run / "config.yaml").read_text())
+        assert (saved["logger"]["group"], saved["logger"]["run_name"]) == ("sweep", f"{run.name.removeprefix('kernel=')}-seed0")
+
+
+def test_wandb_has_the_report_of_a_sweep_too(folder: Path, sweep: Done) -> None:
+    media = folder / "sweep" / "wandb" / "latest-run" / "files" / "media"
+    assert [path.read_text() for path in media.glob("html/*.html")] == [(folder / "sweep" / "report.html").read_text()]
+    summary, = media.glob("table/summary_*.table.json")
+    table = json.loads(summary.read_text())
+    assert table["columns"][:3] == ["level", "statistic", "kernel"]
+    assert [row[:3] for row in table["data"][:2]] == [["run", "value", "conv1d"], ["kernel", "median", "conv1d"]]
 
 
 def test_accumulation_bf16_and_a_char_vocabulary_train(folder: Path, sweep: Done) -> None:

@@ -82,8 +82,9 @@ def assert_same_training(run: Path, other: Path) -> None:
         one, two = (content(folder / "checkpoints" / name) for folder in (run, other))
         assert one.keys() == two.keys()
         assert not {key for key in one if key not in OWN and not same(one[key], two[key])}
-    for name in ("train/loss", "val/loss", "val/bpb", "lr"):
+    for name in ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm"):
         assert losses(run, name) == losses(other, name)
+    assert (run / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
 
 
 def content(checkpoint: Path) -> dict[str, Any]:

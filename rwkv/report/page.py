@@ -1,0 +1,253 @@
+"""The report as one HTML file: no script, nothing from outside, every text escaped."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rwkv.report import svg
+from rwkv.report.findings import BAD, NOTE, Finding
+from rwkv.report.numbers import EARLY, RESULTS, WHEN, Comparison, Kernel, allowed, flat
+from rwkv.report.reading import Curve, Run
+from rwkv.report.style import STYLE
+from rwkv.report.tidy import COLUMNS
+
+WORDS = {BAD: "Look:", NOTE: "Note:"}
+PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))
+MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "triton", "cuda-core", "cuda", "numpy",
+           "commit", "date")
+SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
+            "trainer.max_steps", "trainer.precision")
+SAMPLES_SHOWN = 3                        # the first and the latest
+
+
+def page(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
+    title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
+    body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *map(_finding, findings), *_summary(comparison),
+            *_plots(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison), *_setting(comparison),
+            _method(comparison)]
+    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n")
+
+
+def _is_single(comparison: Comparison) -> bool:
+    return len(comparison.runs) == 1
+
+
+def _lead(comparison: Comparison) -> str:
+    config = next((flat(run.config) for run in comparison.runs if run.config), {})
+    settings = ", ".join(f"{key} {config[key]}" for key in SETTINGS if key in config)
+    seeds, kernels = len({run.seed for run in comparison.runs}), len(comparison.kernels)
+    what = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}" if _is_single(comparison) else (
+        f"{kernels} kernel{'s' * (kernels != 1)}, {seeds} seed{'s' * (seeds != 1)}, {len(comparison.runs)} runs, each in a "
+        "process of its own" + (f"; compared with {comparison.reference}" if comparison.reference else ""))
+    return f'<p>{escape(what)}.</p><p class="quiet">{escape(settings)}</p>'
+
+
+def _finding(finding: Finding) -> str:
+    word = WORDS.get(finding.kind)
+    return f'<div class="finding {finding.kind}">{f"<b>{word}</b>" if word else ""}{escape(finding.text)}</div>'
+
+
+# Tables
+
+
+def _summary(comparison: Comparison) -> list[str]:
+    compared = comparison.reference is not None
+    header = ["kernel", "val/loss, nats", *["difference"] * compared, "tokens/s", *[f"x {comparison.reference}"] * compared,
+              "step, ms", "WKV forward", "WKV backward", "rest", "memory, MiB"]
+    rows = [_summary_row(kernel, comparison) for kernel in comparison.kernels]
+    return ["<h2>Summary</h2>", _table(header, rows)]
+
+
+def _summary_row(kernel: Kernel, comparison: Comparison) -> str:
+    finished = kernel.finished()
+    name = f"{escape(kernel.label)}<small>{len(finished.runs)} of {len(kernel.runs)} finished</small>"
+    if not any(kernel.numbers):
+        reason = next((run.reason for run in kernel.runs if run.reason), None)
+        columns = 7 + 2 * bool(comparison.reference)
+        return f'<tr><td>{name}</td><td class="text" colspan="{columns}">{escape(reason or kernel.status())}</td></tr>'
+    shown = finished if finished.runs else kernel
+    compared = comparison.reference is not None
+    cells = [_cell(shown, "val_loss", "{:.4f}"), *([_difference(shown)] if compared else []),
+             _cell(shown, "tok_per_sec", "{:,.0f}"), *([_ratio(shown, comparison)] if compared else []),
+             *(_cell(shown, key, "{:.3g}") for key in ("step_ms", "forward_ms", "backward_ms", "rest_ms")),
+             _cell(shown, "peak_mib", "{:,.0f}")]
+    return f"<tr><td>{name}</td>{''.join(cells)}</tr>"
+
+
+def _difference(kernel: Kernel) -> str:
+    """The largest of any run, and of the first steps."""
+    largest, early = kernel.values("difference"), kernel.values("difference_early")
+    return f"<td>{max(largest):.1e}<small>{max(early):.1e} in {EARLY} steps</small></td>" if largest and early else "<td></td>"
+
+
+def _cell(kernel: Kernel, name: str, form: str) -> str:
+    """The median of the runs, and below it the least and the largest."""
+    values = kernel.values(name)
+    if not values:
+        return "<td></td>"
+    low, high = form.format(min(values)), form.format(max(values))
+    return f"<td>{form.format(statistics.median(values))}{f'<small>{low} to {high}</small>' if low != high else ''}</td>"
+
+
+def _ratio(kernel: Kernel, comparison: Comparison) -> str:
+    reference = next((one for one in comparison.kernels if one.label == comparison.reference), None)
+    ours, theirs = kernel.median("tok_per_sec"), reference and reference.finished().median("tok_per_sec")
+    return f"<td>{ours / theirs:.2f}</td>" if ours and theirs else "<td></td>"
+
+
+def _errors(comparison: Comparison) -> list[str]:
+    """Of the worst layer and run: err_ratio, and below it the largest absolute error."""
+    kernels = [kernel for kernel in comparison.kernels if any("err_start_y" in numbers for numbers in kernel.numbers)]
+    if not kernels:
+        return []
+    rows = [_error_row(kernel, when) for kernel in kernels for when in WHEN]
+    ranges = _ranges(kernels[0].runs[0])
+    return ["<h2>Error of WKV on this run's own numbers</h2>",
+            '<p class="quiet">Against the float64 reference on k, v, time_decay, time_first and the upstream gradient that the '
+            "model itself had at the start and at the end of training; RMS error / RMS, and below it the largest absolute "
+            f"error, of the worst layer and run. {escape(ranges)}</p>",
+            _table(["kernel", "when", *RESULTS], [row for row in rows if row])]
+
+
+def _error_row(kernel: Kernel, when: str) -> str:
+    if not kernel.values(f"err_{when}_y"):
+        return ""
+    cells = []
+    for result in RESULTS:
+        name = result.replace(" ", "_")
+        errors, largest = kernel.values(f"err_{when}_{name}"), kernel.values(f"max_{when}_{name}")
+        limit = min((allowed(run, when).get(result, float("inf")) for run in kernel.runs), default=float("inf"))
+        wrong = ' class="bad"' if max(errors) > limit else ""
+        cells.append(f"<td{wrong}>{max(errors):.1e}<small>{max(largest):.1e}</small></td>")
+    return f"<tr><td>{escape(kernel.label)}</td><td>{when}</td>{''.join(cells)}</tr>"
+
+
+def _ranges(run: Run) -> str:
+    layers = run.measured.get("errors", {}).get("end", {}).get("layers", [])
+    if not layers:
+        return ""
+    bounds = {name: (min(layer["ranges"][name][0] for layer in layers), max(layer["ranges"][name][1] for layer in layers))
+              for name in ("k", "v", "time_decay", "time_first")}
+    said = ", ".join(f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in bounds.items())
+    return f"In {run.name}, at the end: {said}."
+
+
+def _runs(comparison: Comparison) -> list[str]:
+    if _is_single(comparison):
+        return []
+    rows = [_run_row(run, numbers) for kernel in comparison.kernels
+            for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)]
+    header = ["run", "order", "status", "steps", "val/loss", "train/loss", "tokens/s", "largest difference", "at step",
+              "reason"]
+    return ["<h2>Runs</h2>", _table(header, rows, text=("reason",))]
+
+
+def _run_row(run: Run, numbers: dict[str, float]) -> str:
+    forms = {"steps": "{:.0f}", "val_loss": "{:.4f}", "train_loss": "{:.4f}", "tok_per_sec": "{:,.0f}", "difference": "{:.1e}",
+             "difference_step": "{:.0f}"}
+    cells = [f"<td>{form.format(numbers[key]) if key in numbers else ''}</td>" for key, form in forms.items()]
+    failed = ' class="bad"' if run.status == "failed" else ""
+    return (f"<tr><td>{escape(run.name)}</td><td>{run.order or ''}</td><td{failed}>{escape(run.status)}</td>{''.join(cells)}"
+            f'<td class="text">{escape(run.reason or "")}</td></tr>')
+
+
+def _table(header: Sequence[str], rows: Iterable[str], text: Sequence[str] = ()) -> str:
+    names = "".join(f"<th{' class=text' if name in text else ''}>{escape(name)}</th>" for name in header)
+    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+# Figures
+
+
+def _plots(comparison: Comparison) -> list[str]:
+    losses = _lines(comparison, _column("train/loss"), _mean)
+    differences = _lines(comparison, lambda run: comparison.differences.get(run.name, {}))
+    figures = [
+        ("Training loss, nats per token", svg.lines("training loss", "step", "", losses)),
+        (f"Distance of each loss to that of {escape(str(comparison.reference))} with the same seed, nats",
+         svg.lines("difference of the losses", "step", "", differences, logarithmic=True)),
+        ("Validation loss, nats per token",
+         svg.lines("validation loss", "step", "", _lines(comparison, _column("val/loss"), _mean, marked=True))),
+        ("Norm of the gradients, before clipping",
+         svg.lines("gradient norm", "step", "", _lines(comparison, _column("grad_norm")), logarithmic=True)),
+        (f"Milliseconds of a step: {_boxes()}", _times(comparison)),
+        ("Tokens per second", svg.lines("tokens per second", "step", "", _lines(comparison, _column("tok_per_sec"), _mean))),
+    ]
+    drawn = [f"<figure><figcaption>{caption}</figcaption>{figure}</figure>" for caption, figure in figures if figure]
+    return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(drawn)}</div>'] if drawn else []
+
+
+def _column(name: str) -> Callable[[Run], Curve]:
+    return lambda run: run.curve(name)
+
+
+def _lines(comparison: Comparison, curve: Callable[[Run], Curve], merged: Callable[[Iterable[float]], float] = max,
+           marked: bool = False) -> list[svg.Line]:
+    """One line for each run, in its kernel's colour."""
+    return [svg.Line(run.name, colour, list(curve(run).items()), merged, marked)
+            for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def _times(comparison: Comparison) -> str:
+    rows = [(kernel.label, [(name, kernel.median(key) or 0.0) for key, name in PARTS]) for kernel in comparison.kernels
+            if kernel.median("step_ms") is not None]
+    return svg.bars("milliseconds of a step", "ms", rows)
+
+
+def _boxes() -> str:
+    return " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
+
+
+def _legend(comparison: Comparison) -> str:
+    names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
+             if any(kernel.numbers)]
+    return f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
+
+
+# What it was measured on and with
+
+
+def _samples(comparison: Comparison) -> list[str]:
+    if not _is_single(comparison) or not comparison.runs[0].samples:
+        return []
+    samples = comparison.runs[0].samples
+    shown = samples if len(samples) <= SAMPLES_SHOWN else [samples[0], *samples[1 - SAMPLES_SHOWN:]]
+    return ["<h2>Samples</h2>", *(f'<p class="quiet">step {escape(str(one.get("step")))}</p>'
+                                  f'<pre><b>{escape(str(one.get("prompt", "")))}</b>{escape(str(one.get("text", "")))}</pre>'
+                                  for one in shown)]
+
+
+def _setting(comparison: Comparison) -> list[str]:
+    measured = next((run for run in comparison.runs if run.machine), None)
+    config = next((flat(run.config) for run in comparison.runs if run.config), {})
+    machine = {key: measured.machine[key] for key in MACHINE if key in measured.machine} if measured else {}
+    return ["<h2>Machine and versions</h2>", _pairs(machine) if machine else '<p class="quiet">not recorded</p>',
+            f"<details><summary>Options of {'the run' if _is_single(comparison) else 'the first run'}</summary>{_pairs(config)}"
+            "</details>"]
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items()) + "</dl>"
+
+
+def _method(comparison: Comparison) -> str:
+    probed = next((run.measured for run in comparison.runs if run.measured.get("steps")), {})
+    said = ["Numbers are medians over the runs of a kernel, with the least and the largest below.",
+            f"Throughput is the median of the logged steps after the first {probed.get('warm_up', 0)}."]
+    if probed:
+        said.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run, after as many; a step is what "
+                    "lies between getting a batch and the end of the optimiser's step.")
+    if comparison.runs[0].order is not None:
+        said.append("The runs were trained one after the other, each in a process of its own, in an order shuffled with "
+                    "seed 0.")
+    columns = _pairs(COLUMNS)
+    return (f'<h2>Method</h2><p class="quiet">{escape(" ".join(said))}</p>'
+            f"<details><summary>Columns of report.csv</summary>{columns}</details>")

@@ -1,0 +1,159 @@
+"""Figures as SVG inside a page: lines over steps, and bars. Colours are the page's (style.py), so that both themes fit.
+
+A figure is WIDTH by HEIGHT in its own units and as wide as its place in the page. What is not finite is not drawn.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 480, 300
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
+MOST_POINTS = 400                        # of a line; of more, neighbours are drawn as one
+COLOURS = 10                             # in style.py
+DASHES = ("", "6 3", "2 3")
+BAR, GAP, NAMES = 18, 10, 110
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """colour: a number; beyond the page's colours they come again, dashed. merged: of neighbours drawn as one, the value."""
+
+    name: str
+    colour: int
+    points: Sequence[Point]
+    merged: Callable[[Iterable[float]], float] = max
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to places: low and high lie at the ends of `start` to `stop`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (math.log10(x) if self.logarithmic else x for x in (self.low, self.high, value))
+        return self.start + (self.stop - self.start) * (value - low) / (high - low)
+
+    def ticks(self) -> list[float]:
+        return _decades(self.low, self.high) if self.logarithmic else _round_steps(self.low, self.high)
+
+
+def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithmic: bool = False) -> str:
+    """A logarithmic axis leaves out what is not above 0."""
+    kept = [(line, _drawable(line, logarithmic)) for line in drawn]
+    kept = [(line, points) for line, points in kept if points]
+    if not kept:
+        return ""
+    xs, ys = ([point[of] for _, points in kept for point in points] for of in (0, 1))
+    x = Axis(*_apart(min(xs), max(xs)), LEFT, WIDTH - RIGHT)
+    y = Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic)
+    return _figure(title, HEIGHT, [*_grid(x, y, x_name, y_name), *(_line(line, points, x, y) for line, points in kept)])
+
+
+def bars(title: str, unit: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
+    """One bar for each row, of parts (name, value) one after the other; the sum stands at its end."""
+    rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
+    rows = [(name, parts) for name, parts in rows if parts]
+    if not rows:
+        return ""
+    x = Axis(0, max(sum(value for _, value in parts) for _, parts in rows) * 1.18 or 1.0, NAMES, WIDTH - RIGHT)
+    drawn = [element for row, (name, parts) in enumerate(rows)
+             for element in _bar(name, parts, x, TOP + row * (BAR + GAP), unit)]
+    return _figure(title, TOP + len(rows) * (BAR + GAP), drawn)
+
+
+def swatch(colour: int) -> str:
+    """A line's colour and dashes, for a legend."""
+    return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><path d="M0 5H26" {_stroke(colour)}/></svg>'
+
+
+def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float, unit: str) -> list[str]:
+    middle, begin, short = top + BAR / 2 + 4, 0.0, escape(_short(name))
+    drawn = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{short}<title>{escape(name)}</title></text>']
+    for place, (part, value) in enumerate(parts):
+        width = x(begin + value) - x(begin)
+        drawn.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{place}">'
+                     f"<title>{escape(name)}, {escape(part)}: {value:.3g} {escape(unit)}</title></rect>")
+        begin += value
+    return [*drawn, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{begin:.3g}</text>']
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 16 else f"{name[:15]}…"
+
+
+def _figure(title: str, height: float, elements: Iterable[str]) -> str:
+    return (f'<svg class="figure" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">'
+            f'{"".join(elements)}</svg>')
+
+
+def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
+    bottom, middle = HEIGHT - BOTTOM, (TOP + HEIGHT - BOTTOM) / 2
+    across = [f'<path class="grid" d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}"/>'
+              f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" class="end">{_number(value)}</text>' for value in y.ticks()]
+    along = [f'<path class="grid" d="M{x(value):.1f} {bottom}v4"/>'
+             f'<text x="{x(value):.1f}" y="{bottom + 17}" class="middle">{_number(value)}</text>' for value in x.ticks()]
+    return [*across, *along, f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>',
+            f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" class="middle">{escape(x_name)}</text>',
+            f'<text transform="translate(12 {middle:.0f}) rotate(-90)" class="middle">{escape(y_name)}</text>']
+
+
+def _line(line: Line, points: Sequence[Point], x: Axis, y: Axis) -> str:
+    places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+    dots = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>' for step, value in points
+                   ) if line.marked or len(points) == 1 else ""
+    return (f'<g {_stroke(line.colour)}><polyline points="{places}"/>{dots}<title>{escape(line.name)}</title></g>')
+
+
+def _stroke(colour: int) -> str:
+    dashes = DASHES[colour // COLOURS % len(DASHES)]
+    return f'class="line c{colour % COLOURS}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+
+
+def _drawable(line: Line, logarithmic: bool) -> list[Point]:
+    points = sorted(point for point in line.points if math.isfinite(point[1]) and (point[1] > 0 or not logarithmic))
+    together = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[begin:begin + together] for begin in range(0, len(points), together)]
+    return [(group[-1][0], line.merged(value for _, value in group)) for group in groups]
+
+
+def _bounds(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
+    if logarithmic:
+        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
+        return (low, high) if high > low else (low, 10 * low)
+    low, high = _apart(low, high)
+    return low - 0.03 * (high - low), high + 0.03 * (high - low)
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """A range that is not empty, and wide enough for its ticks to be told apart."""
+    room = max(0.5, 1e-6 * max(abs(low), abs(high)))
+    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - room, high + room)
+
+
+def _decades(low: float, high: float) -> list[float]:
+    first, last = round(math.log10(low)), round(math.log10(high))
+    return [10.0 ** exponent for exponent in range(first, last + 1, max(1, -(-(last - first) // 7)))]
+
+
+def _round_steps(low: float, high: float) -> list[float]:
+    """Some five multiples of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / 5
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= raw * 0.999)
+    return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _number(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
