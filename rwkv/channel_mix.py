@@ -6,7 +6,7 @@ Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are RWKV-LM's.
 import torch
 from torch import Tensor, nn
 
-from rwkv.fused import sigmoid_gate, squared_relu, token_shift_mixes
+from rwkv.fused import last, sigmoid_gate, squared_relu, token_shift_mixes
 
 
 class ChannelMix(nn.Module):
@@ -23,4 +23,4 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor) -> tuple[Tensor, Tensor]:
         for_k, for_r = token_shift_mixes(x, last_x, self.time_mix_k, self.time_mix_r)
         hidden = squared_relu(self.key(for_k))
-        return sigmoid_gate(self.receptance(for_r), self.value(hidden)), x[:, -1]
+        return sigmoid_gate(self.receptance(for_r), self.value(hidden)), last(x)

@@ -5,7 +5,7 @@ that windows share no predicted token. Training goes through a seeded permutatio
 next one, without end: every token but the first is predicted once per epoch, and of the last ones fewer than T never are.
 Step by step the order is the same for any number of workers, for any number of processes (each has every world-th window of
 a common batch), and from any step on. Validation takes all windows in order, and the rest as a last one, filled up with
-IGNORED targets.
+IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/lanes.py.
 """
 
 import os
@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
+from rwkv.lanes import LaneOrder, Pieces, Reading, Share
 from rwkv.loss import IGNORED
+from rwkv.order import Permutations
 from rwkv.stream import Stream
 from rwkv.tokens import Corpus
 
@@ -74,7 +76,7 @@ class PermutationIterator(Iterator[list[int]]):
 
     def __init__(self, sampler: EndlessPermutations) -> None:
         self.sampler, self.drawn = sampler, 0
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._order = Permutations(sampler.size, sampler.seed)
 
     def __next__(self) -> list[int]:
         sampler = self.sampler
@@ -82,40 +84,37 @@ class PermutationIterator(Iterator[list[int]]):
         if self.drawn >= sampler.batches * common:
             raise StopIteration
         self.drawn += common
-        return [self._index(place) for place in range(self.drawn - common + sampler.rank, self.drawn, sampler.world)]
-
-    def _index(self, place: int) -> int:
-        epoch, offset = divmod(place, self.sampler.size)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng((self.sampler.seed, epoch)).permutation(self.sampler.size)
-        return int(self._order[offset])
+        return [self._order[place] for place in range(self.drawn - common + sampler.rank, self.drawn, sampler.world)]
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Raises ValueError where the run read documents in lanes."""
+        if "drawn" not in state:
+            raise ValueError("the run was begun with trainer.tbptt, and cannot go on without: leave it out to resume")
         self.drawn = state["drawn"]
 
 
 class DataModule(LightningDataModule):
     """A corpus as Lightning's loaders. To Lightning, one epoch is the whole run: trainer.max_steps steps.
 
+    tbptt: segments of each lane in a step of training, 0 for windows. config.batch_size: rows of this process in a batch.
     The place in the data is in every checkpoint that is saved while the loader runs, so in any hook of training or
     validation; after the end of fit Lightning has forgotten it.
     """
 
-    def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
         super().__init__()
-        self.corpus, self.config, self.ctx_len, self.seed = corpus, config, ctx_len, seed
+        self.corpus, self.config, self.ctx_len, self.seed, self.tbptt = corpus, config, ctx_len, seed, tbptt
 
     def train_dataloader(self) -> StatefulDataLoader:
-        """Batches (x, y), each (B,T); its state_dict says how many were drawn."""
-        windows = Windows(self.corpus.train, self.ctx_len)
+        """Batches (x, y), each (B,T), or Segments; its state_dict says where it is."""
+        data, sampler = self._lanes() if self.tbptt else self._windows()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-            return StatefulDataLoader(windows, batch_sampler=self._sampler(len(windows)), collate_fn=_as_it_is,
-                                      num_workers=self.config.num_workers, worker_init_fn=_apart,
-                                      generator=_own_generator(self.seed))
+            return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_as_it_is, num_workers=self.config.num_workers,
+                                      worker_init_fn=_apart, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
         """Batches (x, y), each (B,T), the last one smaller: every token but the first is a target once."""
@@ -132,12 +131,27 @@ class DataModule(LightningDataModule):
             raise ValueError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                              f"{self.corpus.sha256[:12]}; put them back to resume, or begin a new run with init_from=")
 
-    def _sampler(self, size: int) -> EndlessPermutations:
-        trainer, batch_size = self.trainer, self.config.batch_size
-        if trainer is None or trainer.max_steps < 0:
-            return EndlessPermutations(size, batch_size, -(-size // batch_size), self.seed)
-        batches = trainer.max_steps * trainer.accumulate_grad_batches
-        return EndlessPermutations(size, batch_size, batches, self.seed, trainer.global_rank, trainer.world_size)
+    def _windows(self) -> tuple[Windows, EndlessPermutations]:
+        windows, share = Windows(self.corpus.train, self.ctx_len), self._share()
+        batches = self._batches() or -(-len(windows) // share.rows)
+        return windows, EndlessPermutations(len(windows), share.rows, batches, self.seed, share.rank, share.world)
+
+    def _lanes(self) -> tuple[Reading, LaneOrder]:
+        tokens, share = self.corpus.train, self._share()
+        pieces = Pieces(tokens, self.corpus.tokenizer.end_of_text, self.ctx_len, share.lanes)
+        batches = self._batches() or -(-int(pieces.segments.sum()) // (share.lanes * self.tbptt))
+        return Reading(tokens, self.ctx_len), LaneOrder(pieces, self.tbptt, share, batches, self.seed)
+
+    def _batches(self) -> int:
+        """Of the whole run; 0 where no trainer says so, for an epoch."""
+        trainer = self.trainer
+        return 0 if trainer is None or trainer.max_steps < 0 else trainer.max_steps * trainer.accumulate_grad_batches
+
+    def _share(self) -> Share:
+        trainer, rows = self.trainer, self.config.batch_size
+        if trainer is None:
+            return Share(rows)
+        return Share(rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
 
 
 def _as_it_is(batch: Any) -> Any:

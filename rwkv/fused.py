@@ -16,6 +16,11 @@ def token_shift_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, 
     return mixes
 
 
+def last(x: Tensor) -> Tensor:
+    """The last step of x (B,T,C), for the next state: (B,C), not a view, which would keep all of x in memory."""
+    return x[:, -1].clone()
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0)^2"""
     squared: Tensor = _SquaredRelu.apply(x)

@@ -4,8 +4,9 @@ Also what a run continues from, and what it may not change when it does.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from rwkv.checkpoint import Checkpoint, follow, read_checkpoint
 from rwkv.config import TrainConfig
 from rwkv.finetune import begin
 from rwkv.formats._atomic import write_file
+from rwkv.lock import NAME, RunLock
+from rwkv.precision import with_precision
 from rwkv.saving import FOLDER, newest_sound, settle
 from rwkv.tokenizer import Tokenizer
 
@@ -28,6 +31,7 @@ class Run:
     """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run).
 
     beginning, tokenizer: of a run that began with init_from=, the file that its weights come from and what reads its data.
+    lock: held for a run that is continued, and for a new one from `create` on.
     """
 
     out_dir: Path
@@ -36,13 +40,15 @@ class Run:
     resume_step: int | None = None
     beginning: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
+    lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
 
-def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path | None = None) -> Run:
+def open_run(config: TrainConfig, given: Collection[str] = ()) -> Run:
     """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line.
 
-    Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, and where a given
-    key of model or data differs from the run's, or from the file that `init_from` names.
+    Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, where another
+    process is training that run, and where a given key of model or data differs from the run's, or from the file that
+    `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
@@ -50,21 +56,42 @@ def open_run(config: TrainConfig, given: Collection[str] = (), default_dir: Path
         resumed = _resumed(config, given)
         if resumed is not None:
             return resumed
-    out_dir = Path(config.out_dir) if config.out_dir else default_dir or RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    out_dir = Path(config.out_dir) if config.out_dir else RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
         raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
     if config.init_from is None:
-        return Run(out_dir, config)
+        return Run(out_dir, decided(config, given))
     sized, beginning, tokenizer = begin(config, given)
-    return Run(out_dir, sized, beginning=beginning, tokenizer=tokenizer)
+    return Run(out_dir, decided(sized, given), beginning=beginning, tokenizer=tokenizer)
+
+
+def decided(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """With what it leaves open: steps where it says tokens, and a precision where that is auto."""
+    return with_precision(in_steps(config, given))
+
+
+def in_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """With trainer.max_tokens in steps, as many as it takes to read them. Raises ValueError where `given` has steps as well."""
+    trainer = config.trainer
+    if trainer.max_tokens is None:
+        return config
+    if "trainer.max_steps" not in given:
+        return replace(config, trainer=replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step)))
+    if "trainer.max_tokens" in given:
+        raise ValueError("trainer.max_steps and trainer.max_tokens both say how long to train: give one of them")
+    return replace(config, trainer=replace(trainer, max_tokens=None))
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
-    """Makes the directory, writes the resolved configuration into it and lets runs/latest point to it."""
+    """Makes the directory, writes the resolved configuration into it and lets runs/latest point to it.
+
+    Raises ValueError where it cannot be made, and where another process was quicker.
+    """
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
+    run.lock.hold(run.out_dir)
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
@@ -80,6 +107,24 @@ def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
     """The run that `resume` names, from its newest sound checkpoint or the one named; None where resume=auto finds no run."""
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
+    lock = _held(path.resolve().parent.parent if path.is_file() else path)
+    try:
+        run = _found(config, given, path, auto)
+    except ValueError:
+        lock.release()                   # its traceback refers to it
+        raise
+    return run and replace(run, lock=lock)
+
+
+def _held(out_dir: Path) -> RunLock:
+    """The lock of a run's directory; of any other, one that nobody holds."""
+    lock = RunLock()
+    if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
+        lock.hold(out_dir)
+    return lock
+
+
+def _found(config: TrainConfig, given: Collection[str], path: Path, auto: bool) -> Run | None:
     if path.is_file() and not auto:
         return _continue(config, given, path.resolve().parent.parent, read_checkpoint(path))
     if (path / FOLDER).is_dir():
@@ -124,8 +169,9 @@ def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: d
         old, new = _look_up(merged, key), _look_up(config, key)
         if key.split(".")[0] in ("model", "data", "seed") and key not in FREE and old != new:
             raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
-        _put(merged, key, new)
-    return replace(merged, resume=config.resume, out_dir=str(out_dir))
+        for option in _set_by(key, new):
+            _put(merged, option, _look_up(config, option))
+    return decided(replace(merged, resume=config.resume, out_dir=str(out_dir)), given)
 
 
 def _options_given(given: Collection[str]) -> list[str]:
@@ -133,6 +179,15 @@ def _options_given(given: Collection[str]) -> list[str]:
     if any(key in ("experiment", "debug") for key in given):
         given = ["model", "data", "optim", "trainer", *given]
     return [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+
+
+def _set_by(key: str, value: Any) -> list[str]:
+    """The key itself; of a group, as in trainer=cpu, its options that are not what they are by default."""
+    if not is_dataclass(value):
+        return [key]
+    kind: Any = type(value)
+    default = kind()
+    return [f"{key}.{item.name}" for item in fields(value) if getattr(value, item.name) != getattr(default, item.name)]
 
 
 def _restore(default: Any, value: Any) -> Any:

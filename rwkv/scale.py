@@ -25,7 +25,7 @@ def device_for(accelerator: str) -> torch.device:
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def process_count(config: TrainConfig, sweep: bool = False) -> int:
+def process_count(config: TrainConfig) -> int:
     """How many processes a run is to have on this machine, where they have not been launched yet.
 
     Raises ValueError where that many cannot be, or cannot work together.
@@ -33,8 +33,6 @@ def process_count(config: TrainConfig, sweep: bool = False) -> int:
     options, gpus = config.trainer, torch.cuda.device_count() if device_for(config.trainer.accelerator).type == "cuda" else 0
     if options.strategy == "single":
         return 1
-    if sweep:
-        raise ValueError(f"a sweep (-m) has one process for each run: leave trainer={options.strategy} out, or do without -m")
     if options.num_nodes > 1:
         raise ValueError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
                          "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")

@@ -5,7 +5,7 @@ split in windows, the state reset at each.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -13,35 +13,53 @@ import torch
 from torch import Tensor, nn
 
 from rwkv.checkpoint import ENTRY, describe
-from rwkv.config import OptimConfig
+from rwkv.config import SCALED, OptimConfig
+from rwkv.lanes import Segments
 from rwkv.loss import IGNORED, head_loss
 from rwkv.model import RWKV
+from rwkv.muon import Muon
 from rwkv.processes import rank, summed, world_size
+from rwkv.segments import Carried, hidden_of_segments
 from rwkv.tokenizer import Tokenizer
 
-LR_SCALES = {"time_decay": 2.0, "time_first": 3.0}       # RWKV-LM's, relative to everything else
+CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's lanes
+OPTIMISERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon}
 
 
 class LanguageModel(lightning.LightningModule):
-    """Batches are (x, y), (B,T) int64 each; y is x one token on, -100 where nothing is to be predicted."""
+    """Batches are (x, y), (B,T) int64 each; y is x one token on, -100 where nothing is to be predicted.
+
+    With trainer.tbptt those of training are Segments, which carry their rows' state on from the step before.
+    """
 
     def __init__(self, model: RWKV, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
         super().__init__()
         self.model, self.optim, self.max_steps = model, optim, max_steps
         self.val_bytes_per_token = val_bytes_per_token
         self.entry: dict[str, Any] = {}
+        self.carried = Carried()
+        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None where nothing clips
         self._nats, self._tokens = 0.0, 0
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
         """What every checkpoint carries beside the weights, so that generate.py needs nothing else."""
         self.entry = describe(run, self.model.vocab_size, tokenizer)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor] | Segments, batch_idx: int) -> Tensor:
+        if isinstance(batch, Segments):
+            return self.loss_of_segments(batch, self.optim.l2_wrap)
         return self.loss(*batch, l2_wrap=self.optim.l2_wrap)
 
     def loss(self, x: Tensor, y: Tensor, l2_wrap: float = 0.0) -> Tensor:
         hidden, _ = self.model.hidden(x)
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), l2_wrap)
+
+    def loss_of_segments(self, batch: Segments, l2_wrap: float = 0.0) -> Tensor:
+        """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""
+        hidden, state = hidden_of_segments(self.model, batch.x, batch.opens,
+                                           self.carried.before(batch.part, self.model, len(batch.x)))
+        self.carried.after(batch.part, state)
+        return batch.weight * head_loss(hidden.flatten(0, 1), self.model.head.weight, batch.y.flatten(), l2_wrap)
 
     def on_validation_epoch_start(self) -> None:
         self._nats, self._tokens = 0.0, 0
@@ -65,7 +83,7 @@ class LanguageModel(lightning.LightningModule):
         optim = self.optim
         groups = parameter_groups(self.model, optim)
         scaled = self._trainer is not None and getattr(self._trainer.precision_plugin, "scaler", None) is not None
-        optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=not scaled)
+        optimizer = OPTIMISERS[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=not scaled)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -77,12 +95,13 @@ class LanguageModel(lightning.LightningModule):
         """
         if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients)
             if self.device.type != "cpu" or not norm <= gradient_clip_val:       # elsewhere, looking would wait for the device
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
+        checkpoint.update({CARRIED: carried} if (carried := self.carried.state_dict()) else {})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises ValueError where a run would go on with ids that mean other text."""
@@ -91,17 +110,24 @@ class LanguageModel(lightning.LightningModule):
             hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]
             raise ValueError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
                              f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
+        self.carried.load_state_dict(checkpoint.get(CARRIED, {}))
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Weight decay on matrices alone; time_decay learns at twice and time_first at three times the rate."""
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    """Weight decay on matrices alone; the learning rate scaled by the parameter's name. muon has the blocks' matrices."""
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        scale = LR_SCALES.get(name.rpartition(".")[2], 1.0)
+        orthogonal = optim.name == "muon" and name.startswith("blocks.") and parameter.dim() == 2
+        lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
         decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
-        groups.setdefault((scale, decay), []).append(parameter)
-    return [{"params": parameters, "lr": optim.lr * scale, "weight_decay": decay}
-            for (scale, decay), parameters in groups.items()]
+        groups.setdefault((lr, decay, orthogonal), []).append(parameter)
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | ({"orthogonal": True} if orthogonal else {})
+            for (lr, decay, orthogonal), parameters in groups.items()]
+
+
+def lr_scale(name: str, optim: OptimConfig) -> float:
+    """The rate of a parameter, as a multiple of optim.lr; `name` without its module's."""
+    return next((float(getattr(optim, f"{scaled}_lr_scale")) for scaled in SCALED if name.startswith(scaled)), 1.0)
 
 
 def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
@@ -117,7 +143,3 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
         return lowest ** progress if optim.schedule == "exponential" else 1.0
 
     return factor
-
-
-def n_parameters(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

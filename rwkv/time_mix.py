@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.wkv import WKV, WKVState
-from rwkv.fused import sigmoid_gate, token_shift_mixes
+from rwkv.fused import last, sigmoid_gate, token_shift_mixes
 
 
 class TimeMix(nn.Module):
@@ -31,7 +31,7 @@ class TimeMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor, state: WKVState) -> tuple[Tensor, Tensor, WKVState]:
         for_k, for_v, for_r = token_shift_mixes(x, last_x, self.time_mix_k, self.time_mix_v, self.time_mix_r)
         y, state = self._remember(self.key(for_k), self.value(for_v), state)
-        return self.output(sigmoid_gate(self.receptance(for_r), y)), x[:, -1], state
+        return self.output(sigmoid_gate(self.receptance(for_r), y)), last(x), state
 
     def _remember(self, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
         if k.shape[1] == 1 and not torch.is_grad_enabled():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from streams import stream_of
 from torch import Tensor
 
 from rwkv.config import DataConfig
@@ -32,15 +33,6 @@ def config(tmp_path: Path) -> DataConfig:
 
 def module(config: DataConfig, ctx_len: int = 16, seed: int = 0) -> DataModule:
     return DataModule(prepare(config, ctx_len), config, ctx_len, seed)
-
-
-def stream_of(folder: Path, *parts: np.ndarray) -> Stream:
-    """A stream whose files are these arrays, and whose documents begin with them."""
-    for number, part in enumerate(parts):
-        part.tofile(folder / f"{number}.ids")
-    np.save(folder / "starts.npy", np.cumsum([0, *map(len, parts)])[:-1])
-    return Stream([Part(folder / f"{number}.ids", part.dtype.name, 0, len(part)) for number, part in enumerate(parts)],
-                  Starts(folder / "starts.npy", 0, len(parts), 0))
 
 
 # Streams

@@ -1,0 +1,89 @@
+"""python -m benchmarks.tbptt [--segments 1 4 8] [--json FILE]
+
+Peak memory and time of one training step over K segments of 512 tokens, with true gradients between them, beside the same
+tokens as one sequence: L6 C384 V8192, one row, float32. Before that the two losses are compared. Memory is what torch hands
+out beyond weights and gradients. The last line is the result as JSON.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from kernels import _machine
+from kernels._memory import extra_bytes
+from kernels.allocator import keep_large_blocks
+from kernels.select import select
+from rwkv.config import ModelConfig, OptimConfig
+from rwkv.lanes import Segments
+from rwkv.model import RWKV
+from rwkv.task import LanguageModel
+
+B, T, VOCABULARY, REPEATS = 1, 512, 8192, 3
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    keep_large_blocks()
+    wkv = select(args.kernel, torch.device("cpu"), torch.float32)
+    torch.manual_seed(0)
+    model = RWKV(ModelConfig(n_layer=6, n_embd=384, ctx_len=T), VOCABULARY, wkv).init_weights()
+    task = LanguageModel(model, OptimConfig(), 1, 1.0)
+    rows = [row for K in args.segments for row in _measure(task, K)]
+    report = {"machine": _machine.describe("cpu"), "kernel": wkv.name, "rows": rows}
+    print(table(report), flush=True)
+    line = json.dumps(report)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+def table(report: dict[str, Any]) -> str:
+    """What the data say, for the terminal."""
+    rows = [f"{'K':>3}  {'':14}{'peak MiB':>10}{'ms':>10}{'tok/s':>8}"]
+    for row in report["rows"]:
+        tokens = row["K"] * T * B / row["ms"] * 1000
+        rows.append(f"{row['K']:3}  {row['of']:14}{row['peak_bytes'] / 2 ** 20:10.0f}{row['ms']:10.0f}{tokens:8.0f}")
+    return "\n".join(rows)
+
+
+def _measure(task: LanguageModel, K: int) -> list[dict[str, Any]]:
+    tokens = torch.randint(VOCABULARY, (B, K * T + 1))
+    x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    opens = torch.arange(K).expand(B, K) == 0
+    batch = Segments(x.view(B, K, T), y.view(B, K, T), opens, 0, 1.0)
+    forms = {"segments": lambda: task.loss_of_segments(batch), "one sequence": lambda: task.loss(x, y)}
+    losses = [form().item() for form in forms.values()]
+    assert abs(losses[0] - losses[1]) < 1e-5, f"segments and one sequence disagree: {losses}"
+    return [{"K": K, "of": name} | _cost(form) for name, form in forms.items()]
+
+
+def _cost(loss: Any) -> dict[str, Any]:
+    def step() -> tuple[()]:
+        loss().backward()
+        return ()
+
+    step()                               # gradients exist from here on
+    return {"peak_bytes": extra_bytes(step, "cpu"), "ms": median(_milliseconds(step) for _ in range(REPEATS))}
+
+
+def _milliseconds(step: Any) -> float:
+    since = time.perf_counter()
+    step()
+    return 1000 * (time.perf_counter() - since)
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--segments", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
