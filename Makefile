@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 OUT ?= gpu-check
 BENCH := $(BIN)/python -m kernels.bench
 RESULTS := benchmarks/results
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
 .PHONY: bench-peers train test soak lint bench peers parity gpu-check clean
@@ -16,7 +17,7 @@ train: $(INSTALLED)                      ## train the default model and print a 
 	$(BIN)/python train.py $(ARGS)
 
 test: lint                               ## everything that must be true
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
 	$(BIN)/python -m pytest -m soak
@@ -29,6 +30,8 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	$(BENCH) timex --sweep --json $(RESULTS)/timex-cpu.json
 	$(BENCH) wkv --sweep --json $(RESULTS)/wkv-cpu.json
 	$(BENCH) wkv --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv-cpu-bfloat16.json
+	$(BENCH) pad --json $(RESULTS)/pad-cpu.json
+	$(BENCH) softmax --sweep --json $(RESULTS)/softmax-cpu.json
 	$(BIN)/python -m kernels.tables
 	$(BIN)/python -m kernels.plot benchmarks/plots
 	-$(BIN)/python -m kernels.verdicts
