@@ -72,14 +72,15 @@ class Metrics(Callback):
     """train/loss, tok_per_sec, lr, grad_norm (before clipping), matmul_share and peak_mem (MiB) every `log_every` steps.
 
     matmul_share: of a step's time, what its matrix products take alone, timed once before training. Validation and samples
-    are in no time. grad_norms: also that of each part of the model. At the end it says the median milliseconds of a step,
-    of those that were logged. Of several processes, memory is the first one's.
+    are in no time, and what fills up trainer.tbptt's segments is no token of tok_per_sec. grad_norms: also that of each part of
+    the model. At the end it says the median milliseconds of a step, of those that were logged. Of several processes, memory is
+    the first one's.
     """
 
     def __init__(self, log_every: int, grad_norms: bool = False, dtype: torch.dtype = torch.float32, tokens: int = 1) -> None:
         """dtype: of the matrix products. tokens: that go through the model together, in this process."""
         self.log_every, self.grad_norms, self.dtype, self.tokens_together = log_every, grad_norms, dtype, tokens
-        self._tokens, self._since, self._lr = 0, 0.0, 0.0
+        self._tokens, self._counted, self._since, self._lr = 0, 0, 0.0, 0.0
         self._ms_per_token: list[float] = []
         self._tokens_per_step = 0
         self._products: float | None = None      # seconds of one process's token
@@ -104,7 +105,8 @@ class Metrics(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            batch: Any, batch_idx: int) -> None:
-        self._tokens += batch[0].numel() * world_size()
+        tokens = batch[0].numel() * world_size()
+        self._tokens, self._counted = self._tokens + tokens, self._counted + getattr(batch, "counted", tokens)
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -131,10 +133,11 @@ class Metrics(Callback):
                   + (f", of which the matrix products alone take {share:.0%}" if share else ""), file=sys.stderr)
 
     def _speed(self) -> dict[str, float]:
-        seconds_per_token = (time.perf_counter() - self._since) / self._tokens
+        seconds = time.perf_counter() - self._since
+        seconds_per_token = seconds / self._tokens
         self._ms_per_token.append(1000 * seconds_per_token)
         share = self._share(seconds_per_token)
-        return {"tok_per_sec": 1 / seconds_per_token} | ({"matmul_share": share} if share else {})
+        return {"tok_per_sec": self._counted / seconds} | ({"matmul_share": share} if share else {})
 
     def _share(self, seconds_per_token: float) -> float | None:
         """Each process's tokens take world_size times what one of all processes' takes."""
@@ -145,7 +148,7 @@ class Metrics(Callback):
         return total | self._norms
 
     def _restart(self) -> None:
-        self._tokens, self._since = 0, time.perf_counter()
+        self._tokens, self._counted, self._since = 0, 0, time.perf_counter()
 
 
 class Bar(Callback):

@@ -92,7 +92,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _one_of("optim.name", self.name, ("adamw", "adam", "muon"))
-        _one_of("optim.schedule", self.schedule, ("cosine", "exponential", "constant"))
+        _one_of("optim.schedule", self.schedule, ("cosine", "linear", "exponential", "constant"))
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
         for name in ("weight_decay", "grad_clip", "l2_wrap", "eps", "matrix_lr", *(f"{name}_lr_scale" for name in SCALED)):
             _at_least(f"optim.{name}", getattr(self, name), 0)

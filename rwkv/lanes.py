@@ -33,7 +33,8 @@ class Segments(NamedTuple):
     """A batch: x, y (B,K,T) int64; opens (B,K): whether a segment is the first of its piece.
 
     part: which of the accumulated batches of a step it is. weight: what its mean loss counts for, such that the mean over
-    the processes and batches of a step is that over all the targets that count in them.
+    the processes and batches of a step is that over all the targets that count in them. counted: the targets that count in
+    this batch of all processes.
     """
 
     x: Tensor
@@ -41,6 +42,7 @@ class Segments(NamedTuple):
     opens: Tensor
     part: int
     weight: float
+    counted: int
 
 
 class Cut(NamedTuple):
@@ -58,6 +60,7 @@ class Rows(NamedTuple):
     cuts: list[list[Cut]]
     part: int
     weight: float
+    counted: int
 
 
 class Pieces:
@@ -115,7 +118,8 @@ class Reading(Dataset[Segments]):
                 x[row, column, :cut.inputs] = tokens[:cut.inputs]
                 y[row, column, :cut.targets] = tokens[1:cut.targets + 1]
         opens = torch.tensor([[cut.opens for cut in cuts] for cuts in rows.cuts])
-        return Segments(torch.from_numpy(x), torch.from_numpy(y), opens, rows.part, rows.weight)
+        return Segments(torch.from_numpy(x), torch.from_numpy(y), opens, rows.part, rows.weight,
+                        rows.counted)
 
 
 class Share(NamedTuple):
@@ -133,8 +137,11 @@ class Share(NamedTuple):
 
     def of(self, part: int) -> range:
         """The lanes that are this process's rows of a batch: every world-th one of the common batch."""
-        common = self.rows * self.world
-        return range(part * common + self.rank, (part + 1) * common, self.world)
+        return self.common(part)[self.rank::self.world]
+
+    def common(self, part: int) -> range:
+        """The lanes that are the rows of a batch in all processes."""
+        return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)
 
 
 class LaneOrder(Sampler[Rows]):
@@ -202,8 +209,9 @@ class LaneIterator(Iterator[Rows]):
 
     def _rows(self, part: int) -> Rows:
         share = self.order.share
-        cuts = [self._step[lane] for lane in share.of(part)]
-        return Rows(cuts, part, _targets(cuts) * share.parts * share.world / max(1, _targets(self._step)))
+        cuts, common = ([self._step[lane] for lane in lanes] for lanes in (share.of(part), share.common(part)))
+        weight = _targets(cuts) * share.parts * share.world / max(1, _targets(self._step))
+        return Rows(cuts, part, weight, _targets(common))
 
     def state_dict(self) -> dict[str, Any]:
         """Between two batches of a step: where the step began."""
@@ -228,10 +236,18 @@ def _targets(cuts: list[list[Cut]]) -> int:
     return sum(cut.targets for row in cuts for cut in row)
 
 
+def pieces_of(config: TrainConfig, corpus: Corpus) -> Pieces:
+    """Of a run's training data."""
+    return Pieces(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, _lanes(config))
+
+
 def describe(config: TrainConfig, corpus: Corpus) -> str:
     """One line for people: what a step reads, and what of it is padding."""
-    lanes = config.data.batch_size * config.trainer.accumulate
-    pieces = Pieces(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, lanes)
+    lanes, pieces = _lanes(config), pieces_of(config, corpus)
     cut = f", cut into {len(pieces):,} pieces" if len(pieces) > pieces.documents else ""
     return (f"{lanes:,} lanes of {config.trainer.tbptt} segments a step, the state carried on; {pieces.documents:,} documents"
             f"{cut}, {pieces.segments.sum():,} segments, {100 * pieces.padding():.1f} % of their positions padding")
+
+
+def _lanes(config: TrainConfig) -> int:
+    return config.data.batch_size * config.trainer.accumulate

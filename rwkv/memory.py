@@ -5,6 +5,8 @@ N = tokens of one batch of one process, C = n_embd, A = n_att, F = n_ffn, V voca
     weights, gradients, and Adam's two moments         4 P floats, exactly
     activations that wait for the backward pass        N L (10 C + 5 A + 2 F), in half precision N L (7 C + 2.5 A + F)
       with activation checkpointing                    N L C, and those of one block at a time
+  with tbptt=K                                     those of one segment, N/K tokens, K states of L (2 C + 3 A) a row,
+                                                   and what the head reads and its gradient, 2 N C
     the loss                                           its chunk of logits three times, and the head's gradient
 
 The counts per token are of the tensors that rwkv/{model,time_mix,channel_mix,fused,loss}.py keep; a test compares the sum with
@@ -59,8 +61,8 @@ def memory(config: TrainConfig, vocab_size: int, kernel: str, processes: int = 1
     N = config.tokens_per_step // trainer.accumulate // processes
     head, logits = FLOAT * vocab_size * config.model.n_embd, FLOAT * vocab_size * min(N, rows_at_once(vocab_size))
     loss = LOGITS * logits + (2 if half else 1) * head
-    forward, backward = _activations(config, kernel, N, half)
-    activations = max(forward, backward + 2 * head - loss - weights) + (weights // 2 if half else 0)
+    forward, backward = _activations(config, kernel, N // max(1, trainer.tbptt), half)
+    activations = max(forward, backward + 2 * head - loss - weights) + (weights // 2 if half else 0) + _between(config, N)
     return Memory(weights, weights, MOMENTS * weights, activations, loss, config.data.num_workers * WORKER)
 
 
@@ -73,6 +75,13 @@ def _activations(config: TrainConfig, kernel: str, N: int, half: bool) -> tuple[
         return config.model.n_layer * block, config.model.n_layer * block + work
     inputs = config.model.n_layer * FLOAT * N * C
     return inputs, inputs + block + work
+
+
+def _between(config: TrainConfig, N: int) -> int:
+    """What there is of all segments at a time: the states between them, and the head's input with its gradient."""
+    C, A, _ = _widths(config.model)
+    states = N // config.model.ctx_len * config.model.n_layer * (2 * C + 3 * A)
+    return FLOAT * (states + 2 * N * C) if config.trainer.tbptt else 0
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:

@@ -85,10 +85,15 @@ def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.dev
 def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> str:
     config, tokens = run.config, run.config.tokens_per_step
     steps = config.trainer.max_steps - (run.resume_step or 0)
-    epochs = steps * tokens / data.sizes.train_tokens
+    epochs = steps * tokens * _not_padding(config, data) / data.sizes.train_tokens
     through = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
     return (f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens, {_duration(config, steps, device, task, data)}; "
             f"{through}")
+
+
+def _not_padding(config: TrainConfig, data: Corpus) -> float:
+    """Of the positions that a step reads, those that hold a token."""
+    return 1 - lanes.pieces_of(config, data).padding() if config.trainer.tbptt else 1.0
 
 
 def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
@@ -96,9 +101,15 @@ def _duration(config: TrainConfig, steps: int, device: torch.device, task: Langu
     if config.trainer.strategy == "fsdp":
         return "for a time that will be seen"
     validation = FORWARD * data.sizes.val_tokens / config.tokens_per_step
-    seconds = _seconds_per_step(task, config, device) * (steps + validation * -(-steps // config.trainer.val_every))
+    whole = steps * (1 + FORWARD * _twice(config)) + validation * -(-steps // config.trainer.val_every)
+    seconds = _seconds_per_step(task, config, device) * whole
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
     return f"about {seconds / unit:.1f} {name}"
+
+
+def _twice(config: TrainConfig) -> float:
+    """Of the segments, those that go forward twice: all but the last."""
+    return 1 - 1 / max(1, config.trainer.tbptt)
 
 
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:

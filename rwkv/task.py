@@ -140,6 +140,8 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
         progress = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
         if optim.schedule == "cosine":
             return lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2
+        if optim.schedule == "linear":
+            return lowest + (1 - lowest) * (1 - progress)
         return lowest ** progress if optim.schedule == "exponential" else 1.0
 
     return factor

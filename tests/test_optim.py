@@ -85,7 +85,8 @@ def test_the_optimiser_is_the_configured_one_and_follows_the_schedule() -> None:
         assert group["lr"] == pytest.approx(group["initial_lr"] / 100)
 
 
-@pytest.mark.parametrize(("schedule", "halfway"), [("cosine", (1 + 0.01) / 2), ("exponential", 0.1), ("constant", 1.0)])
+@pytest.mark.parametrize(("schedule", "halfway"), [
+    ("cosine", (1 + 0.01) / 2), ("linear", (1 + 0.01) / 2), ("exponential", 0.1), ("constant", 1.0)])
 def test_a_schedule_rises_and_falls(schedule: str, halfway: float) -> None:
     factor = lr_factor(OptimConfig(lr=1e-3, min_lr=1e-5, warmup_steps=10, schedule=schedule), 110)
     assert [factor(step) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
@@ -93,7 +94,7 @@ def test_a_schedule_rises_and_falls(schedule: str, halfway: float) -> None:
     assert factor(110) == factor(1000) == pytest.approx(1.0 if schedule == "constant" else 0.01)
 
 
-@given(st.sampled_from(("cosine", "exponential", "constant")), st.integers(0, 50), st.integers(1, 100),
+@given(st.sampled_from(("cosine", "linear", "exponential", "constant")), st.integers(0, 50), st.integers(1, 100),
        st.floats(1e-6, 1.0), st.floats(1e-3, 1.0))
 def test_any_schedule_stays_between_its_rates_and_never_rises_after_the_warm_up(
         schedule: str, warmup: int, max_steps: int, lr: float, lowest: float) -> None:
