@@ -10,7 +10,7 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
-line is the result as JSON.
+line is the result as JSON; FILE keeps what it says of other parts.
 """
 
 import argparse
@@ -40,7 +40,8 @@ Report = dict[str, Any]
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    report: Report = {"machine": _machine.describe("cpu")}
+    before = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.exists() else {}
+    report: Report = before | {"machine": _machine.describe("cpu")}
     with tempfile.TemporaryDirectory() as scratch:
         for name, measure in _parts(args, Path(scratch)).items():
             report[name] = measure()
