@@ -55,7 +55,44 @@ def generation(report: Report) -> str:
     return markdown(table)
 
 
-TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {"generation": ("generation-cpu.json", generation)}
+def training(report: Report) -> str:
+    """A step through train.py, beside the same step bare and its matrix products alone."""
+    table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
+    for dtype in ("float32", "bfloat16"):
+        if dtype in report:
+            one = report[dtype]
+            table.append([dtype, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
+                          f"{max(0.0, one['around_a_step']):.1%}"])
+    return "\n\n".join(filter(None, (markdown(table), _losses(report), _shakespeare(report), _head(report))))
+
+
+def _losses(report: Report) -> str:
+    if "losses" not in report:
+        return ""
+    whole, half = report["losses"]["float32"], report["losses"]["bfloat16"]
+    return f"After 500 such steps the loss is {whole:.4f} nats in float32 and {half:.4f} in bf16-mixed."
+
+
+def _shakespeare(report: Report) -> str:
+    if "shakespeare" not in report:
+        return ""
+    found = report["shakespeare"]
+    ours = "; ".join(f"{name} {one['val_loss']:.4f} nats, {one['ms']:.1f} ms a step" for name, one in found["runs"].items())
+    peer = " and ".join(f"{ms:.1f}" for ms in found["nanogpt_ms"])
+    return f"experiment=shakespeare_char, 2000 steps: {ours}." + (f" nanoGPT's step, before and after: {peer} ms." if peer else "")
+
+
+def _head(report: Report) -> str:
+    if "head" not in report:
+        return ""
+    chunked, whole = report["head"]["chunked"], report["head"]["whole"]
+    return ("Peak memory of a step with 65,536 tokens of vocabulary (2 layers, 256 wide, 4096 tokens): "
+            f"{chunked['peak_mb']:.0f} MB, and {whole['peak_mb']:.0f} MB where all logits exist at once; "
+            f"the gradients differ by {chunked['difference']:.0e} of the largest.")
+
+
+TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "generation": ("generation-cpu.json", generation), "training": ("training-cpu.json", training)}
 
 
 if __name__ == "__main__":

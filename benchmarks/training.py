@@ -63,7 +63,7 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
     return {name: part for name, part in parts.items() if not args.only or name in args.only}
 
 
-def throughput(precision: str, out_dir: Path, repeats: int = 3) -> Report:
+def throughput(precision: str, out_dir: Path, repeats: int = 2) -> Report:
     """ms of a step, bare and through train.py, and of its products; tokens per second, and the shares."""
     found = [_once(precision, Path(f"{out_dir}-{number}")) for number in range(repeats)]
     ms = {key: median(one[key] for one in found) for key in found[0]}
@@ -100,7 +100,7 @@ def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
         run = train(scratch / f"shakespeare-{len(options)}", "experiment=shakespeare_char", f"data.path={text}", *options)
         found[name] = {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
                        "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
-    return found | {"nanoGPT ms": [*before, *([nanogpt_ms(nanogpt)] if nanogpt else [])]}
+    return {"runs": found, "nanogpt_ms": [*before, *([nanogpt_ms(nanogpt)] if nanogpt else [])]}
 
 
 def nanogpt_ms(folder: Path) -> float:
