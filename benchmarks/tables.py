@@ -78,8 +78,8 @@ def _shakespeare(report: Report) -> str:
         return ""
     found = report["shakespeare"]
     ours = "; ".join(f"{name} {one['val_loss']:.4f} nats, {one['ms']:.1f} ms a step" for name, one in found["runs"].items())
-    peer = " and ".join(f"{ms:.1f}" for ms in found["nanogpt_ms"])
-    return f"experiment=shakespeare_char, 2000 steps: {ours}." + (f" nanoGPT's step, before and after: {peer} ms." if peer else "")
+    peer = " and ".join(f"{ms:.1f} ms" for ms in found["nanogpt_ms"])
+    return f"experiment=shakespeare_char, 2000 steps: {ours}." + (f" nanoGPT, before and after: {peer}." if peer else "")
 
 
 def _head(report: Report) -> str:

@@ -55,7 +55,7 @@ def _measure(task: LanguageModel, K: int) -> list[dict[str, Any]]:
     tokens = torch.randint(VOCABULARY, (B, K * T + 1))
     x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     opens = torch.arange(K).expand(B, K) == 0
-    batch = Segments(x.view(B, K, T), y.view(B, K, T), opens, 0, 1.0, K * T)
+    batch = Segments(x.view(B, K, T), y.view(B, K, T), opens, 0, 1.0, x.numel())
     forms = {"segments": lambda: task.loss_of_segments(batch), "one sequence": lambda: task.loss(x, y)}
     losses = [form().item() for form in forms.values()]
     assert abs(losses[0] - losses[1]) < 1e-5, f"segments and one sequence disagree: {losses}"

@@ -196,6 +196,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
+        if self.trainer.strategy == "fsdp" and (self.optim.name == "muon" or self.optim.weight_decay):
+            raise ValueError("optim.name=muon and optim.weight_decay are for matrices, and with trainer=fsdp each process has "
+                             "a share of them without their shape: use optim.name=adamw optim.weight_decay=0, or trainer=ddp")
 
     @property
     def tokens_per_step(self) -> int:

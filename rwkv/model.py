@@ -23,14 +23,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV) -> None:
         super().__init__()
-        C = config.n_embd
-        if layer == 0:
+        C, self.first = config.n_embd, layer == 0
+        if self.first:
             self.ln0 = nn.LayerNorm(C)
         self.ln1, self.ln2 = nn.LayerNorm(C), nn.LayerNorm(C)
         self.att = TimeMix(C, config.n_att or C, wkv)
         self.ffn = ChannelMix(C, config.n_ffn or 4 * C)
 
     def forward(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
+        x = self.ln0(x) if self.first else x
         mixed, att_x, wkv = self.att(self.ln1(x), state.att_x, state.wkv)
         x = x + mixed
         mixed, ffn_x = self.ffn(self.ln2(x), state.ffn_x)
@@ -62,7 +63,7 @@ class RWKV(Pretrained, nn.Module):
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         state = state if state is not None else self.empty_state(len(tokens))
         blocks, layers = self._layers(), []
-        x = blocks[0].ln0(self.emb(tokens).to(self.ln_out.weight.dtype))
+        x = self.emb(tokens).to(self.ln_out.weight.dtype)
         for block, layer_state in zip(blocks, state.layers(), strict=True):
             x, layer_state = block(x, layer_state)
             layers.append(layer_state)

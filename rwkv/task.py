@@ -6,10 +6,11 @@ split in windows, the state reset at each.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
 from rwkv.checkpoint import ENTRY, describe
@@ -21,6 +22,9 @@ from rwkv.muon import Muon
 from rwkv.processes import rank, summed, world_size
 from rwkv.segments import Carried, hidden_of_segments
 from rwkv.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
 CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's lanes
 OPTIMISERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon}
@@ -93,7 +97,10 @@ class LanguageModel(lightning.LightningModule):
 
         With fp16's the optimiser is not fused, and gradients come here unscaled.
         """
-        if gradient_clip_val:
+        if gradient_clip_val and isinstance(self.trainer.strategy, FSDPStrategy):
+            sharded = cast("FullyShardedDataParallel", self.trainer.strategy.model)
+            self.grad_norm = sharded.clip_grad_norm_(gradient_clip_val)      # of all shares: here are one process's
+        elif gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients)
             if self.device.type != "cpu" or not norm <= gradient_clip_val:       # elsewhere, looking would wait for the device

@@ -166,7 +166,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, mo
     monkeypatch.setattr(room, "free_memory", lambda device: 8 * GB)
     monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "training needs at least 192 GB of memory, and this machine has 8.0 GB free: take a smaller model=")
+                 "training needs at least 186 GB of memory, and this machine has 8.0 GB free: take a smaller model=")
     assert not list(Path().iterdir())
 
 

@@ -61,7 +61,13 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: f
 # Gradients
 
 
-@pytest.mark.parametrize("kernel", kernels())
+def every_kernel() -> list[Any]:
+    """Those that torch.compile makes take seconds to be made: in make soak."""
+    return [pytest.param(*kernel.values, marks=[*kernel.marks, *([pytest.mark.soak] if "compile" in kernel.values[0] else [])])
+            for kernel in kernels()]
+
+
+@pytest.mark.parametrize("kernel", every_kernel())
 def test_gradients_are_those_of_each_document_as_one_sequence(kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel), batch()
@@ -262,6 +268,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_two_processes_have_the_losses_of_one(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     options = (*RUN, "trainer.max_steps=8", "trainer.val_every=4", "trainer.checkpoint_every=3")

@@ -10,6 +10,7 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
+SMALLEST = 1e-300                        # on a logarithmic axis
 MOST_POINTS = 400                        # of a line; of more, neighbours are drawn as one
 COLOURS = 10                             # in style.py
 DASHES = ("", "6 3", "2 3")
@@ -48,7 +49,7 @@ class Axis:
 
 
 def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithmic: bool = False) -> str:
-    """A logarithmic axis leaves out what is not above 0."""
+    """A logarithmic axis leaves out what is not above 0, but for what a float hardly holds."""
     kept = [(line, _drawable(line, logarithmic)) for line in drawn]
     kept = [(line, points) for line, points in kept if points]
     if not kept:
@@ -120,7 +121,7 @@ def _stroke(colour: int) -> str:
 
 
 def _drawable(line: Line, logarithmic: bool) -> list[Point]:
-    points = sorted(point for point in line.points if math.isfinite(point[1]) and (point[1] > 0 or not logarithmic))
+    points = sorted(point for point in line.points if math.isfinite(point[1]) and (point[1] > SMALLEST or not logarithmic))
     together = -(-len(points) // MOST_POINTS) or 1
     groups = [points[begin:begin + together] for begin in range(0, len(points), together)]
     return [(group[-1][0], line.merged(value for _, value in group)) for group in groups]
