@@ -80,7 +80,7 @@ def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) ->
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = task.training_step((x, x), 0)
     loss.backward()
-    task.configure_gradient_clipping(optimizer, 1.0)
+    torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
