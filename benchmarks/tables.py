@@ -70,7 +70,7 @@ def _losses(report: Report) -> str:
     if "losses" not in report:
         return ""
     whole, half = report["losses"]["float32"], report["losses"]["bfloat16"]
-    return f"After 500 such steps the loss is {whole:.4f} nats in float32 and {half:.4f} in bf16-mixed."
+    return f"After 500 steps of one window each the loss is {whole:.4f} nats in float32 and {half:.4f} in bf16-mixed."
 
 
 def _shakespeare(report: Report) -> str:

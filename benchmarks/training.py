@@ -4,7 +4,7 @@ What a training step takes through train.py, as a user starts it, beside the sam
 loader, log or checkpoint) and beside its matrix products alone, in turns; medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
-    --losses STEPS             the loss of that many steps in float32 and bf16-mixed, of the last tenth
+    --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, in float32 and as it is; --nanogpt: a clone of
                                nanoGPT with data/shakespeare_char prepared, 200 steps of its CPU recipe before and after
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
@@ -85,8 +85,8 @@ def _once(precision: str, out_dir: Path) -> Report:
 
 
 def loss_after(steps: int, precision: str, out_dir: Path) -> float:
-    """Mean train/loss of the last tenth of the steps."""
-    run = train(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={steps}", "trainer.log_every=1",
+    """Mean train/loss of the last tenth of the steps, of one window each."""
+    run = train(out_dir, *SHAPE, "data.batch_size=1", f"trainer.precision={precision}", f"trainer.max_steps={steps}", "trainer.log_every=1",
                 "trainer.val_every=100000", "trainer.checkpoint_every=100000", "data.val_fraction=0.002")
     losses = [float(row["train/loss"]) for row in run if row["train/loss"]]
     return mean(losses[-(steps // 10):])
