@@ -86,8 +86,8 @@ def _once(precision: str, out_dir: Path) -> Report:
 
 def loss_after(steps: int, precision: str, out_dir: Path) -> float:
     """Mean train/loss of the last tenth of the steps, of one window each."""
-    run = train(out_dir, *SHAPE, "data.batch_size=1", f"trainer.precision={precision}", f"trainer.max_steps={steps}", "trainer.log_every=1",
-                "trainer.val_every=100000", "trainer.checkpoint_every=100000", "data.val_fraction=0.002")
+    run = train(out_dir, *SHAPE, "data.batch_size=1", f"trainer.precision={precision}", f"trainer.max_steps={steps}",
+                "trainer.log_every=1", "trainer.val_every=100000", "trainer.checkpoint_every=100000", "data.val_fraction=0.002")
     losses = [float(row["train/loss"]) for row in run if row["train/loss"]]
     return mean(losses[-(steps // 10):])
 
