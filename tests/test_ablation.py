@@ -400,7 +400,8 @@ points = st.lists(st.tuples(st.integers(0, 10**6), values), max_size=30)
 @given(st.lists(points, max_size=3), st.booleans())
 def test_every_line_stays_inside_its_figure(series: list[list[tuple[int, float]]], logarithmic: bool) -> None:
     figure = svg.lines("a", "x", "y", [svg.Line("b", number, line) for number, line in enumerate(series)], logarithmic)
-    drawable = [value for line in series for _, value in line if math.isfinite(value) and (value > svg.SMALLEST or not logarithmic)]
+    finite = [value for line in series for _, value in line if math.isfinite(value)]
+    drawable = [value for value in finite if value > svg.SMALLEST or not logarithmic]
     assert bool(figure) == bool(drawable)
     for line in ElementTree.fromstring(figure).iter("polyline") if figure else ():
         for place in line.attrib["points"].split():
