@@ -1,4 +1,4 @@
-"""The layout that DESIGN.md promises: who may import whom, no environment variables, no effects at import, YAML per kernel."""
+"""The layout that CONTRIBUTING.md promises: who may import whom, no environment variables, no effects at import, YAML per kernel."""
 
 import ast
 import re
