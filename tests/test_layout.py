@@ -1,4 +1,4 @@
-"""The layout that CONTRIBUTING.md promises: who may import whom, no environment variables, no effects at import, YAML per kernel."""
+"""The layout: who may import whom, no environment variables, no effects at import, a YAML per kernel (CONTRIBUTING.md)."""
 
 import ast
 import re
