@@ -106,15 +106,17 @@ def _fixed(annotation: Any) -> bool:
 
 def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
     if isinstance(annotation, ti.types.ndarray_type.NdarrayType):
-        return partial(_set_array, (number,), annotation.ndim)
+        dtype = ti.lang.util.to_pytorch_type(getattr(annotation.dtype, "dtype", annotation.dtype))  # of a vector, its lanes'
+        return partial(_set_array, (number,), annotation.ndim, dtype)
     if annotation in (float, *ti.types.primitive_types.real_types):
         return lambda context, value: context.set_arg_float((number,), float(value))
     return lambda context, value: context.set_arg_int((number,), value)
 
 
-def _set_array(place: tuple[int], ndim: int, context: Any, tensor: Tensor) -> None:
+def _set_array(place: tuple[int], ndim: int, dtype: torch.dtype, context: Any, tensor: Tensor) -> None:
     """ndim: without the dimension of a vector's lanes."""
     assert tensor.is_contiguous(), "Taichi kernels take contiguous tensors"
+    assert tensor.dtype == dtype, f"the kernel takes tensors of {dtype}"
     context.set_arg_external_array_with_shape(place, tensor.data_ptr(), tensor.nbytes, tensor.shape[:ndim], 0)
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.precision import with_precision
 from rwkv.processes import agreed, gathered, in_turn, rank, summed, world_size
+from rwkv.run import _set_by
 from rwkv.scale import precision_for, prepare_blocks, process_count, share
 from rwkv.task import LanguageModel
 
@@ -139,3 +141,17 @@ def test_a_single_process_agrees_with_itself() -> None:
     assert (rank(), world_size(), gathered(3), summed(1.5, 2), agreed(lambda: 4), in_turn(lambda: 5)) == (
         0, 1, [3], [1.5, 2.0], 4, 5)
     assert share(TrainConfig(data=DataConfig(batch_size=6))).batch_size == 6
+
+
+@pytest.mark.parametrize(("faster", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_precision_auto_is_what_is_faster_here(faster: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkv.precision.halves_are_faster", lambda device: faster)
+    decided = with_precision(TrainConfig(trainer=TrainerConfig(precision="auto")))
+    assert decided.trainer.precision == precision
+    asked = TrainConfig(trainer=TrainerConfig(precision="fp16-mixed"))
+    assert with_precision(asked) is asked
+
+
+def test_a_group_named_in_resuming_changes_what_it_sets_alone() -> None:
+    assert _set_by("trainer", TrainerConfig(accelerator="cpu")) == ["trainer.accelerator"]
+    assert _set_by("trainer.max_steps", 5) == ["trainer.max_steps"]

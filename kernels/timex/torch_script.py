@@ -4,31 +4,14 @@ import torch
 from torch import Tensor
 
 from kernels._compiled import scripted
-from kernels.registry import Requires
+from kernels.registry import Requires, load
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64), scripted=True)
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
-    return scripted(_forward)(w, k, eps)
+    return scripted(load("timex", "formula").forward)(w, k, eps)
 
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return scripted(_backward)(w, k, grad_out)
-
-
-def _forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
-    T = k.shape[-1]
-    out = torch.full_like(k, eps)
-    for n in range(T):                                   # out[t] += w[lag n] * k[t - n]
-        out[:, :, n:] += w[:, T - 1 - n, None] * k[:, :, :T - n]
-    return out
-
-
-def _backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    T = k.shape[-1]
-    grad_w, grad_k = torch.zeros_like(w), torch.zeros_like(k)
-    for n in range(T):
-        grad_k[:, :, :T - n] += w[:, T - 1 - n, None] * grad_out[:, :, n:]
-        grad_w[:, T - 1 - n] = (grad_out[:, :, n:] * k[:, :, :T - n]).sum(dim=(0, 2))
-    return grad_w, grad_k
+    return scripted(load("timex", "formula").backward)(w, k, grad_out)
