@@ -100,6 +100,18 @@ def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device:
     assert not against_reference(WKV("torch_scan"), cases.inputs(3, 270, 4, 5.0, device=device))
 
 
+@pytest.mark.parametrize("shape", [(3, 100, 4), (2, 33, 48), (5, 64, 32), (1, 1, 1)], ids=str)
+def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int, int], device: str,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are one thread's: it is done before others are awake."""
+    scan, inputs = operator("taichi_scan", device), cases.inputs(*shape, device=device)
+    of_one = wkv_results(scan, inputs)
+    monkeypatch.setattr(load("wkv", "taichi_scan"), "SERIAL", 0)
+    of_all = wkv_results(scan, inputs)
+    assert not against_reference(scan, inputs)
+    assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
+
+
 def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
     """Exact as long as all k, and p, lie within 60 of each other, in whatever order the extremes come."""
     edge = 30.0

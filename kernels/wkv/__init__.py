@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels._direct import Direct
 from kernels.registry import Requires, check, check_dtype, load
 
 EMPTY = -1e38            # p of a state that has seen nothing
@@ -125,20 +126,24 @@ def _compute_dtype(k: Tensor) -> torch.dtype:
 def _operator(operator_name: str, module: str, options: tuple[tuple[str, str | int], ...]) -> Any:
     """The implementation as a differentiable torch operator, registered at first use as timemix::OPERATOR_NAME."""
     implementation = load("wkv", module.rpartition(".")[2])
+    forward = partial(_forward, partial(implementation.forward, **dict(options)))
+    backward = partial(_backward, partial(implementation.backward, **dict(options)))
     inputs = "Tensor time_decay, Tensor time_first, Tensor k, Tensor v, Tensor a, Tensor b, Tensor p"
-    operator = torch.library.custom_op(
-        f"timemix::{operator_name}", partial(_forward, partial(implementation.forward, **dict(options))),
-        mutates_args=(), schema=f"({inputs}) -> (Tensor, Tensor, Tensor, Tensor)")
-    gradient = torch.library.custom_op(
-        f"timemix::{operator_name}_backward", partial(_backward, partial(implementation.backward, **dict(options))),
-        mutates_args=(), schema=f"({inputs}, Tensor y, Tensor grad_y, Tensor grad_a, Tensor grad_b) -> "
-                                "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+    operator = torch.library.custom_op(f"timemix::{operator_name}", forward, mutates_args=(),
+                                       schema=f"({inputs}) -> (Tensor, Tensor, Tensor, Tensor)")
+    gradient = torch.library.custom_op(f"timemix::{operator_name}_backward", backward, mutates_args=(),
+                                       schema=f"({inputs}, Tensor y, Tensor grad_y, Tensor grad_a, Tensor grad_b) -> "
+                                              "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
     operator.register_fake(lambda *inputs: (_empty_like(inputs[2]), *map(_empty_like, inputs[4:])))
     gradient.register_fake(lambda *inputs: tuple(map(_empty_like, inputs[:6])))
     operator.register_autograd(
         lambda ctx, grad_y, grad_a, grad_b, grad_p: (*gradient(*ctx.saved_tensors, grad_y, grad_a, grad_b), None),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[0]))
-    return operator
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*_saved(inputs, output)))
+    return Direct(operator, forward, lambda *tensors: backward(*tensors[:-1]), _saved)      # the last: p's, which has none
+
+
+def _saved(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return *inputs, outputs[0]
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -160,7 +165,8 @@ def _backward(implementation: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
 
 
 def _inside(k: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    return [tensor.detach().to(_compute_dtype(k)).contiguous() for tensor in inputs]
+    dtype = _compute_dtype(k)
+    return [tensor.detach().to(dtype).contiguous() for tensor in inputs]
 
 
 def _cast(outputs: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

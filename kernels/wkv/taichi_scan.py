@@ -26,6 +26,7 @@ REQUIRES = Requires(packages=("taichi",))
 FORWARD, BACKWARD = 32, 16  # lanes of a vector: what the 32 registers of AVX-512 hold without spilling
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
 CHUNK = 32  # steps between two stored states
+SERIAL = 2**17  # elements up to which one thread takes less time than waking the others
 SAVED = 5  # numbers a step in the backward's scratch
 LIMIT = 1.1e7
 LOST, LOST_SHIFT = 16.0, -(2**28)  # a time_decay beyond this, and the exponent of its e^w: nothing outlives a step
@@ -42,7 +43,8 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
             a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
     C, (k, v) = k.shape[-1], (_rows(tensor, FORWARD) for tensor in (k, v))
     y, state = torch.empty_like(k), k.new_empty(3, len(k), k.shape[-1])
-    _launch(_forward_cpu, _forward_cuda, FORWARD, k.shape, (time_decay, time_first, a, b, p), k, v, y, state)
+    kernels = _forward_serial, _forward_parallel, _forward_cuda
+    _launch(kernels, FORWARD, k.shape, (time_decay, time_first, a, b, p), k, v, y, state)
     return y[..., :C], *(part[:, :C].clone() for part in state)
 
 
@@ -53,7 +55,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     grad_k, grad_v, grads = torch.empty_like(k), torch.empty_like(v), k.new_empty(4, B, channels)
     states = k.new_empty((T + CHUNK - 1) // CHUNK * 3 * B * channels)
     at_once = B * C if k.is_cuda else shares(B * channels // BACKWARD) * BACKWARD
-    _launch(_backward_cpu, _backward_cuda, BACKWARD, k.shape, (time_decay, time_first, a, b, p, grad_a, grad_b),
+    kernels = _backward_serial, _backward_parallel, _backward_cuda
+    _launch(kernels, BACKWARD, k.shape, (time_decay, time_first, a, b, p, grad_a, grad_b),
             k, v, grad_y, grad_k, grad_v, grads, states, k.new_empty(CHUNK * SAVED * at_once))
     grad_decay, grad_first, grad_a, grad_b = grads[..., :C]
     return grad_decay.sum(0), grad_first.sum(0), grad_k[..., :C], grad_v[..., :C], grad_a.clone(), grad_b.clone()
@@ -65,17 +68,28 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
     return tensor if ready else pad(tensor, (0, -tensor.shape[-1] % lanes))
 
 
-def _launch(on_cpu: Any, on_cuda: Any, lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
+def _launch(kernels: tuple[Any, Any, Any], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
     (B, T, C), packed = shape, torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # one argument is cheaper
+    serial, parallel, on_cuda = kernels
     if packed.is_cuda:
         launch(on_cuda, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
+        return
+    vectors = [tensor.view(-1, lanes) for tensor in (packed, *tensors)]
+    if shape.numel() <= SERIAL:
+        launch(serial, *vectors, B, T, C // lanes)
     else:
-        vectors = (tensor.view(-1, lanes) for tensor in (packed, *tensors))
-        launch(on_cpu, *vectors, B, T, C // lanes, shares(B * C // lanes))
+        launch(parallel, *vectors, B, T, C // lanes, shares(B * C // lanes))
 
 
 @ti.kernel
-def _forward_cpu(small: Forward, k: Forward, v: Forward, y: Forward, state: Forward, B: int, T: int, C: int, n: int):
+def _forward_serial(small: Forward, k: Forward, v: Forward, y: Forward, state: Forward, B: int, T: int, C: int):
+    ti.loop_config(serialize=True)
+    for row in range(B * C):
+        _forward_row(row, small, k, v, y, state, B * C, T, C)
+
+
+@ti.kernel
+def _forward_parallel(small: Forward, k: Forward, v: Forward, y: Forward, state: Forward, B: int, T: int, C: int, n: int):
     for step in range(n * BLOCK):
         first, end = share(step, B * C, n)
         for row in range(first, end):
@@ -89,8 +103,16 @@ def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T
 
 
 @ti.kernel
-def _backward_cpu(small: Backward, k: Backward, v: Backward, grad_y: Backward, grad_k: Backward, grad_v: Backward,
-                  grads: Backward, states: Backward, scratch: Backward, B: int, T: int, C: int, n: int):
+def _backward_serial(small: Backward, k: Backward, v: Backward, grad_y: Backward, grad_k: Backward, grad_v: Backward,
+                     grads: Backward, states: Backward, scratch: Backward, B: int, T: int, C: int):
+    ti.loop_config(serialize=True)
+    for row in range(B * C):
+        _backward_row(row, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, 0, 1, B * C, T, C)
+
+
+@ti.kernel
+def _backward_parallel(small: Backward, k: Backward, v: Backward, grad_y: Backward, grad_k: Backward, grad_v: Backward,
+                       grads: Backward, states: Backward, scratch: Backward, B: int, T: int, C: int, n: int):
     for step in range(n * BLOCK):
         first, end = share(step, B * C, n)
         for row in range(first, end):
@@ -129,19 +151,20 @@ def _backward_row(row, small: ti.template(), k: ti.template(), v: ti.template(),
                   scratch: ti.template(), at, stride, R, T, C):
     w, decay, shift, drift, bonus, bonus_shift = _weights(small[row % C], small[C + row % C])
     a, b, P, scale_in = _enter(small, 2 * C + row, R)
-    for j in range((T + CHUNK - 1) // CHUNK):
+    last = (T - 1) // CHUNK
+    for j in range(last):
         _save(states, 3 * j * R + row, R, [a, b, _by_lane(ti.bit_cast, P, ti.f32)])
-        for t in range(j * CHUNK, ti.min(T, (j + 1) * CHUNK)):
+        for t in range(j * CHUNK, (j + 1) * CHUNK):
             i = (row // C * T + t) * C + row % C
             m, n = _exp(k[i])
             kept, new, P_next = _shares(decay, shift, m, n, P)
             a, b, P = kept * a + new * v[i], kept * b + new, P_next
         a, b, P = _settled(drift, j, a, b, P)
-    scale, _ = _leave(P)
-    grad_a, grad_b = scale * small[2 * C + 3 * R + row], scale * small[2 * C + 4 * R + row]
+    _save(states, 3 * last * R + row, R, [a, b, _by_lane(ti.bit_cast, P, ti.f32)])
+    grad_a, grad_b = small[2 * C + 3 * R + row], small[2 * C + 4 * R + row]
     grad_w, grad_u = 0.0 * w, 0.0 * w
-    for from_last in range((T + CHUNK - 1) // CHUNK):
-        j = (T - 1) // CHUNK - from_last
+    for from_last in range(last + 1):
+        j = last - from_last
         length, first = ti.min(CHUNK, T - j * CHUNK), (row // C * T + j * CHUNK) * C + row % C
         a, b, bits = [states[(3 * j + s) * R + row] for s in ti.static(range(3))]
         P = _by_lane(ti.bit_cast, bits, ti.i32)
@@ -151,7 +174,9 @@ def _backward_row(row, small: ti.template(), k: ti.template(), v: ti.template(),
             kept, new, P_next = _shares(decay, shift, m, n, P)
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, kept, new])
             a, b, P = kept * a + new * v[first + t * C], kept * b + new, P_next
-        grad_a, grad_b, _ = _settled(drift, j, grad_a, grad_b, P)
+        grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
+        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 but for the last chunk; an `if` around vectors aborts
+        grad_a, grad_b = scale * grad_a, scale * grad_b
         for back in range(1, length + 1):
             i, o = first + (length - back) * C, at + (length - back) * SAVED * stride
             a_t, b_t, now, kept, new = [scratch[o + s * stride] for s in ti.static(range(SAVED))]
