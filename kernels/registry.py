@@ -102,6 +102,12 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
     return [name for name in names(op) if why_not(op, name, device) is None]
 
 
+def missing_compiler() -> str | None:
+    """The C++ compiler that torch.compile calls, where it is not on the PATH."""
+    compiler = COMPILERS.get(sys.platform, "g++")
+    return None if shutil.which(compiler) else compiler
+
+
 def _installed(package: str) -> bool:
     """Of a dotted name whose parent is missing, find_spec does not say so, but raises."""
     try:
@@ -117,8 +123,8 @@ def _package_missing(name: str, package: str) -> str:
 def _compiler_missing(name: str, requires: Requires) -> str | None:
     if requires.scripted and not hasattr(torch.jit, "script"):
         return f"{name} needs torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
-    compiler = COMPILERS.get(sys.platform, "g++")
-    if not requires.compiled or shutil.which(compiler):
+    compiler = missing_compiler()
+    if not requires.compiled or compiler is None:
         return None
     return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
 

@@ -1,6 +1,5 @@
 """What lets a run grow: over several processes, with less memory for activations, and compiled."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,11 +10,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch.utils.checkpoint import checkpoint
 
+from kernels.registry import missing_compiler
 from rwkv.config import DataConfig, TrainConfig, TrainerConfig
 from rwkv.model import RWKV, Block
 from rwkv.processes import launched, world_size
-
-COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 def device_for(accelerator: str) -> torch.device:
@@ -85,9 +83,9 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 def prepare_blocks(model: RWKV, config: TrainerConfig) -> RWKV:
     """trainer.activation_checkpointing and trainer.compile, block by block; names and values of the weights stay."""
-    if config.compile and not any(map(shutil.which, COMPILERS)):
-        raise ValueError(f"trainer.compile=true needs a C++ compiler, and there is none on the PATH ({', '.join(COMPILERS)}): "
-                         "install one, or leave trainer.compile out")
+    if config.compile and (compiler := missing_compiler()):
+        raise ValueError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
+                         "leave trainer.compile out")
     for block in model.blocks:
         if config.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
