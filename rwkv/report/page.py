@@ -51,9 +51,6 @@ def _finding(finding: Finding) -> str:
     return f'<div class="finding {finding.kind}">{f"<b>{word}</b>" if word else ""}{escape(finding.text)}</div>'
 
 
-# Tables
-
-
 def _summary(comparison: Comparison) -> list[str]:
     compared = comparison.reference is not None
     header = ["kernel", "val/loss, nats", *["difference"] * compared, "tokens/s", *[f"x {comparison.reference}"] * compared,
@@ -160,9 +157,6 @@ def _table(header: Sequence[str], rows: Iterable[str], text: Sequence[str] = ())
     return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-# Figures
-
-
 def _plots(comparison: Comparison) -> list[str]:
     losses = _lines(comparison, _column("train/loss"), _mean)
     differences = _lines(comparison, lambda run: comparison.differences.get(run.name, {}))
@@ -210,9 +204,6 @@ def _legend(comparison: Comparison) -> str:
     names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
              if any(kernel.numbers)]
     return f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
-
-
-# What it was measured on and with
 
 
 def _samples(comparison: Comparison) -> list[str]:
