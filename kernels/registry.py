@@ -27,7 +27,7 @@ class KernelUnavailable(RuntimeError):
 class Requires:
     """What an implementation needs, declared as data; TimeX and WKV pad, cast or refuse by it.
 
-    packages: modules beyond torch.  devices: torch device types.  dtypes: what the file computes in; other floating
+    packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
     dtypes are cast to float32 and back.  T_multiple, B_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether

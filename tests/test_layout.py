@@ -36,11 +36,12 @@ RULES = (
     Rule(r"kernels\b.*", r"rwkv|lightning|hydra|omegaconf|wandb", "kernels know nothing of RWKV, Hydra, Lightning or W&B"),
     Rule(r"(?!kernels\._taichi$).*", r"taichi", "kernels/_taichi.py is the one place that imports Taichi"),
     Rule(r"(?!kernels\b).*", BACK_ENDS, "back ends belong to kernels/"),
-    Rule(rf"kernels\.({OPERATORS})(\.cases)?", rf"kernels\._\w+|{BACK_ENDS}", "an operator's own file knows no back end"),
+    Rule(rf"kernels\.({OPERATORS})(\.cases)?", rf"kernels\._(?!direct\b)\w+|{BACK_ENDS}",
+         "an operator's own file knows no back end"),
     Rule(r"(?!kernels\._subjects$).*", rf"kernels\.({OPERATORS})\.subject", "what is measured is found by folder"),
     Rule(r".*", IMPLEMENTATIONS, "an implementation is loaded by name, and imports no other"),
     *(Rule(rf"(?!kernels\.wkv\.timex$)kernels\.{op}\b(?!\.subject$).*",
-           rf"kernels\.(?!(registry|_taichi|_cuda|_compiled|{op})\b)\w+", "an operator stands on the registry alone")
+           rf"kernels\.(?!(registry|_taichi|_lanes|_cuda|_compiled|_direct|{op})\b)\w+", "an operator stands on the registry alone")
       for op in operators()),
     Rule(r"kernels\.wkv\.timex", r"kernels\.(?!(registry|timex|wkv)\b)\w+", "it stands on TimeX and its own operator"),
     Rule(r"(?!kernels\b|rwkv\.(tools\.bench_generation|probe)$).*",

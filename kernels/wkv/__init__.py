@@ -126,8 +126,9 @@ def _compute_dtype(k: Tensor) -> torch.dtype:
 def _operator(operator_name: str, module: str, options: tuple[tuple[str, str | int], ...]) -> Any:
     """The implementation as a differentiable torch operator, registered at first use as timemix::OPERATOR_NAME."""
     implementation = load("wkv", module.rpartition(".")[2])
-    forward = partial(_forward, partial(implementation.forward, **dict(options)))
-    backward = partial(_backward, partial(implementation.backward, **dict(options)))
+    dtypes = _requires(implementation, dict(options)).dtypes
+    forward = partial(_forward, partial(implementation.forward, **dict(options)), dtypes)
+    backward = partial(_backward, partial(implementation.backward, **dict(options)), dtypes)
     inputs = "Tensor time_decay, Tensor time_first, Tensor k, Tensor v, Tensor a, Tensor b, Tensor p"
     operator = torch.library.custom_op(f"timemix::{operator_name}", forward, mutates_args=(),
                                        schema=f"({inputs}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -150,23 +151,28 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-def _forward(implementation: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+def _forward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[torch.dtype, ...],
+             *inputs: Tensor) -> tuple[Tensor, ...]:
     k, state = inputs[2], inputs[4:7]
     if k.numel() == 0:
         return (k.new_empty(k.shape), *(part.clone() for part in state))
-    return _cast(implementation(*_inside(k, inputs)), like=(k, *state))
+    return _cast(implementation(*_inside(dtypes, inputs)), like=(k, *state))
 
 
-def _backward(implementation: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+def _backward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[torch.dtype, ...],
+              *inputs: Tensor) -> tuple[Tensor, ...]:
     k, (grad_a, grad_b) = inputs[2], inputs[9:]
     if k.numel() == 0:
         return (*(part.new_zeros(part.shape) for part in inputs[:4]), grad_a.clone(), grad_b.clone())
-    return _cast(implementation(*_inside(k, inputs)), like=inputs[:6])
+    return _cast(implementation(*_inside(dtypes, inputs)), like=inputs[:6])
 
 
-def _inside(k: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def _inside(dtypes: tuple[torch.dtype, ...], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """As the file takes them: k, v, y and grad_y as they are where it knows their dtype; everything else is never half."""
+    k, v = inputs[2:4]
     dtype = _compute_dtype(k)
-    return [tensor.detach().to(dtype).contiguous() for tensor in inputs]
+    of_sequences = k.dtype if k.dtype == v.dtype and k.dtype in dtypes else dtype
+    return [tensor.detach().to(of_sequences if tensor.dim() == 3 else dtype).contiguous() for tensor in inputs]
 
 
 def _cast(outputs: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
