@@ -41,8 +41,8 @@ RULES = (
     Rule(r"(?!kernels\._subjects$).*", rf"kernels\.({OPERATORS})\.subject", "what is measured is found by folder"),
     Rule(r".*", IMPLEMENTATIONS, "an implementation is loaded by name, and imports no other"),
     *(Rule(rf"(?!kernels\.wkv\.timex$)kernels\.{op}\b(?!\.subject$).*",
-           rf"kernels\.(?!(registry|_taichi|_lanes|_cuda|_compiled|_direct|{op})\b)\w+", "an operator stands on the registry alone")
-      for op in operators()),
+           rf"kernels\.(?!(registry|_taichi|_lanes|_cuda|_compiled|_direct|{op})\b)\w+",
+           "an operator stands on the registry alone") for op in operators()),
     Rule(r"kernels\.wkv\.timex", r"kernels\.(?!(registry|timex|wkv)\b)\w+", "it stands on TimeX and its own operator"),
     Rule(r"(?!kernels\b|rwkv\.(tools\.bench_generation|probe)$).*",
          rf"kernels\.(?!(registry|select|allocator|{OPERATORS})\b)\w+", "what the model may use of kernels/"),
