@@ -64,15 +64,17 @@ class DataConfig:
 
 
 SCALED = ("time_mix", "time_decay", "time_first")        # parameters whose rate has a scale of its own
+ORTHOGONAL = ("muon", "normuon")                         # optimisers that take the blocks' matrices for themselves
 
 
 @dataclass
 class OptimConfig:
     """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
-    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon: rwkv/muon.py moves the matrices
-    inside of blocks, at matrix_lr, which rises and falls with lr, and adamw everything else. The rates of the parameters called
-    time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py).
+    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/muon.py moves
+    the matrices inside of blocks, at matrix_lr, which rises and falls with lr, and adamw everything else. The rates of the
+    parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in RWKV-LM
+    (RWKV-v4neo/src/model.py).
     """
 
     name: str = "adamw"
@@ -81,6 +83,7 @@ class OptimConfig:
     schedule: str = "cosine"
     warmup_steps: int = 20
     matrix_lr: float = 0.02
+    matrix_momentum: float = 0.95
     time_mix_lr_scale: float = 1.0
     time_decay_lr_scale: float = 2.0
     time_first_lr_scale: float = 3.0
@@ -91,11 +94,13 @@ class OptimConfig:
     l2_wrap: float = 1e-4
 
     def __post_init__(self) -> None:
-        _one_of("optim.name", self.name, ("adamw", "adam", "muon"))
+        _one_of("optim.name", self.name, ("adamw", "adam", *ORTHOGONAL))
         _one_of("optim.schedule", self.schedule, ("cosine", "linear", "exponential", "constant"))
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
         for name in ("weight_decay", "grad_clip", "l2_wrap", "eps", "matrix_lr", *(f"{name}_lr_scale" for name in SCALED)):
             _at_least(f"optim.{name}", getattr(self, name), 0)
+        if not 0 <= self.matrix_momentum < 1:
+            raise ValueError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.min_lr <= self.lr < math.inf:
@@ -196,9 +201,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
-        if self.trainer.strategy == "fsdp" and (self.optim.name == "muon" or self.optim.weight_decay):
-            raise ValueError("optim.name=muon and optim.weight_decay are for matrices, and with trainer=fsdp each process has "
-                             "a share of them without their shape: use optim.name=adamw optim.weight_decay=0, or trainer=ddp")
+        if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
+            raise ValueError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
+                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
+                             "optim.weight_decay=0, or trainer=ddp")
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,4 +1,4 @@
-"""Muon: the matrices inside of blocks move by an orthogonal step, and everything else by AdamW: one optimiser, for Lightning.
+"""Muon and NorMuon: the matrices inside of blocks move by an orthogonal step, and everything else by AdamW: one optimiser.
 
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
@@ -7,6 +7,9 @@ bring singular values near 1. Source: Keller Jordan et al., "Muon: An optimizer 
 (kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are best for where the one before leaves
 the singular values: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. torch.optim.Muon has five iterations
 with the same ones, one matrix after the other; here those of a shape go through each product together.
+
+NorMuon then divides each row by the root of a running mean of its squares, so that no neuron outruns the others, and keeps the
+length of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
 """
 
 import math
@@ -20,15 +23,19 @@ Coefficients = tuple[tuple[float, float, float], ...]
 
 POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))   # [0.01, 1] -> 1 +- 0.28
 SMALLEST = 1e-7                          # norm of a gradient that counts as none
+NO_SQUARE = 1e-16                        # of a row's mean square
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's."""
+    """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's.
+
+    row_beta: of the running mean of a row's squares, 0 for Muon and above it for NorMuon.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
-                 momentum: float = 0.95, iterations: Coefficients = POLAR_EXPRESS) -> None:
+                 momentum: float = 0.95, iterations: Coefficients = POLAR_EXPRESS, row_beta: float = 0.0) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
-        self.iterations = iterations
+        self.iterations, self.row_beta = iterations, row_beta
         self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
         self._share()
 
@@ -49,56 +56,63 @@ class Muon(torch.optim.Optimizer):
     def _share(self) -> None:
         """Groups and state are one thing, for schedules and checkpoints; AdamW works on its part of them."""
         self._adamw.param_groups, self._adamw.state = self._others(), self.state
-        self._stacks: dict[tuple[int, ...], tuple[list[int], Tensor]] = {}       # by shape: whose momenta, and those
+        self._stacks: dict[tuple[str, torch.Size], tuple[list[int], Tensor]] = {}        # whose state, and that
 
     def _others(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["orthogonal"]]
 
     def _step_of(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        gradients, momenta = _stacked([matrix.grad for matrix in matrices if matrix.grad is not None]), self._momenta(matrices)
-        momenta.lerp_(gradients, 1 - group["momentum"])
-        steps = orthogonal(gradients.lerp_(momenta, group["momentum"]), self.iterations).to(momenta.dtype)
-        for matrix, step in zip(matrices, steps.unbind(), strict=True):
-            if group["weight_decay"]:
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-            rows, columns = matrix.shape
-            matrix.add_(_wide(matrix, step), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+        """All of one shape, (O,I)."""
+        gradients, mu = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None]), group["momentum"]
+        momenta = self._state_of(matrices, "momentum", torch.zeros_like)
+        momenta.lerp_(gradients, 1 - mu)
+        steps = orthogonal(gradients.lerp_(momenta, mu), self.iterations).to(momenta.dtype)
+        if self.row_beta:
+            _even_out(steps, self._state_of(matrices, "rows", _zero_of_each_row), self.row_beta)
+        rows, columns = matrices[0].shape
+        if group["weight_decay"]:
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(matrices, list(steps.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
-    def _momenta(self, matrices: list[Tensor]) -> Tensor:
-        """Those of matrices, stacked; the state of each is a view of its own."""
-        shape, whose = tuple(sorted(matrices[0].shape)), list(map(id, matrices))
-        if self._stacks.get(shape, (None, None))[0] != whose:
-            stack = _stacked([self.state[matrix].get("momentum", torch.zeros_like(matrix)) for matrix in matrices])
-            for matrix, momentum in zip(matrices, stack.unbind(), strict=True):
-                self.state[matrix]["momentum"] = _wide(matrix, momentum)
-            self._stacks[shape] = whose, stack
-        return self._stacks[shape][1]
+    def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the state of each of matrices has under `name`, stacked: those are views of it."""
+        whose, place = list(map(id, matrices)), (name, matrices[0].shape)
+        if self._stacks.get(place, ([], None))[0] != whose:
+            stack = torch.stack([self.state[matrix].get(name, first(matrix)) for matrix in matrices])
+            for matrix, view in zip(matrices, stack.unbind(), strict=True):
+                self.state[matrix][name] = view
+            self._stacks[place] = whose, stack
+        return self._stacks[place][1]
 
 
 def orthogonal(matrices: Tensor, iterations: Coefficients = POLAR_EXPRESS) -> Tensor:
-    """Near U V^T of each of matrices (N,O,I) = U S V^T with O <= I, in bfloat16."""
-    x = matrices.bfloat16()
+    """Near U V^T of each of matrices (N,O,I) = U S V^T, in bfloat16."""
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = (matrices if wide else matrices.mT).bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
     for a, b, c in iterations:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x
+    return x if wide else x.mT
 
 
-def _stacked(matrices: list[Tensor]) -> Tensor:
-    """(N,O,I) with O <= I: the transposed where a matrix is taller than wide."""
-    return torch.stack([_wide(matrix, matrix) for matrix in matrices])
+def _even_out(steps: Tensor, means: Tensor, beta: float) -> None:
+    """Divides the rows of steps (N,O,I) by the roots of their means (N,O,1), of squares over time; the length of each stays."""
+    squares = steps.square().mean(2, keepdim=True)
+    means.lerp_(squares, 1 - beta)
+    factors = (means + NO_SQUARE).rsqrt_()
+    kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=NO_SQUARE)
+    steps.mul_(factors.mul_(kept.sqrt_()))
 
 
-def _wide(like: Tensor, x: Tensor) -> Tensor:
-    """x, transposed where `like` is taller than wide."""
-    return x.mT if like.shape[0] > like.shape[1] else x
+def _zero_of_each_row(matrix: Tensor) -> Tensor:
+    return matrix.new_zeros(len(matrix), 1)
 
 
 def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that have a gradient; a matrix and a transposed one are of a shape."""
-    shapes: dict[tuple[int, ...], list[Tensor]] = {}
+    """Those that have a gradient."""
+    shapes: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         if matrix.grad is not None:
-            shapes.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+            shapes.setdefault(matrix.shape, []).append(matrix)
     return iter(shapes.values())

@@ -6,6 +6,7 @@ split in windows, the state reset at each.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 
 from rwkv.checkpoint import ENTRY, describe
-from rwkv.config import SCALED, OptimConfig
+from rwkv.config import ORTHOGONAL, SCALED, OptimConfig
 from rwkv.lanes import Segments
 from rwkv.loss import IGNORED, head_loss
 from rwkv.model import RWKV
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
 CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's lanes
-OPTIMISERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon}
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
 
 
 class LanguageModel(lightning.LightningModule):
@@ -121,14 +123,15 @@ class LanguageModel(lightning.LightningModule):
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Weight decay on matrices alone; the learning rate scaled by the parameter's name. muon has the blocks' matrices."""
+    """Weight decay on matrices alone; the rate scaled by the parameter's name. muon and normuon have the blocks' matrices."""
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        orthogonal = optim.name == "muon" and name.startswith("blocks.") and parameter.dim() == 2
+        orthogonal = optim.name in ORTHOGONAL and name.startswith("blocks.") and parameter.dim() == 2
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
         decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
-    return [{"params": parameters, "lr": lr, "weight_decay": decay} | ({"orthogonal": True} if orthogonal else {})
+    theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
             for (lr, decay, orthogonal), parameters in groups.items()]
 
 

@@ -27,8 +27,10 @@ def groups(hidden: list[nn.Parameter], others: list[nn.Parameter], decay: float 
             {"params": others, "lr": 0.003, "weight_decay": 0.0}]
 
 
-def muon(hidden: list[nn.Parameter], others: list[nn.Parameter], iterations: Coefficients = POLAR_EXPRESS) -> Muon:
-    return Muon(groups(hidden, others), lr=0.003, betas=(0.9, 0.99), eps=1e-8, fused=True, iterations=iterations)
+def muon(hidden: list[nn.Parameter], others: list[nn.Parameter], iterations: Coefficients = POLAR_EXPRESS,
+         row_beta: float = 0.0) -> Muon:
+    return Muon(groups(hidden, others), lr=0.003, betas=(0.9, 0.99), eps=1e-8, fused=True, iterations=iterations,
+                row_beta=row_beta)
 
 
 def trained(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: int,
@@ -54,13 +56,14 @@ def test_with_its_iterations_matrices_move_as_under_torchs_muon_and_the_rest_as_
         torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if number < len(SHAPES) else 0)       # bfloat16 inside
 
 
-def test_from_a_saved_state_training_goes_on_to_the_bit() -> None:
+@pytest.mark.parametrize("row_beta", [0.0, 0.9])
+def test_from_a_saved_state_training_goes_on_to_the_bit(row_beta: float) -> None:
     hidden, others = matrices(), vectors()
-    optimizer = muon(hidden, others)
+    optimizer = muon(hidden, others, row_beta=row_beta)
     trained([*hidden, *others], [optimizer], steps=3)
     saved, (copied, rest) = copy.deepcopy(optimizer.state_dict()), copy.deepcopy((hidden, others))
     expected = trained([*hidden, *others], [optimizer], steps=3, start=3)
-    again = muon(copied, rest)
+    again = muon(copied, rest, row_beta=row_beta)
     again.load_state_dict(saved)
     for one, other in zip(trained([*copied, *rest], [again], steps=3, start=3), expected, strict=True):
         assert torch.equal(one, other)
@@ -79,12 +82,12 @@ def test_a_schedule_moves_the_rates_of_both() -> None:
     assert moved == [[True] * len(parameters), [False] * len(parameters)]
 
 
-@pytest.mark.parametrize("shape", [(3, 6, 6), (2, 4, 12)])
+@pytest.mark.parametrize("shape", [(3, 6, 6), (2, 4, 12), (2, 12, 4)])
 def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int, int]) -> None:
     """Those from a fiftieth of the norm on; the others grow fifty times and more."""
     torch.manual_seed(1)
     U, _, Vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    values = torch.tensor([1.0, 0.7, 0.3, 0.1, 0.03, 0.0005])[:shape[1]]
+    values = torch.tensor([1.0, 0.7, 0.3, 0.1, 0.03, 0.0005])[:min(shape[1:])]
     inside = U.mT @ orthogonal(U @ torch.diag(values) @ Vh).float() @ Vh.mT
     near_one = torch.linalg.diagonal(inside)[:, :5]
     assert (near_one - 1).abs().max() < 0.35
@@ -93,9 +96,9 @@ def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int
 
 
 def test_state_follows_matrices_of_which_some_have_no_gradient_at_times() -> None:
-    """Momenta of a shape lie in one stack; each belongs to its matrix whichever others move."""
+    """What matrices of a shape have lies in one stack; each keeps its own whichever others move."""
     together, alone = matrices(), matrices()
-    optimizer, apart = muon(together, []), [muon([matrix], []) for matrix in alone]
+    optimizer, apart = muon(together, [], row_beta=0.9), [muon([matrix], [], row_beta=0.9) for matrix in alone]
     for step, moved in enumerate(({0, 1, 2, 3, 4}, {0, 3}, {1, 2, 4}, {0, 1, 2, 3, 4})):
         for number, pair in enumerate(zip(together, alone, strict=True)):
             given = torch.randn(SHAPES[number], generator=torch.Generator().manual_seed(10 * step + number))
@@ -105,6 +108,26 @@ def test_state_follows_matrices_of_which_some_have_no_gradient_at_times() -> Non
             one.step()
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)       # bfloat16 inside
+
+
+def test_rows_that_move_much_are_held_back_and_the_step_stays_as_long() -> None:
+    """The formula of NorMuon, written out, over three steps."""
+    torch.manual_seed(2)
+    matrix, mean = nn.Parameter(torch.zeros(6, 9)), torch.zeros(6, 1)
+    optimizer = muon([matrix], [], row_beta=0.9)
+    plain = muon([nn.Parameter(torch.zeros(6, 9))], [])
+    for _ in range(3):
+        before, gradient = matrix.detach().clone(), torch.randn(6, 9) * torch.linspace(0.1, 3, 6)[:, None]
+        for one in (optimizer, plain):
+            one.param_groups[0]["weight_decay"] = 0.0
+            one.param_groups[0]["params"][0].grad = gradient.clone()
+        start = plain.param_groups[0]["params"][0].detach().clone()
+        optimizer.step()
+        plain.step()
+        step, muons = before - matrix.detach(), start - plain.param_groups[0]["params"][0].detach()
+        mean = 0.9 * mean + 0.1 * muons.square().mean(1, keepdim=True)
+        expected = muons / mean.sqrt()
+        torch.testing.assert_close(step, expected * muons.norm() / expected.norm(), rtol=1e-4, atol=1e-7)
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:

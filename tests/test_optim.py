@@ -30,10 +30,11 @@ def test_every_parameter_is_in_one_group_with_its_rate_and_decay() -> None:
             assert group["weight_decay"] == (0.1 if name in DECAYED else 0.0)
 
 
-def test_muon_has_the_matrices_inside_of_blocks_and_nothing_else_changes() -> None:
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_muon_has_the_matrices_inside_of_blocks_and_nothing_else_changes(name: str) -> None:
     model = small_model()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, replace(CONFIG, name="muon", matrix_lr=0.05))
+    groups = parameter_groups(model, replace(CONFIG, name=name, matrix_lr=0.05))
     theirs, = (group for group in groups if group.pop("orthogonal", False))
     assert {names[parameter] for parameter in theirs["params"]} == DECAYED - {"emb.weight", "head.weight"}
     assert (theirs["lr"], theirs["weight_decay"]) == (0.05, 0.1)
