@@ -2,14 +2,17 @@
 
 A file of kernels/wkv/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
 `auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v. What a sampler makes probabilities
-with is chosen by a rule too, and by nobody's word: SOFTMAX, by device.
+with, and what shifts tokens in a model, are chosen by rules too, and by nobody's word: SOFTMAX and SHIFT, by device.
 """
 
+import os
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
 from kernels.registry import KernelUnavailable, check, load, names, runnable, why_not
+from kernels.shift import TokenShift
 from kernels.softmax import Softmax
 from kernels.wkv import WKV
 
@@ -35,6 +38,8 @@ RULES = {
 IN_FLOAT64 = Rule(("torch_scan",), measured=False)
 # For a row or a few, as a sampler has them: what a launch costs decides, and the last needs nothing but torch.
 SOFTMAX = {"cpu": Rule(("torch_native",), measured=True), "cuda": Rule(("torch_native",), measured=False)}
+# What is faster than PyTorch's operations in a model; a rule may be empty.
+SHIFT = {"cpu": Rule(("taichi_v0",), measured=False), "cuda": Rule((), measured=False)}
 
 
 def selectable() -> list[str]:
@@ -93,6 +98,41 @@ def softmax(device: str | torch.device = "cpu") -> Softmax:
     device = torch.device(device).type
     order = SOFTMAX["cuda" if device == "cuda" else "cpu"].order
     return Softmax(next((name for name in order if why_not("softmax", name, device) is None), order[-1]))
+
+
+def token_shift(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> TokenShift | None:
+    """What mixes steps of `dtype` on `device` with those before them: the first of its rule that runs there and takes them.
+
+    None where there is none. Nobody asked for it by name, so it takes Taichi from nobody who does: Taichi has one arch in a
+    process, which is left to the GPU where there is one, and no launch in a child that was forked after its start. The choice
+    lasts as long as the process does, so that results have the same bits in all of it.
+    """
+    return _token_shift(torch.device(device).type, dtype, os.getpid())
+
+
+@cache
+def _token_shift(device: str, dtype: torch.dtype, process: int) -> TokenShift | None:
+    order = SHIFT["cuda" if device == "cuda" else "cpu"].order
+    return next((TokenShift(name) for name in order if _shifts(name, device, dtype)), None)
+
+
+def _shifts(name: str, device: str, dtype: torch.dtype) -> bool:
+    if why_not("shift", name, device) is not None:
+        return False
+    requires = load("shift", name).REQUIRES
+    return dtype in requires.dtypes and ("taichi" not in requires.packages or _starts(name))
+
+
+def _starts(name: str) -> bool:
+    """Whether Taichi is there for a TokenShift on the CPU: there is no GPU that may want it, and a small launch succeeds."""
+    if why_not("shift", "formula", "cuda") is None:
+        return False
+    zeros = partial(torch.zeros, device="cpu")
+    try:
+        TokenShift(name)(zeros(1, 1, 1), zeros(1, 1), zeros(3, 1))
+    except KernelUnavailable:
+        return False
+    return True
 
 
 def _op(name: str) -> str:

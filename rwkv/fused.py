@@ -1,6 +1,7 @@
 """The model's elementwise steps with few temporaries: each computes its gradient itself, in the fewest passes over memory.
 
-On a CPU these steps are bound by memory, and autograd's general formulas read and write each tensor several times more.
+On a CPU these steps are bound by memory, and autograd's general formulas read and write each tensor several times more. A long
+token shift goes through the operator of kernels/ where there is one that is faster than PyTorch's operations.
 """
 
 from typing import Any
@@ -9,10 +10,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels import select
+
+LONG = range(2**19, 2**30)      # elements of x: from where one pass outweighs an operator's call, to where its indices end
+
 
 def token_shift_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
-    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step."""
-    mixes: tuple[Tensor, ...] = _TokenShiftMixes.apply(x, last_x.to(x.dtype), *(mu.to(x.dtype) for mu in mus))
+    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step.
+
+    Under autocast they come in the dtype of the matrix products that read them.
+    """
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    long = not torch.compiler.is_compiling() and x.numel() in LONG
+    if long and (shift := select.token_shift(x.device, x.dtype)):
+        return shift(x, last_x, torch.cat(mus).view(len(mus), -1), dtype)
+    mixes: tuple[Tensor, ...] = _TokenShiftMixes.apply(*(tensor.to(dtype) for tensor in (x, last_x, *mus)))
     return mixes
 
 

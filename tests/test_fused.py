@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rwkv import fused as module
 from rwkv.fused import sigmoid_gate, squared_relu, token_shift_mixes
 
 
@@ -57,3 +58,50 @@ def test_an_output_without_gradient_counts_as_zero() -> None:
     for fused, plain in zip(inputs[:2], plain_inputs[:2], strict=True):
         torch.testing.assert_close(fused.grad, plain.grad)
     assert not inputs[2].grad.any()
+
+
+@pytest.fixture(params=[module.LONG, range(2**30)], ids=("short", "long"))
+def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixes through PyTorch's operations, and through the operator that a long sequence goes through."""
+    monkeypatch.setattr(module, "LONG", request.param)
+
+
+@pytest.mark.usefixtures("length")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] is token_shift_mixes])
+def test_mixes_under_autocast_come_in_its_dtype(case: str, dtype: torch.dtype) -> None:
+    """And their gradients in that of the inputs."""
+    inputs, plain_inputs = (random(CASES[case][2], torch.float32) for _ in range(2))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        mixes = token_shift_mixes(*inputs)
+    expected, eps = plain_mixes(*plain_inputs), torch.finfo(dtype).eps
+    for found, exact in zip(mixes, expected, strict=True):
+        torch.testing.assert_close(found, exact.to(dtype), rtol=2 * eps, atol=4 * eps)
+    grads, exact_grads = (torch.autograd.grad([mix.sum() for mix in each], leaves)
+                          for each, leaves in ((mixes, inputs), (expected, plain_inputs)))
+    for found, exact in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(found, exact, rtol=4 * eps, atol=20 * eps)
+
+
+@pytest.mark.usefixtures("length")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_mixes_of_a_model_in_another_dtype_come_in_it(dtype: torch.dtype) -> None:
+    """Its state is float32 all the same."""
+    x, last_x, *mus = random(CASES["three mixes"][2], dtype)
+    for found, exact in zip(token_shift_mixes(x, last_x.float(), *mus), plain_mixes(x, last_x, *mus), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does
+def test_long_mixes_go_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one; not a compiled block's, which the compiler fuses."""
+    torch.compiler.reset()
+    monkeypatch.setattr(module, "LONG", range(30, 31))
+    monkeypatch.setattr(module.select, "token_shift", lambda device, dtype: lambda *inputs: ("the operator",))
+    inputs = random(CASES["three mixes"][2], torch.float32)              # x has 30 elements
+    assert token_shift_mixes(*inputs) == ("the operator",)
+    compiled = torch.compile(token_shift_mixes, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs), plain_mixes(*inputs))
+    for others in (range(30), range(31, 99)):
+        monkeypatch.setattr(module, "LONG", others)
+        torch.testing.assert_close(token_shift_mixes(*inputs), plain_mixes(*inputs))
