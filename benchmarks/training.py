@@ -5,8 +5,8 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
-    --shakespeare FILE         experiment=shakespeare_char on that text, whole, in float32 and as it is; --nanogpt: a clone of
-                               nanoGPT with data/shakespeare_char prepared, 200 steps of its CPU recipe before and after
+    --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds and in float32; --nanogpt: a
+                               clone of nanoGPT with data/shakespeare_char prepared, 200 steps of its CPU recipe before and after
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4"]
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 STEPS, SAVED_EVERY, WARM = 36, 12, 6
+VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"]}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
            "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
            "--max_iters=200", "--dropout=0.0"]
@@ -96,8 +97,8 @@ def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
     """The whole experiment, and nanoGPT's step before and after it."""
     before = [nanogpt_ms(nanogpt)] if nanogpt else []
     found = {}
-    for name, options in {"as it is": [], "float32": ["trainer.precision=32-true"]}.items():
-        run = train(scratch / f"shakespeare-{len(options)}", "experiment=shakespeare_char", f"data.path={text}", *options)
+    for name, options in VARIANTS.items():
+        run = train(scratch / f"shakespeare-{len(found)}", "experiment=shakespeare_char", f"data.path={text}", *options)
         found[name] = {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
                        "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
     return {"runs": found, "nanogpt_ms": [*before, *([nanogpt_ms(nanogpt)] if nanogpt else [])]}

@@ -72,9 +72,9 @@ class OptimConfig:
     """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
     name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/muon.py moves
-    the matrices inside of blocks, at matrix_lr, which rises and falls with lr, and adamw everything else. The rates of the
-    parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in RWKV-LM
-    (RWKV-v4neo/src/model.py).
+    the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr, and adamw everything else. The
+    rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in
+    RWKV-LM (RWKV-v4neo/src/model.py).
     """
 
     name: str = "adamw"

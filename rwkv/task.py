@@ -123,16 +123,21 @@ class LanguageModel(lightning.LightningModule):
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Weight decay on matrices alone; the rate scaled by the parameter's name. muon and normuon have the blocks' matrices."""
+    """Weight decay on matrices alone; the rate scaled by the parameter's name. muon and normuon have matrices in blocks."""
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        orthogonal = optim.name in ORTHOGONAL and name.startswith("blocks.") and parameter.dim() == 2
+        orthogonal = optim.name in ORTHOGONAL and _in_the_stream(name, parameter)
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
         decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
     return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
             for (lr, decay, orthogonal), parameters in groups.items()]
+
+
+def _in_the_stream(name: str, parameter: Tensor) -> bool:
+    """Of a block's matrices, those whose products are not gates: gates learn as well by AdamW, which costs less."""
+    return parameter.dim() == 2 and name.startswith("blocks.") and not name.endswith("receptance.weight")
 
 
 def lr_scale(name: str, optim: OptimConfig) -> float:
