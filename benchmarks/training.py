@@ -6,7 +6,7 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds and in float32; --nanogpt: a
-                               clone of nanoGPT with data/shakespeare_char prepared, 200 steps of its CPU recipe before and after
+                               clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, 200 steps before and after
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
