@@ -133,7 +133,7 @@ def test_null_is_none() -> None:
     ("optim.betas=[0.9]", "optim.betas are two numbers"),
     ("optim.betas=[0.9,1.5]", "optim.betas are two numbers"),
     ("model.n_layer=0", "model.n_layer is at least 1; got 0"),
-    ("optim.name=sgd", "optim.name is one of adamw, adam, muon; got 'sgd'"),
+    ("optim.name=sgd", "optim.name is one of adamw, adam, muon, normuon; got 'sgd'"),
     ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale is at least 0"),
     ("trainer.max_tokens=0", "trainer.max_tokens is at least 1; got 0"),
     ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
