@@ -45,7 +45,7 @@ def from_bfloat16(x):
 
 @ti.func
 def to_bfloat16(x):
-    """To nearest, ties to even; a NaN, whose bits could carry into an infinity's, becomes the one that torch writes."""
+    """To nearest, ties to even; a NaN, whose bits could carry into an infinity's, becomes one with no other bits."""
     bits = by_lane(ti.bit_cast, x, ti.u32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return by_lane(ti.cast, ti.select((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded), ti.i16)

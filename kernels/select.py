@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.registry import KernelUnavailable, check, load, names, runnable, why_not
 from kernels.shift import TokenShift
@@ -117,19 +118,24 @@ def _token_shift(device: str, dtype: torch.dtype, process: int) -> TokenShift | 
 
 
 def _shifts(name: str, device: str, dtype: torch.dtype) -> bool:
-    if why_not("shift", name, device) is not None:
+    """Without a doubt: a package that is there and broken is none, since nobody asked for it."""
+    try:
+        if why_not("shift", name, device) is not None:
+            return False
+        requires = load("shift", name).REQUIRES
+        return dtype in requires.dtypes and ("taichi" not in requires.packages or _starts(name))
+    except ImportError:
         return False
-    requires = load("shift", name).REQUIRES
-    return dtype in requires.dtypes and ("taichi" not in requires.packages or _starts(name))
 
 
 def _starts(name: str) -> bool:
     """Whether Taichi is there for a TokenShift on the CPU: there is no GPU that may want it, and a small launch succeeds."""
     if why_not("shift", "formula", "cuda") is None:
         return False
-    zeros = partial(torch.zeros, device="cpu")
     try:
-        TokenShift(name)(zeros(1, 1, 1), zeros(1, 1), zeros(3, 1))
+        with _disable_current_modes():   # a launch, and not its place in a trace
+            zeros = partial(torch.zeros, device="cpu")
+            load("shift", name).forward(zeros(1, 1, 1), zeros(1, 1), zeros(3, 1), torch.float32)
     except KernelUnavailable:
         return False
     return True

@@ -12,20 +12,27 @@ from torch.autograd.function import once_differentiable
 
 from kernels import select
 
-LONG = range(2**19, 2**30)      # elements of x: from where one pass outweighs an operator's call, to where its indices end
+LONG = range(2**19, 2**29)      # elements of x: from where one pass outweighs an operator's call, to where its indices may end
 
 
 def token_shift_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
     """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step.
 
-    Under autocast they come in the dtype of the matrix products that read them.
+    Under autocast they come in the dtype of the matrix products that read them, and short ones are computed in it; gradients
+    of mus are summed in the dtype of mus.
     """
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    long = not torch.compiler.is_compiling() and x.numel() in LONG
+    dtype = _multiplied(x)
+    long = torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.numel() in LONG      # training pays for a start
     if long and (shift := select.token_shift(x.device, x.dtype)):
         return shift(x, last_x, torch.cat(mus).view(len(mus), -1), dtype)
-    mixes: tuple[Tensor, ...] = _TokenShiftMixes.apply(*(tensor.to(dtype) for tensor in (x, last_x, *mus)))
+    mixes: tuple[Tensor, ...] = _TokenShiftMixes.apply(x.to(dtype), last_x.to(dtype), *mus)
     return mixes
+
+
+def _multiplied(x: Tensor) -> torch.dtype:
+    """The dtype of x in a matrix product: autocast leaves float64 as it is."""
+    lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
 def last(x: Tensor) -> Tensor:
@@ -51,19 +58,20 @@ class _TokenShiftMixes(torch.autograd.Function):
         before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
         change = x - before
         ctx.save_for_backward(change, *mus)
-        return tuple(torch.addcmul(before, change, mu) for mu in mus)
+        return tuple(torch.addcmul(before, change, mu.to(x.dtype)) for mu in mus)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        change, *mus = ctx.saved_tensors
+        change, *own = ctx.saved_tensors
+        mus = [mu.to(change.dtype) for mu in own]
         grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
         for grad, mu in zip(grads[1:], mus[1:], strict=True):
             grad_x.addcmul_(grad, mu)
             grad_before += grad
         grad_before -= grad_x
         grad_x[:, :-1] += grad_before[:, 1:]
-        grad_mus = ((grad * change).sum((0, 1), keepdim=True) for grad in grads)
+        grad_mus = ((grad * change).sum((0, 1), keepdim=True, dtype=mu.dtype) for grad, mu in zip(grads, own, strict=True))
         return grad_x, grad_before[:, 0], *grad_mus
 
 

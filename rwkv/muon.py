@@ -1,9 +1,9 @@
-"""Muon and NorMuon: the matrices inside of blocks move by an orthogonal step, and everything else by AdamW: one optimiser.
+"""Muon and NorMuon: matrices move by an orthogonal step, and everything else by AdamW: one optimiser.
 
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
 with G = U S V^T. U V^T comes from a few Newton-Schulz iterations in bfloat16, X <- a X + (b A + c A^2) X with A = X X^T, which
-bring singular values near 1. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
+bring most singular values near 1. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
 (kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are best for where the one before leaves
 the singular values: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. torch.optim.Muon has five iterations
 with the same ones, one matrix after the other; here those of a shape go through each product together.
@@ -21,7 +21,8 @@ from torch import Tensor
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
-POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))   # [0.01, 1] -> 1 +- 0.28
+# For singular values from a hundredth of the norm on, which come within 0.28 of 1; those below grow 77 times.
+POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
 SMALLEST = 1e-7                          # norm of a gradient that counts as none
 NO_SQUARE = 1e-16                        # of a row's mean square
 
@@ -50,13 +51,18 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError where it is of other groups: of a run whose matrices were divided otherwise."""
+        sizes = [[len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
+                             "of another recipe, or another version of this program; begin anew from its weights, init_from=")
         super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
         """Groups and state are one thing, for schedules and checkpoints; AdamW works on its part of them."""
         self._adamw.param_groups, self._adamw.state = self._others(), self.state
-        self._stacks: dict[tuple[str, torch.Size], tuple[list[int], Tensor]] = {}        # whose state, and that
+        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # and its views
 
     def _others(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["orthogonal"]]
@@ -75,25 +81,43 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(matrices, list(steps.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
     def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
-        """What the state of each of matrices has under `name`, stacked: those are views of it."""
-        whose, place = list(map(id, matrices)), (name, matrices[0].shape)
-        if self._stacks.get(place, ([], None))[0] != whose:
-            stack = torch.stack([self.state[matrix].get(name, first(matrix)) for matrix in matrices])
-            for matrix, view in zip(matrices, stack.unbind(), strict=True):
+        """What the state of each of matrices has under `name`, stacked; that is, and stays, views of it."""
+        place, held = (name, matrices[0].shape), [self.state[matrix].get(name) for matrix in matrices]
+        stack, views = self._stacks.get(place, (None, ()))
+        if stack is None or len(held) != len(views) or any(one is not other for one, other in zip(held, views, strict=True)):
+            stack = torch.stack([first(matrix) if one is None else one for matrix, one in zip(matrices, held, strict=True)])
+            views = stack.unbind()
+            for matrix, view in zip(matrices, views, strict=True):
                 self.state[matrix][name] = view
-            self._stacks[place] = whose, stack
-        return self._stacks[place][1]
+            self._stacks[place] = stack, views
+        return stack
 
 
 def orthogonal(matrices: Tensor, iterations: Coefficients = POLAR_EXPRESS) -> Tensor:
-    """Near U V^T of each of matrices (N,O,I) = U S V^T, in bfloat16."""
-    wide = matrices.shape[1] <= matrices.shape[2]
-    x = (matrices if wide else matrices.mT).bfloat16()
+    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16."""
+    flat = matrices.shape[1] <= matrices.shape[2]
+    x = (matrices if flat else matrices.mT).bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
+    if x.shape[2] >= 2 * x.shape[1] and len(iterations) > 1:
+        x, iterations = _twice(x, *iterations[:2]), iterations[2:]
     for a, b, c in iterations:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
+    return x if flat else x.mT
+
+
+def _twice(x: Tensor, first: tuple[float, float, float], second: tuple[float, float, float]) -> Tensor:
+    """Two iterations, x <- Q P x, made of A = x x^T and P A P, which are smaller than x; more than two lose digits of A."""
+    square = x @ x.mT
+    P = _factor(square, *first)
+    return _factor(P @ (square @ P), *second) @ P @ x
+
+
+def _factor(square: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a + b A + c A^2"""
+    factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
+    factor.diagonal(dim1=1, dim2=2).add_(a)
+    return factor
 
 
 def _even_out(steps: Tensor, means: Tensor, beta: float) -> None:

@@ -95,7 +95,7 @@ def test_the_gradient_cannot_be_differentiated_again(registered: Direct) -> None
         grad.sum().backward()
 
 
-def test_a_state_can_be_none_of_those_that_train() -> None:
+def test_gradients_go_only_to_what_trains() -> None:
     """Gradients for what asks for none are dropped, whatever the order of the inputs."""
     *tensors, state = cases.inputs(2, 9, 3)
     k = tensors[2].requires_grad_()

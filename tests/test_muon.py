@@ -1,6 +1,7 @@
 """Muon is torch's own Muon on matrices and torch's AdamW on the rest, and goes on from its state to the bit."""
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -138,3 +139,36 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     untouched = zip(matrices()[1:], hidden[1:], strict=True)
     assert all(torch.equal(before, after) for before, after in untouched)
     assert not torch.equal(hidden[0], matrices()[0])
+
+
+def test_the_state_is_what_the_next_step_starts_from() -> None:
+    """Whoever replaces or clears it, as Lightning does in moving it to another device, has replaced it."""
+    torch.manual_seed(3)
+    gradients = [torch.randn(4, 6) for _ in range(2)]
+
+    def moved(change: Callable[[Muon], None]) -> tuple[Tensor, Muon]:
+        matrix = nn.Parameter(torch.zeros(4, 6))
+        optimizer = muon([matrix], [], row_beta=0.9)
+        for gradient in gradients:
+            matrix.grad = gradient.clone()
+            optimizer.step()
+            change(optimizer)
+        return matrix.detach(), optimizer
+
+    def copied(optimizer: Muon) -> None:
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
+
+    expected, _ = moved(lambda optimizer: None)
+    assert torch.equal(moved(copied)[0], expected)
+    forgotten, optimizer = moved(lambda optimizer: optimizer.state.clear())
+    assert not torch.equal(forgotten, expected)
+    optimizer.step()
+    assert set(next(iter(optimizer.state.values()))) == {"momentum", "rows"}
+
+
+def test_the_state_of_other_groups_is_refused_with_a_sentence() -> None:
+    hidden, others = matrices(), vectors()
+    saved = muon(hidden, others).state_dict()
+    with pytest.raises(ValueError, match="another recipe"):
+        muon(hidden[1:], [*others, hidden[0]]).load_state_dict(saved)

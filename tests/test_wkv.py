@@ -112,6 +112,15 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
     assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
 
 
+def test_autocast_does_not_reach_inside(wkv: WKV, device: str) -> None:
+    """What is float32 is computed in it, whatever dtype products outside are in; backward inside of autocast, too."""
+    inputs = cases.inputs(2, 33, 16, device=device)
+    expected = wkv_results(wkv, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        found = wkv_results(wkv, inputs)
+    assert all(torch.equal(expected[name], found[name]) for name in expected if name != "p + log b")
+
+
 def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
     """Exact as long as all k, and p, lie within 60 of each other, in whatever order the extremes come."""
     edge = 30.0

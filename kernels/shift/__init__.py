@@ -56,6 +56,8 @@ class TokenShift:
                              f"{tuple(x.shape)}, {tuple(last_x.shape)}, {tuple(mus.shape)}")
         if not (x.is_floating_point() and last_x.is_floating_point() and mus.is_floating_point()):
             raise ValueError(f"TokenShift expects floating-point tensors, got {x.dtype}, {last_x.dtype}, {mus.dtype}")
+        if not x.device == last_x.device == mus.device:
+            raise ValueError(f"TokenShift expects tensors on one device, got {x.device}, {last_x.device}, {mus.device}")
         if dtype not in RESULTS and not dtype == x.dtype == torch.float64:
             raise ValueError(f"TokenShift gives {', '.join(map(str, RESULTS))}, or torch.float64 of such an x, not {dtype}")
         check_dtype(self.name, self.requires, x.dtype)

@@ -48,7 +48,8 @@ class TimeX:
         if k.numel() == 0:
             return k.new_empty(k.shape)
         inside = self._compute_dtype(w, k)
-        out = self._implementation.forward(self._pad(w, inside), self._pad(k, inside), eps)
+        with torch.autocast(k.device.type, enabled=False):   # which would reach into the file's own operations
+            out = self._implementation.forward(self._pad(w, inside), self._pad(k, inside), eps)
         return _crop(out, like=k)
 
     def backward(self, w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,8 @@ class TimeX:
             return w.new_zeros(w.shape), k.new_empty(k.shape)
         inside = self._compute_dtype(w, k)
         padded = (self._pad(tensor, inside) for tensor in (w, k, grad_out))
-        grad_w, grad_k = self._implementation.backward(*padded)
+        with torch.autocast(k.device.type, enabled=False):
+            grad_w, grad_k = self._implementation.backward(*padded)
         return _crop(grad_w, like=w), _crop(grad_k, like=k)
 
     def _check(self, w: Tensor, k: Tensor) -> None:

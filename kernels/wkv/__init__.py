@@ -11,7 +11,9 @@ Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D f
 
 What all implementations share lives here, once: checks, casts, autograd, the single step. A file beside this one holds
 REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
-backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b.
+backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. Where
+REQUIRES has bfloat16, k, v, y and grad_y come in it as they are, and the gradients of k and v go back in it; all else is
+float32.
 """
 
 from collections.abc import Callable
@@ -86,6 +88,9 @@ class WKV:
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
         if not (k.is_floating_point() and v.is_floating_point()):
             raise ValueError(f"WKV expects floating-point k and v, got {k.dtype} and {v.dtype}")
+        if {tensor.device for tensor in (time_decay, time_first, v, *(state or ()))} != {k.device}:
+            raise ValueError("WKV expects all tensors and the state on one device, that of k, which is "
+                             f"{k.device}: move the others there")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
             raise ValueError(f"WKV expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
@@ -156,7 +161,8 @@ def _forward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[to
     k, state = inputs[2], inputs[4:7]
     if k.numel() == 0:
         return (k.new_empty(k.shape), *(part.clone() for part in state))
-    return _cast(implementation(*_inside(dtypes, inputs)), like=(k, *state))
+    with torch.autocast(k.device.type, enabled=False):       # which would reach into the file's own operations
+        return _cast(implementation(*_inside(dtypes, inputs)), like=(k, *state))
 
 
 def _backward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[torch.dtype, ...],
@@ -164,7 +170,8 @@ def _backward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[t
     k, (grad_a, grad_b) = inputs[2], inputs[9:]
     if k.numel() == 0:
         return (*(part.new_zeros(part.shape) for part in inputs[:4]), grad_a.clone(), grad_b.clone())
-    return _cast(implementation(*_inside(dtypes, inputs)), like=inputs[:6])
+    with torch.autocast(k.device.type, enabled=False):
+        return _cast(implementation(*_inside(dtypes, inputs)), like=inputs[:6])
 
 
 def _inside(dtypes: tuple[torch.dtype, ...], inputs: tuple[Tensor, ...]) -> list[Tensor]:

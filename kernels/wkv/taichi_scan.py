@@ -8,8 +8,7 @@ The backward stores the state before each chunk, then takes the chunks last to f
 numbers a step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32 of k, and the scratch.
 
 A row is one (b, c): on a GPU a thread, on a CPU a lane of a vector of neighbouring channels, where bfloat16 is read and written
-as it lies. |k|, |p| and |time_first| over
-1.1e7, where float32 has no fraction left, count as 1.1e7. A NaN stays a NaN, in its row.
+as it lies. |k|, |p| and |time_first| over 1.1e7, where float32 has no fraction left, count as that. NaN stays NaN, in its row.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

@@ -13,6 +13,7 @@ starts anew: always finite, no longer exact. The scans have no such limit.
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ def requires(timex: str, block: int = BLOCK) -> Requires:
                          "spans decades; choose another kernel")
     if block < 1:
         raise ValueError(f"block is the number of steps per block, at least 1; got {block}")
-    return inner
+    return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k is no half's
 
 
 class Weights(NamedTuple):
