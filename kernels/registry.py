@@ -25,7 +25,7 @@ class KernelUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Requires:
-    """What an implementation needs, declared as data; TimeX and WKV pad, cast or refuse by it.
+    """What an implementation needs, declared as data; operators pad, cast or refuse by it.
 
     packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
     dtypes are cast to float32 and back.  T_multiple, B_multiple: sizes that the file takes; callers pad to them.

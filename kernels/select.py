@@ -40,7 +40,7 @@ IN_FLOAT64 = Rule(("torch_scan",), measured=False)
 # For a row or a few, as a sampler has them: what a launch costs decides, and the last needs nothing but torch.
 SOFTMAX = {"cpu": Rule(("torch_native",), measured=True), "cuda": Rule(("torch_native",), measured=False)}
 # What is faster than PyTorch's operations in a model; a rule may be empty.
-SHIFT = {"cpu": Rule(("taichi_v0",), measured=False), "cuda": Rule((), measured=False)}
+SHIFT = {"cpu": Rule(("taichi_v0",), measured=True), "cuda": Rule((), measured=False)}
 
 
 def selectable() -> list[str]:

@@ -18,8 +18,7 @@ LONG = range(2**19, 2**29)      # elements of x: from where one pass outweighs a
 def token_shift_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
     """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step.
 
-    Under autocast they come in the dtype of the matrix products that read them, and short ones are computed in it; gradients
-    of mus are summed in the dtype of mus.
+    Under autocast they come in the dtype of the matrix products that read them, and short ones are computed in it.
     """
     dtype = _multiplied(x)
     long = torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.numel() in LONG      # training pays for a start
@@ -57,21 +56,23 @@ class _TokenShiftMixes(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
         before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
         change = x - before
+        ctx.dtypes, mus = [mu.dtype for mu in mus], tuple(mu.to(x.dtype) for mu in mus)
         ctx.save_for_backward(change, *mus)
-        return tuple(torch.addcmul(before, change, mu.to(x.dtype)) for mu in mus)
+        return tuple(torch.addcmul(before, change, mu) for mu in mus)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        change, *own = ctx.saved_tensors
-        mus = [mu.to(change.dtype) for mu in own]
+        change, *mus = ctx.saved_tensors
         grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
         for grad, mu in zip(grads[1:], mus[1:], strict=True):
             grad_x.addcmul_(grad, mu)
             grad_before += grad
         grad_before -= grad_x
         grad_x[:, :-1] += grad_before[:, 1:]
-        grad_mus = ((grad * change).sum((0, 1), keepdim=True, dtype=mu.dtype) for grad, mu in zip(grads, own, strict=True))
+        wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
+        grad_mus = ((grad * change).sum((0, 1), keepdim=True, dtype=wide).to(dtype)
+                    for grad, dtype in zip(grads, ctx.dtypes, strict=True))
         return grad_x, grad_before[:, 0], *grad_mus
 
 

@@ -17,6 +17,7 @@ float32.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class WKV:
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
         if not (k.is_floating_point() and v.is_floating_point()):
             raise ValueError(f"WKV expects floating-point k and v, got {k.dtype} and {v.dtype}")
-        if {tensor.device for tensor in (time_decay, time_first, v, *(state or ()))} != {k.device}:
+        if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
             raise ValueError("WKV expects all tensors and the state on one device, that of k, which is "
                              f"{k.device}: move the others there")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
@@ -161,7 +162,7 @@ def _forward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[to
     k, state = inputs[2], inputs[4:7]
     if k.numel() == 0:
         return (k.new_empty(k.shape), *(part.clone() for part in state))
-    with torch.autocast(k.device.type, enabled=False):       # which would reach into the file's own operations
+    with _no_autocast(k):
         return _cast(implementation(*_inside(dtypes, inputs)), like=(k, *state))
 
 
@@ -170,8 +171,14 @@ def _backward(implementation: Callable[..., tuple[Tensor, ...]], dtypes: tuple[t
     k, (grad_a, grad_b) = inputs[2], inputs[9:]
     if k.numel() == 0:
         return (*(part.new_zeros(part.shape) for part in inputs[:4]), grad_a.clone(), grad_b.clone())
-    with torch.autocast(k.device.type, enabled=False):
+    with _no_autocast(k):
         return _cast(implementation(*_inside(dtypes, inputs)), like=inputs[:6])
+
+
+def _no_autocast(k: Tensor) -> AbstractContextManager[Any]:
+    """It would reach into a file's own operations."""
+    kind = k.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _inside(dtypes: tuple[torch.dtype, ...], inputs: tuple[Tensor, ...]) -> list[Tensor]:
