@@ -269,7 +269,8 @@ def test_what_a_model_uses_is_what_the_committed_results_say(device_type: str) -
     rule = select.SHIFT[device_type]
     reports = [report for report in read(committed()) if (report["op"], report["device"]) == ("shift", device_type)]
     assert rule.measured == bool(reports)
-    long = [measured for report in reports for measured in report["shapes"] if math.prod(measured["shape"]) in fused.LONG]
+    shapes = [measured for report in reports for measured in report["shapes"]]
+    long = [measured for measured in shapes if math.prod(measured["shape"].values()) in fused.LONG]
     assert bool(long) == bool(reports)
     for measured in long:
         ms: dict[str, float] = {}
