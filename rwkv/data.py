@@ -3,6 +3,8 @@
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) its first T, y (B,T) its last T, so
 that windows share no predicted token. Training goes through a seeded permutation of all whole windows, then through the
 next one, without end: every token but the first is predicted once per epoch, and of the last ones fewer than T never are.
+From the second epoch on all windows begin by a seeded number of tokens later, and one goes on from the last token at the
+first, so that a token that comes again is predicted from another stretch of what is before it.
 Step by step the order is the same for any number of workers, for any number of processes (each has every world-th window of
 a common batch), and from any step on. Validation takes all windows in order, and the rest as a last one, filled up with
 IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/lanes.py.
@@ -23,41 +25,55 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rwkv.config import DataConfig
 from rwkv.lanes import LaneOrder, Pieces, Reading, Share
 from rwkv.loss import IGNORED
-from rwkv.order import Permutations
+from rwkv.order import Permutations, shift
 from rwkv.stream import Stream
 from rwkv.tokens import Corpus
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a stream of tokens; `partial`: the rest after the last whole window is one as well."""
+    """The windows of a stream of tokens, and after them, numbered on, those of the next epochs, cut elsewhere.
 
-    def __init__(self, tokens: Stream, ctx_len: int, partial: bool = False) -> None:
-        self.tokens, self.ctx_len, self.partial = tokens, ctx_len, partial
+    partial: the rest after the last whole window is one as well, and there is one epoch. seed: of where epochs are cut.
+    """
+
+    def __init__(self, tokens: Stream, ctx_len: int, partial: bool = False, seed: int = 0) -> None:
+        self.tokens, self.ctx_len, self.partial, self.seed = tokens, ctx_len, partial, seed
 
     def __len__(self) -> int:
         predicted = len(self.tokens) - 1
         return -(-predicted // self.ctx_len) if self.partial else predicted // self.ctx_len
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         """One window: x (T,), y (T,)."""
-        x, y = self.__getitems__([index])
+        x, y = self.__getitems__([number])
         return x[0], y[0]
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Windows `indices` (B,) as one batch: x (B,T), y (B,T), int64."""
-        x = np.zeros((len(indices), self.ctx_len), np.int64)
+    def __getitems__(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        """Windows `numbers` (B,) as one batch: x (B,T), y (B,T), int64."""
+        x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
-        for row, index in enumerate(indices):
-            tokens = self.tokens[index * self.ctx_len:(index + 1) * self.ctx_len + 1]
-            x[row, :len(tokens)] = tokens[:self.ctx_len]
-            y[row, :len(tokens) - 1] = tokens[1:]
+        for row, number in enumerate(numbers):
+            column = 0
+            for span in self._spans(number):
+                tokens = self.tokens[span]
+                columns = slice(column, column := column + len(tokens) - 1)
+                x[row, columns], y[row, columns] = tokens[:-1], tokens[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
+
+    def _spans(self, number: int) -> list[slice]:
+        """Where its inputs lie, each followed by one token more, the last input's target."""
+        epoch, index = divmod(number, len(self))
+        end = min(len(self) * self.ctx_len, len(self.tokens) - 1)
+        start = (index * self.ctx_len + shift(self.ctx_len, self.seed, epoch)) % end
+        stop = start + self.ctx_len
+        around = [slice(stop - end + 1)] if stop > end and not self.partial else []
+        return [slice(start, min(stop, end) + 1), *around]
 
 
 class EndlessPermutations(Sampler[list[int]]):
-    """`batches` batches of indices below `size`: each index once in `size` draws, in an order of its own each time.
+    """`batches` batches of the numbers below `size` in an order of their own, then of the next `size` numbers, without end.
 
-    Of `world` processes, the one with `rank` has every world-th index of the common order.
+    Of `world` processes, the one with `rank` has every world-th number of the common order.
     """
 
     def __init__(self, size: int, batch_size: int, batches: int, seed: int, rank: int = 0, world: int = 1) -> None:
@@ -72,7 +88,7 @@ class EndlessPermutations(Sampler[list[int]]):
 
 
 class PermutationIterator(Iterator[list[int]]):
-    """Where one pass over EndlessPermutations stands: `drawn` indices, by all processes together."""
+    """Where one pass over EndlessPermutations stands: `drawn` numbers, by all processes together."""
 
     def __init__(self, sampler: EndlessPermutations) -> None:
         self.sampler, self.drawn = sampler, 0
@@ -84,7 +100,8 @@ class PermutationIterator(Iterator[list[int]]):
         if self.drawn >= sampler.batches * common:
             raise StopIteration
         self.drawn += common
-        return [self._order[place] for place in range(self.drawn - common + sampler.rank, self.drawn, sampler.world)]
+        places = range(self.drawn - common + sampler.rank, self.drawn, sampler.world)
+        return [place - place % sampler.size + self._order[place] for place in places]
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
@@ -132,7 +149,7 @@ class DataModule(LightningDataModule):
                              f"{self.corpus.sha256[:12]}; put them back to resume, or begin a new run with init_from=")
 
     def _windows(self) -> tuple[Windows, EndlessPermutations]:
-        windows, share = Windows(self.corpus.train, self.ctx_len), self._share()
+        windows, share = Windows(self.corpus.train, self.ctx_len, seed=self.seed), self._share()
         batches = self._batches() or -(-len(windows) // share.rows)
         return windows, EndlessPermutations(len(windows), share.rows, batches, self.seed, share.rank, share.world)
 

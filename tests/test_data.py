@@ -76,6 +76,25 @@ def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory
         assert y.tolist() == tokens[start + 1:start + ctx_len + 1].tolist()
 
 
+@given(size=st.integers(2, 60), ctx_len=st.integers(1, 20), seed=st.integers(0, 3), epoch=st.integers(0, 3))
+def test_every_epoch_has_the_same_pairs_cut_elsewhere(tmp_path_factory: pytest.TempPathFactory, size: int, ctx_len: int,
+                                                      seed: int, epoch: int) -> None:
+    """Each token of the windows predicts its own successor, once an epoch, wherever the cuts are."""
+    windows = Windows(stream_of(tmp_path_factory.getbasetemp(), np.arange(size, dtype=np.uint16)), ctx_len, seed=seed)
+    drawn = [windows[epoch * len(windows) + index] for index in range(len(windows))]
+    x, y = (torch.cat(part).tolist() for part in zip(*drawn, strict=True)) if drawn else ([], [])
+    assert sorted(x) == list(range(len(windows) * ctx_len))
+    assert y == [token + 1 for token in x]
+
+
+def test_epochs_and_seeds_are_cut_elsewhere(config: DataConfig) -> None:
+    tokens = prepare(config, 16).train
+    first = {(seed, epoch): Windows(tokens, 16, seed=seed)[epoch * ((len(tokens) - 1) // 16)][0].tolist()
+             for seed in range(3) for epoch in range(4)}
+    assert first[0, 0] == first[1, 0] == first[2, 0]
+    assert len({tuple(x) for x in first.values()}) > 5
+
+
 def test_windows_travel_to_a_worker_as_paths(config: DataConfig) -> None:
     windows = Windows(prepare(config, 16).train, 16)
     sent = pickle.dumps(windows)
@@ -102,14 +121,15 @@ def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> No
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 9), seed=st.integers(0, 5))
-def test_every_index_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
-    drawn = [index for batch in EndlessPermutations(size, batch_size, 3 * size, seed) for index in batch]
+def test_every_number_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
+    drawn = [number for batch in EndlessPermutations(size, batch_size, 3 * size, seed) for number in batch]
     for start in range(0, len(drawn) - size + 1, size):
-        assert sorted(drawn[start:start + size]) == list(range(size))
+        assert sorted(drawn[start:start + size]) == list(range(start, start + size))
 
 
 def test_the_order_hangs_on_the_seed_and_the_epoch() -> None:
-    first, again, other = (list(EndlessPermutations(50, 50, 2, seed)) for seed in (0, 0, 1))
+    first, again, other = ([[number % 50 for number in batch] for batch in EndlessPermutations(50, 50, 2, seed)]
+                           for seed in (0, 0, 1))
     assert first == again
     assert len({tuple(batch) for batch in [*first, *other, list(range(50))]}) == 5
 
