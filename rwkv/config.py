@@ -74,7 +74,7 @@ class OptimConfig:
     name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/muon.py moves
     the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr, and adamw everything else. The
     rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in
-    RWKV-LM (RWKV-v4neo/src/model.py).
+    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: rwkv/loss.py; they are in the gradient, and in no loss.
     """
 
     name: str = "adamw"
@@ -92,12 +92,14 @@ class OptimConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     l2_wrap: float = 1e-4
+    confidence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("optim.name", self.name, ("adamw", "adam", *ORTHOGONAL))
         _one_of("optim.schedule", self.schedule, ("cosine", "linear", "exponential", "constant"))
         _at_least("optim.warmup_steps", self.warmup_steps, 0)
-        for name in ("weight_decay", "grad_clip", "l2_wrap", "eps", "matrix_lr", *(f"{name}_lr_scale" for name in SCALED)):
+        for name in ("weight_decay", "grad_clip", "l2_wrap", "confidence_penalty", "eps", "matrix_lr",
+                     *(f"{name}_lr_scale" for name in SCALED)):
             _at_least(f"optim.{name}", getattr(self, name), 0)
         if not 0 <= self.matrix_momentum < 1:
             raise ValueError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")

@@ -3,7 +3,8 @@
 The gradients come out of the same pass over the chunks as the loss, and backward only scales them; so L2Wrap, whose
 strength must follow loss scaling and gradient accumulation, is scaled by the incoming gradient like everything else. What
 goes through products of half precision is the gradient of the sum over rows, within [-1, 1]: the mean's would vanish there.
-L2Wrap source: RWKV-LM, RWKV-v4neo/src/model.py (there it ignores the incoming gradient).
+L2Wrap source: RWKV-LM, RWKV-v4neo/src/model.py (there it ignores the incoming gradient). Confidence penalty: Pereyra et al.,
+"Regularizing Neural Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
 """
 
 from collections.abc import Iterator
@@ -17,14 +18,15 @@ BLOCK = 128                              # neighbouring logits that are first kn
 IGNORED = -100                           # a target that does not count
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 0.0) -> Tensor:
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 0.0, confidence_penalty: float = 0.0) -> Tensor:
     """Mean negative log-likelihood in nats of targets (N,) under softmax(hidden (N,C) @ weight (V,C).T).
 
     Targets of -100 do not count. l2_wrap adds, to the gradient alone, l2_wrap * (largest logit) at each row's largest
-    logit, divided like the loss by the number of targets that count: it keeps logits from drifting.
+    logit, divided like the loss by the number of targets that count: it keeps logits from drifting. confidence_penalty adds, to
+    the gradient alone, that of -confidence_penalty * the mean entropy of the predictions.
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap)
+        loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap, confidence_penalty)
         return loss
     total = hidden.new_zeros((), dtype=torch.float32)
     for part in _parts(hidden, weight):
@@ -40,13 +42,14 @@ def rows_at_once(vocab_size: int) -> int:
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         total, counted = hidden.new_zeros((), dtype=torch.float32), _counted(targets)
         hidden, weight = _as_multiplied(hidden), _as_multiplied(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(hidden, weight):
-                nll, grad_logits = _nll_and_gradient((hidden[part] @ weight.T).float(), targets[part], l2_wrap)
+                logits = (hidden[part] @ weight.T).float()
+                nll, grad_logits = _nll_and_gradient(logits, targets[part], l2_wrap, confidence_penalty)
                 total += nll
                 grad_logits = grad_logits.to(hidden.dtype)
                 grad_hidden[part] = grad_logits @ weight
@@ -58,7 +61,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, counted = ctx.saved_tensors
         scale = grad / counted
-        return grad_hidden * scale, grad_weight * scale, None, None
+        return grad_hidden * scale, grad_weight * scale, None, None, None
 
 
 def _parts(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -76,8 +79,8 @@ def _as_multiplied(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _nll_and_gradient(logits: Tensor, targets: Tensor, l2_wrap: float) -> tuple[Tensor, Tensor]:
-    """The sum over the rows that count, and its gradient with respect to the logits (rows,V).
+def _nll_and_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> tuple[Tensor, Tensor]:
+    """The sum over the rows that count, and its gradient with respect to the logits (rows,V), which are used up.
 
     log(sum(exp(logits))) is the largest logit less the logarithm of its probability, which is never small.
     """
@@ -86,10 +89,18 @@ def _nll_and_gradient(logits: Tensor, targets: Tensor, l2_wrap: float) -> tuple[
     largest = logits.gather(-1, where)
     grad = torch.softmax(logits, -1)
     nll = largest - grad.gather(-1, where).log_() - logits.gather(-1, targets)
+    if confidence_penalty:
+        _add_penalty(grad, logits, confidence_penalty)
     grad.scatter_add_(-1, targets, torch.full_like(largest, -1.0))
     if l2_wrap:
         grad.scatter_add_(-1, where, l2_wrap * largest)
     return (nll * counts).sum(), grad.mul_(counts)
+
+
+def _add_penalty(probabilities: Tensor, logits: Tensor, strength: float) -> None:
+    """Adds, in place, the gradient of the negative entropy, p (log p + entropy); log p + entropy is z - p.z of the logits z."""
+    logits -= (probabilities * logits).sum(-1, keepdim=True)
+    probabilities.addcmul_(probabilities, logits, value=strength)
 
 
 def _argmax(x: Tensor) -> Tensor:

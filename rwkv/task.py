@@ -53,19 +53,24 @@ class LanguageModel(lightning.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Segments, batch_idx: int) -> Tensor:
         if isinstance(batch, Segments):
-            return self.loss_of_segments(batch, self.optim.l2_wrap)
-        return self.loss(*batch, l2_wrap=self.optim.l2_wrap)
+            return self.loss_of_segments(batch)
+        return self.loss(*batch)
 
-    def loss(self, x: Tensor, y: Tensor, l2_wrap: float = 0.0) -> Tensor:
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         hidden, _ = self.model.hidden(x)
-        return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), l2_wrap)
+        return self._head_loss(hidden, y)
 
-    def loss_of_segments(self, batch: Segments, l2_wrap: float = 0.0) -> Tensor:
+    def loss_of_segments(self, batch: Segments) -> Tensor:
         """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""
         hidden, state = hidden_of_segments(self.model, batch.x, batch.opens,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)
-        return batch.weight * head_loss(hidden.flatten(0, 1), self.model.head.weight, batch.y.flatten(), l2_wrap)
+        return batch.weight * self._head_loss(hidden, batch.y)
+
+    def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
+        """What the options add to its gradient is not in its value."""
+        optim = self.optim
+        return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
         self._nats, self._tokens = 0.0, 0

@@ -31,7 +31,8 @@ def problem(N: int, C: int = 6, V: int = 11, ignored: int = 0) -> tuple[Tensor, 
     return hidden, weight, targets
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float) -> tuple[Tensor, Tensor, Tensor]:
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
+          confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients by autograd in float64; half of l2_wrap times the mean square of the largest logits has the
     gradient that L2Wrap adds."""
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
@@ -39,12 +40,14 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float) -> tu
     logits = (hidden @ weight.T)[counted]
     value = torch.nn.functional.cross_entropy(logits, targets[counted])
     total = value + l2_wrap / 2 * logits.max(-1).values.square().mean()
+    total -= confidence_penalty * torch.distributions.Categorical(logits=logits).entropy().mean()
     return value.detach(), *torch.autograd.grad(total, (hidden, weight))
 
 
-def fused(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, scale: float = 1.0) -> tuple[Tensor, ...]:
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, scale: float = 1.0,
+          confidence_penalty: float = 0.0) -> tuple[Tensor, ...]:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    value = head_loss(hidden, weight, targets, l2_wrap)
+    value = head_loss(hidden, weight, targets, l2_wrap, confidence_penalty)
     (value * scale).backward()
     return value.detach(), hidden.grad, weight.grad
 
@@ -68,6 +71,29 @@ def test_l2_wrap_changes_the_gradient_and_not_the_loss() -> None:
     without, with_it = fused(*inputs, 0.0), fused(*inputs, 0.3)
     assert torch.equal(without[0], with_it[0])
     assert not torch.allclose(without[1], with_it[1])
+
+
+@pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
+@pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (513, 100), (5, 5)])
+def test_the_confidence_penalty_has_the_gradient_of_the_entropy(N: int, ignored: int, l2_wrap: float) -> None:
+    inputs = problem(N, ignored=ignored)
+    if ignored == N:
+        assert not fused(*inputs, l2_wrap, confidence_penalty=0.2)[1].any()
+    else:
+        close(fused(*inputs, l2_wrap, confidence_penalty=0.2), plain(*inputs, l2_wrap, confidence_penalty=0.2))
+
+
+def test_the_confidence_penalty_is_in_the_step_and_not_in_the_loss() -> None:
+    model = small_model("conv1d")
+    x, y = tokens(model), tokens(model, seed=2)
+    losses, gradients = [], []
+    for penalty in (0.0, 0.3):
+        task = LanguageModel(copy.deepcopy(model), OptimConfig(confidence_penalty=penalty), 1, 1)
+        losses.append(task.training_step((x, y), 0))
+        losses[-1].backward()
+        gradients.append(task.model.head.weight.grad)
+    assert torch.equal(*losses)
+    assert not torch.allclose(*gradients)
 
 
 @pytest.mark.parametrize("scale", [2.0 ** 16, 2.0 ** -10, -1.0])
