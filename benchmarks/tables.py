@@ -63,7 +63,13 @@ def training(report: Report) -> str:
             one = report[dtype]
             table.append([dtype, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
                           f"{max(0.0, one['around_a_step']):.1%}"])
-    return "\n\n".join(filter(None, (markdown(table), _losses(report), _shakespeare(report), _head(report))))
+    return "\n\n".join(filter(None, (markdown(table), _losses(report), _shakespeare(report), _head(report), _earlier(report))))
+
+
+def _earlier(report: Report) -> str:
+    """Which parts the last measurement left as they were."""
+    commits = {name: commit for name, commit in report.get("commits", {}).items() if commit != report["machine"]["commit"]}
+    return "Of earlier commits: " + ", ".join(f"{name} {commit}" for name, commit in commits.items()) + "." if commits else ""
 
 
 def _losses(report: Report) -> str:
@@ -76,10 +82,11 @@ def _losses(report: Report) -> str:
 def _shakespeare(report: Report) -> str:
     if "shakespeare" not in report:
         return ""
-    found = report["shakespeare"]
-    ours = "; ".join(f"{name} {one['val_loss']:.4f} nats, {one['ms']:.1f} ms a step" for name, one in found["runs"].items())
-    peer = " and ".join(f"{ms:.1f} ms" for ms in found["nanogpt_ms"])
-    return f"experiment=shakespeare_char, 2000 steps: {ours}." + (f" nanoGPT, before and after: {peer}." if peer else "")
+    rows = [["experiment=shakespeare_char, 2000 steps", "val/loss, nats", "ms a step", "nanoGPT's step, ms"]]
+    for name, one in report["shakespeare"].items():
+        peer = f"{one['nanogpt_ms']:.1f}" if "nanogpt_ms" in one else ""
+        rows.append([name, f"{one['val_loss']:.4f}", f"{one['ms']:.1f}", peer])
+    return markdown(rows)
 
 
 def _head(report: Report) -> str:

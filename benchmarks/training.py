@@ -6,11 +6,11 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds and in float32; --nanogpt: a
-                               clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, 200 steps before and after
+                               clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, 200 steps around each
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
-line is the result as JSON; FILE keeps what it says of other parts.
+line is the result as JSON; FILE keeps what it says of other parts, and of which commit each is.
 """
 
 import argparse
@@ -42,15 +42,15 @@ Report = dict[str, Any]
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     before = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.exists() else {}
-    report: Report = before | {"machine": _machine.describe("cpu")}
+    machine = _machine.describe("cpu")
+    report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
     with tempfile.TemporaryDirectory() as scratch:
         for name, measure in _parts(args, Path(scratch)).items():
-            report[name] = measure()
+            report[name], report["commits"][name] = measure(), machine["commit"]
             print(f"{name}: {json.dumps(report[name])}", flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+            if args.json:
+                args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print(json.dumps(report))
 
 
 def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Report]]:
@@ -94,14 +94,17 @@ def loss_after(steps: int, precision: str, out_dir: Path) -> float:
 
 
 def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
-    """The whole experiment, and nanoGPT's step before and after it."""
-    before = [nanogpt_ms(nanogpt)] if nanogpt else []
-    found = {}
+    """The whole experiment in its variants, each beside nanoGPT's step, the mean of one before and one after it."""
+    found: Report = {}
+    before = nanogpt_ms(nanogpt) if nanogpt else 0.0
     for name, options in VARIANTS.items():
         run = train(scratch / f"shakespeare-{len(found)}", "experiment=shakespeare_char", f"data.path={text}", *options)
         found[name] = {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
                        "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
-    return {"runs": found, "nanogpt_ms": [*before, *([nanogpt_ms(nanogpt)] if nanogpt else [])]}
+        if nanogpt:
+            after = nanogpt_ms(nanogpt)
+            found[name]["nanogpt_ms"], before = mean((before, after)), after
+    return found
 
 
 def nanogpt_ms(folder: Path) -> float:
