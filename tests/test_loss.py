@@ -74,13 +74,10 @@ def test_l2_wrap_changes_the_gradient_and_not_the_loss() -> None:
 
 
 @pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
-@pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (513, 100), (5, 5)])
+@pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (513, 100)])
 def test_the_confidence_penalty_has_the_gradient_of_the_entropy(N: int, ignored: int, l2_wrap: float) -> None:
     inputs = problem(N, ignored=ignored)
-    if ignored == N:
-        assert not fused(*inputs, l2_wrap, confidence_penalty=0.2)[1].any()
-    else:
-        close(fused(*inputs, l2_wrap, confidence_penalty=0.2), plain(*inputs, l2_wrap, confidence_penalty=0.2))
+    close(fused(*inputs, l2_wrap, confidence_penalty=0.2), plain(*inputs, l2_wrap, confidence_penalty=0.2))
 
 
 def test_the_confidence_penalty_is_in_the_step_and_not_in_the_loss() -> None:
@@ -133,7 +130,7 @@ def test_the_model_learns_with_the_gradient_of_plain_autograd() -> None:
 
 
 def test_nothing_to_predict_is_no_loss_and_no_gradient() -> None:
-    for result in fused(*problem(5, ignored=5), 0.3):
+    for result in fused(*problem(5, ignored=5), 0.3, confidence_penalty=0.2):
         assert not result.any()
 
 
