@@ -8,7 +8,6 @@ written as 16-bit integers, which saves a pass over memory before and after a ke
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from kernels._taichi import ti
 
@@ -26,11 +25,6 @@ def stored(dtype: torch.dtype, lanes: int) -> Stored:
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
     return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), as_it_is, as_it_is)
-
-
-def vectors(tensor: Tensor, lanes: int) -> Tensor:
-    """The numbers of a tensor as kernels take them: (N,lanes), 16-bit integers for bfloat16."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).view(-1, lanes)
 
 
 @ti.func

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels._lanes import stored, vectors
+from kernels._lanes import stored
 from kernels._taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -82,11 +82,10 @@ def _tasks(shape: torch.Size) -> int:
 
 def _launch(kernels: tuple[Any, Any], shape: torch.Size, *tensors: Tensor) -> None:
     (_, T, C), tasks, (serial, parallel) = shape, _tasks(shape), kernels
-    ready = [vectors(tensor, LANES) for tensor in tensors]
     if shape.numel() <= SERIAL:
-        launch(serial, *ready, tasks, T, C // LANES)
+        launch(serial, *tensors, tasks, T, C // LANES)
     else:
-        launch(parallel, *ready, tasks, T, C // LANES, shares(tasks))
+        launch(parallel, *tensors, tasks, T, C // LANES, shares(tasks))
 
 
 @cache

@@ -186,8 +186,13 @@ def _inside(dtypes: tuple[torch.dtype, ...], inputs: tuple[Tensor, ...]) -> list
     k, v = inputs[2:4]
     dtype = _compute_dtype(k)
     of_sequences = k.dtype if k.dtype == v.dtype and k.dtype in dtypes else dtype
-    return [tensor.detach().to(of_sequences if tensor.dim() == 3 else dtype).contiguous() for tensor in inputs]
+    return [_as(tensor.detach(), of_sequences if tensor.dim() == 3 else dtype) for tensor in inputs]
 
 
 def _cast(outputs: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(output.to(tensor.dtype).contiguous() for output, tensor in zip(outputs, like, strict=True))
+    return tuple(_as(output, tensor.dtype) for output, tensor in zip(outputs, like, strict=True))
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, in dtype; looking first is cheaper than asking for what is there."""
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
