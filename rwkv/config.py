@@ -84,6 +84,7 @@ class OptimConfig:
     warmup_steps: int = 20
     matrix_lr: float = 0.02
     matrix_momentum: float = 0.95
+    matrix_iterations: int = 3
     time_mix_lr_scale: float = 1.0
     time_decay_lr_scale: float = 2.0
     time_first_lr_scale: float = 3.0
@@ -103,6 +104,8 @@ class OptimConfig:
             _at_least(f"optim.{name}", getattr(self, name), 0)
         if not 0 <= self.matrix_momentum < 1:
             raise ValueError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
+        if self.matrix_iterations not in (2, 3):
+            raise ValueError(f"optim.matrix_iterations is 2, for less time, or 3; got {self.matrix_iterations}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.min_lr <= self.lr < math.inf:

@@ -5,8 +5,10 @@
 with G = U S V^T. U V^T comes from a few Newton-Schulz iterations in bfloat16, X <- a X + (b A + c A^2) X with A = X X^T, which
 bring most singular values near 1. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
 (kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are best for where the one before leaves
-the singular values: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. torch.optim.Muon has five iterations
-with the same ones, one matrix after the other; here those of a shape go through each product together.
+the singular values: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a start of at most 1, and as
+near to it as may be: the first A is there before X has to be divided, and the root of its norm is a closer bound of the largest
+singular value than the norm of X, by two in practice. torch.optim.Muon has five iterations with the same coefficients, from
+the norm of X, one matrix after the other; here those of a shape go through each product together.
 
 NorMuon then divides each row by the root of a running mean of its squares, so that no neuron outruns the others, and keeps the
 length of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
@@ -19,24 +21,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Coefficients = tuple[tuple[float, float, float], ...]
-
-# For singular values from a hundredth of the norm on, which come within 0.28 of 1; those below grow 77 times.
-POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
-SMALLEST = 1e-7                          # norm of a gradient that counts as none
+# By the number of iterations, for singular values from 1/50 and from 1/100 of the bound on, which come within 0.52 and 0.28
+# of 1; those below grow 25 and 77 times.
+POLAR_EXPRESS = {2: ((7.711, -22.1138, 16.2487), (3.2153, -2.4112, 0.5013)),
+                 3: ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))}
+MARGIN = 1.02                            # of the bound, for what bfloat16 rounds: just above 1 the polynomials are steep
+SMALLEST = 1e-14                         # norm of A that counts as none
 NO_SQUARE = 1e-16                        # of a row's mean square
 
 
 class Muon(torch.optim.Optimizer):
     """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's.
 
-    row_beta: of the running mean of a row's squares, 0 for Muon and above it for NorMuon.
+    iterations: 2 or 3. row_beta: of the running mean of a row's squares, 0 for Muon and above it for NorMuon. direction: what
+    makes matrices (N,O,I) orthogonal in `iterations`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
-                 momentum: float = 0.95, iterations: Coefficients = POLAR_EXPRESS, row_beta: float = 0.0) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
-        self.iterations, self.row_beta = iterations, row_beta
+                 momentum: float = 0.95, iterations: int = 3, row_beta: float = 0.0,
+                 direction: Callable[[Tensor, int], Tensor] | None = None) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum,
+                                  "iterations": iterations})
+        self.row_beta, self.direction = row_beta, direction or orthogonal
         self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
         self._share()
 
@@ -52,8 +58,9 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError where it is of other groups: of a run whose matrices were divided otherwise."""
-        sizes = [[len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)]
-        if sizes[0] != sizes[1]:
+        saved, own = state_dict["param_groups"], self.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+        if sizes[0] != sizes[1] or any("iterations" not in group for group in saved):
             raise ValueError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
                              "of another recipe, or another version of this program; begin anew from its weights, init_from=")
         super().load_state_dict(state_dict)
@@ -72,13 +79,14 @@ class Muon(torch.optim.Optimizer):
         gradients, mu = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None]), group["momentum"]
         momenta = self._state_of(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
-        steps = orthogonal(gradients.lerp_(momenta, mu), self.iterations).to(momenta.dtype)
+        steps = self.direction(gradients.lerp_(momenta, mu), group["iterations"])
+        factors = momenta.new_ones(len(matrices), 1, 1)
         if self.row_beta:
-            _even_out(steps, self._state_of(matrices, "rows", _zero_of_each_row), self.row_beta)
+            factors = _evening(steps, self._state_of(matrices, "rows", _zero_of_each_row), self.row_beta)
         rows, columns = matrices[0].shape
-        if group["weight_decay"]:
-            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(matrices, list(steps.unbind()), alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+        factors *= -group["lr"] * math.sqrt(max(1, rows / columns))
+        for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):
+            matrix.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(step, factor)
 
     def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
         """What the state of each of matrices has under `name`, stacked; that is, and stays, views of it."""
@@ -93,40 +101,41 @@ class Muon(torch.optim.Optimizer):
         return stack
 
 
-def orthogonal(matrices: Tensor, iterations: Coefficients = POLAR_EXPRESS) -> Tensor:
-    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16."""
-    flat = matrices.shape[1] <= matrices.shape[2]
-    x = (matrices if flat else matrices.mT).bfloat16()
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)
-    if x.shape[2] >= 2 * x.shape[1] and len(iterations) > 1:
-        x, iterations = _twice(x, *iterations[:2]), iterations[2:]
-    for a, b, c in iterations:
-        square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x if flat else x.mT
+def orthogonal(matrices: Tensor, iterations: int = 3) -> Tensor:
+    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16. iterations: 2 or 3."""
+    x, square = _bounded(matrices.bfloat16())
+    for number, (a, b, c) in enumerate(POLAR_EXPRESS[iterations]):
+        square = _square(x) if number else square
+        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((factor, x) if _flat(x) else (x, factor)), beta=a)
+    return x
 
 
-def _twice(x: Tensor, first: tuple[float, float, float], second: tuple[float, float, float]) -> Tensor:
-    """Two iterations, x <- Q P x, made of A = x x^T and P A P, which are smaller than x; more than two lose digits of A."""
-    square = x @ x.mT
-    P = _factor(square, *first)
-    return _factor(P @ (square @ P), *second) @ P @ x
+def _bounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x and A, with no singular value of x over 1: the root of the norm of A bounds them."""
+    square = _square(x)
+    scale = (MARGIN * square.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)).rsqrt()
+    return x * scale, square * scale.square()
 
 
-def _factor(square: Tensor, a: float, b: float, c: float) -> Tensor:
-    """a + b A + c A^2"""
-    factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
-    factor.diagonal(dim1=1, dim2=2).add_(a)
-    return factor
+def _square(x: Tensor) -> Tensor:
+    """A of each of x (N,O,I): x x^T or x^T x, the smaller one."""
+    return x @ x.mT if _flat(x) else x.mT @ x
 
 
-def _even_out(steps: Tensor, means: Tensor, beta: float) -> None:
-    """Divides the rows of steps (N,O,I) by the roots of their means (N,O,1), of squares over time; the length of each stays."""
-    squares = steps.square().mean(2, keepdim=True)
+def _flat(x: Tensor) -> bool:
+    return x.shape[1] <= x.shape[2]
+
+
+def _evening(steps: Tensor, means: Tensor, beta: float) -> Tensor:
+    """What rows of steps (N,O,I) are multiplied by, (N,O,1): the inverse roots of their means, of squares over time; and what
+    leaves each step its length.
+    """
+    squares = torch.linalg.vector_norm(steps, dim=2, keepdim=True, dtype=means.dtype).square_() / steps.shape[2]
     means.lerp_(squares, 1 - beta)
     factors = (means + NO_SQUARE).rsqrt_()
     kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=NO_SQUARE)
-    steps.mul_(factors.mul_(kept.sqrt_()))
+    return factors.mul_(kept.sqrt_())
 
 
 def _zero_of_each_row(matrix: Tensor) -> Tensor:
