@@ -166,7 +166,8 @@ class Bar(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
-            self._bar.set_postfix_str(_short(trainer.callback_metrics), refresh=False)
+            if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # it is about to be drawn
+                self._bar.set_postfix_str(_short(trainer.callback_metrics), refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_start(self, *_: Any) -> None:
@@ -179,6 +180,10 @@ class Bar(Callback):
 
     def on_exception(self, *_: Any) -> None:
         self._close()
+
+    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(_short(trainer.callback_metrics), refresh=False)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._close()
