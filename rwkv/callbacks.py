@@ -86,6 +86,7 @@ class Metrics(Callback):
         self._products: float | None = None      # seconds of one process's token
         self._norms: dict[str, float] = {}
         self._loss: Any = 0.0            # of the step so far, a share for each batch that it accumulates
+        self.latest: Mapping[str, Any] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._products = product_seconds(cast(RWKV, pl_module.model), self.tokens_together, pl_module.device, self.dtype)
@@ -116,7 +117,7 @@ class Metrics(Callback):
             self._tokens_per_step = batch[0].numel() * world_size() * trainer.accumulate_grad_batches
             metrics = {"train/loss": loss, "lr": self._lr} | self._speed() | self._of_gradients(pl_module) | {
                 "peak_mem": peak_memory_mib(pl_module.device)}
-            pl_module.log_dict(metrics, logger=False)    # for the bar; Lightning would log them again at every step
+            self.latest = metrics
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)
             self._restart()
@@ -154,7 +155,8 @@ class Metrics(Callback):
 class Bar(Callback):
     """A progress bar over optimiser steps on standard error; every half minute a line where that is no terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
         self._bar: tqdm | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -167,7 +169,7 @@ class Bar(Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
             if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # it is about to be drawn
-                self._bar.set_postfix_str(_short(trainer.callback_metrics), refresh=False)
+                self._show(trainer)
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_start(self, *_: Any) -> None:
@@ -183,10 +185,14 @@ class Bar(Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(_short(trainer.callback_metrics), refresh=False)
+            self._show(trainer)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._close()
+
+    def _show(self, trainer: lightning.Trainer) -> None:
+        assert self._bar is not None
+        self._bar.set_postfix_str(_short({**trainer.callback_metrics, **self.metrics.latest}), refresh=False)
 
     def _close(self) -> None:
         if self._bar is not None:
