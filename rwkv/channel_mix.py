@@ -6,7 +6,8 @@ Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are RWKV-LM's.
 import torch
 from torch import Tensor, nn
 
-from rwkv.fused import last, sigmoid_gate, squared_relu, token_shift_mixes
+from rwkv import fused
+from rwkv.token_shift import last, token_shift
 
 
 class ChannelMix(nn.Module):
@@ -21,6 +22,10 @@ class ChannelMix(nn.Module):
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
     def forward(self, x: Tensor, last_x: Tensor) -> tuple[Tensor, Tensor]:
-        for_k, for_r = token_shift_mixes(x, last_x, self.time_mix_k, self.time_mix_r)
-        hidden = squared_relu(self.key(for_k))
-        return sigmoid_gate(self.receptance(for_r), self.value(hidden)), last(x)
+        mus = self.time_mix_k, self.time_mix_r
+        if not fused.fits(self.key, self.receptance, self.value):
+            for_k, for_r = token_shift(x, last_x, *mus)
+            hidden = torch.relu(self.key(for_k)) ** 2
+            return torch.sigmoid(self.receptance(for_r)) * self.value(hidden), last(x)
+        weights = self.key.weight, self.receptance.weight, self.value.weight
+        return fused.channel_mixing(x, last_x, mus, *weights), last(x)

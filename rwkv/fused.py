@@ -1,31 +1,54 @@
-"""The model's elementwise steps with few temporaries: each computes its gradient itself, in the fewest passes over memory.
+"""What time and channel mixing compute between LayerNorm, WKV and the residual stream, in three steps of autograd.
 
-On a CPU these steps are bound by memory, and autograd's general formulas read and write each tensor several times more. A long
-token shift goes through the operator of kernels/ where there is one that is faster than PyTorch's operations.
+Each computes its gradient itself, in few operations over few temporaries. A CPU spends a third of a small model's step on
+starting operations and on autograd's own, and those between a large model's matrix products are bound by memory: autograd's
+general formulas read and write each tensor several times more. Under autocast everything here is in the dtype of the products.
+
+The token shift of long sequences is the operator of kernels/ where there is one that is faster than PyTorch's operations.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from kernels import select
+from kernels.shift import TokenShift
 
 LONG = range(2**19, 2**29)      # elements of x: from where one pass outweighs an operator's call, to where its indices may end
+Tensors = tuple[Tensor, ...]
 
 
-def token_shift_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
-    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step.
+def fits(*layers: nn.Module) -> bool:
+    """Whether nobody has to see these layers called: no compiler, which fuses better, no hook, no layer put in one's place."""
+    return not torch.compiler.is_compiling() and all(
+        type(layer) is nn.Linear and layer.bias is None and type(layer.weight) in (nn.Parameter, Tensor)
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        for layer in layers)
 
-    Under autocast they come in the dtype of the matrix products that read them, and short ones are computed in it.
+
+def mixed_products(x: Tensor, last_x: Tensor, mus: Tensors, weights: Tensors) -> Tensors:
+    """W mix(x) for each mu (1,1,C), of mix(x) = mu x_t + (1 - mu) x_{t-1}, and its W (O,C): (B,T,O) each.
+
+    x (B,T,C), and last_x (B,C) before its first step.
     """
-    dtype = _multiplied(x)
-    long = torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.numel() in LONG      # training pays for a start
-    if long and (shift := select.token_shift(x.device, x.dtype)):
-        return shift(x, last_x, torch.cat(mus).view(len(mus), -1), dtype)
-    mixes: tuple[Tensor, ...] = _TokenShiftMixes.apply(x.to(dtype), last_x.to(dtype), *mus)
-    return mixes
+    products: Tensors = _MixedProducts.apply(_operator(x), _multiplied(x), x, last_x, *mus, *weights)
+    return products
+
+
+def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """W (sigmoid(gate) * x), of gate and x (B,T,C) and W (O,C): (B,T,O)."""
+    product: Tensor = _GatedProduct.apply(gate, x, weight)
+    return product
+
+
+def channel_mixing(x: Tensor, last_x: Tensor, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
+    """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), of x (B,T,C), last_x (B,C), mus = (mu_k, mu_r) and K, R, V."""
+    mixed: Tensor = _ChannelMixing.apply(_operator(x), _multiplied(x), x, last_x, *mus, key, receptance, value)
+    return mixed
 
 
 def _multiplied(x: Tensor) -> torch.dtype:
@@ -34,71 +57,106 @@ def _multiplied(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
-def last(x: Tensor) -> Tensor:
-    """The last step of x (B,T,C), for the next state: (B,C), not a view, which would keep all of x in memory."""
-    return x[:, -1].clone()
+def _operator(x: Tensor) -> TokenShift | None:
+    """Of a long x; only training pays for its start."""
+    return select.token_shift(x.device, x.dtype) if torch.is_grad_enabled() and x.numel() in LONG else None
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2"""
-    squared: Tensor = _SquaredRelu.apply(x)
-    return squared
-
-
-def sigmoid_gate(gate: Tensor, x: Tensor) -> Tensor:
-    """sigmoid(gate) * x"""
-    gated: Tensor = _SigmoidGate.apply(gate, x)
-    return gated
-
-
-class _TokenShiftMixes(torch.autograd.Function):
+class _MixedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
-        before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
-        change = x - before
-        ctx.dtypes, mus = [mu.dtype for mu in mus], tuple(mu.to(x.dtype) for mu in mus)
-        ctx.save_for_backward(change, *mus)
-        return tuple(torch.addcmul(before, change, mu) for mu in mus)
+    def forward(ctx: Any, shift: TokenShift | None, dtype: torch.dtype, x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
+        mus, weights = others[:len(others) // 2], _in(dtype, others[len(others) // 2:])
+        ctx.shift, (kept, mixes) = shift, _mix(shift, dtype, x, last_x, mus)
+        ctx.save_for_backward(*mixes, *weights, *kept)
+        return tuple(map(linear, mixes, weights))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        change, *mus = ctx.saved_tensors
-        grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
-        for grad, mu in zip(grads[1:], mus[1:], strict=True):
-            grad_x.addcmul_(grad, mu)
-            grad_before += grad
-        grad_before -= grad_x
-        grad_x[:, :-1] += grad_before[:, 1:]
-        wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
-        grad_mus = ((grad * change).sum((0, 1), keepdim=True, dtype=wide).to(dtype)
-                    for grad, dtype in zip(grads, ctx.dtypes, strict=True))
-        return grad_x, grad_before[:, 0], *grad_mus
+        n, saved = len(grads), ctx.saved_tensors
+        products = list(map(_product_backward, grads, saved[:n], saved[n:2 * n]))
+        of_mixes, of_weights = zip(*products, strict=True)
+        return None, None, *_mix_backward(ctx.shift, saved[2 * n:], of_mixes), *of_weights
 
 
-class _SquaredRelu(torch.autograd.Function):
+class _GatedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        positive = x.clamp(min=0)
-        ctx.save_for_backward(positive)
-        return positive * positive
+    def forward(ctx: Any, gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        share, weight = torch.sigmoid(gate), weight.to(gate.dtype)
+        gated = share * x
+        ctx.save_for_backward(share, x, gated, weight)
+        return linear(gated, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        positive, = ctx.saved_tensors
-        return torch.addcmul(grad.new_zeros(()), grad, positive, value=2)     # 2 grad positive in one pass
+    def backward(ctx: Any, grad: Tensor) -> Tensors:
+        share, x, gated, weight = ctx.saved_tensors
+        of_gated, of_weight = _product_backward(grad, gated, weight)
+        return *_gate_backward(of_gated, share, x), of_weight
 
 
-class _SigmoidGate(torch.autograd.Function):
+class _ChannelMixing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
-        share = torch.sigmoid(gate)
-        ctx.save_for_backward(share, x)
-        return share * x
+    def forward(ctx: Any, shift: TokenShift | None, dtype: torch.dtype, x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor,
+                *weights: Tensor) -> Tensor:
+        ctx.shift, (kept, (for_k, for_r)) = shift, _mix(shift, dtype, x, last_x, (mu_k, mu_r))
+        key, receptance, value = weights = _in(dtype, weights)
+        positive = linear(for_k, key).clamp_(min=0)
+        share, hidden = linear(for_r, receptance).sigmoid_(), positive * positive
+        read = linear(hidden, value)
+        ctx.save_for_backward(for_k, for_r, positive, hidden, share, read, *weights, *kept)
+        return share * read
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        share, x = ctx.saved_tensors
-        return torch.ops.aten.sigmoid_backward(grad * x, share), grad * share
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        for_k, for_r, positive, hidden, share, read, key, receptance, value, *kept = ctx.saved_tensors
+        of_r, of_read = _gate_backward(grad, share, read)
+        of_hidden, of_value = _product_backward(of_read, hidden, value)
+        of_k = torch.addcmul(grad.new_zeros(()), of_hidden, positive, value=2, out=of_hidden)     # 2 of_hidden positive
+        of_for_k, of_key = _product_backward(of_k, for_k, key)
+        of_for_r, of_receptance = _product_backward(of_r, for_r, receptance)
+        return None, None, *_mix_backward(ctx.shift, kept, (of_for_k, of_for_r)), of_key, of_receptance, of_value
+
+
+def _mix(shift: TokenShift | None, dtype: torch.dtype, x: Tensor, last_x: Tensor, mus: Tensors) -> tuple[Tensors, Tensors]:
+    """What _mix_backward needs, and the mixes in dtype."""
+    if shift is not None:
+        kept = x, last_x, torch.cat(mus).view(len(mus), -1)
+        return kept, shift(*kept, dtype)
+    x, last_x, mus = x.to(dtype), last_x.to(dtype), _in(dtype, mus)
+    before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
+    change = x - before
+    return (change, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
+
+
+def _mix_backward(shift: TokenShift | None, kept: Sequence[Tensor], grads: Tensors) -> Tensors:
+    """The gradients of x, last_x and each mu; those of the mixes are used up."""
+    if shift is not None:
+        x, last_x, stacked = kept
+        of_x, of_before, of_stacked = shift.gradients(x, last_x, stacked, grads)
+        return of_x, of_before, *of_stacked.view(len(grads), 1, 1, -1)
+    change, *mus = kept
+    wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
+    of_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
+    of_x, of_before = grads[0] * mus[0], grads[0]
+    for grad, mu in zip(grads[1:], mus[1:], strict=True):
+        of_x.addcmul_(grad, mu)
+        of_before += grad
+    of_before -= of_x
+    of_x[:, :-1] += of_before[:, 1:]
+    return of_x, of_before[:, 0], *of_mus
+
+
+def _product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x (B,T,I) and W (O,I), of that of W x (B,T,O)."""
+    return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+def _gate_backward(grad: Tensor, share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a gate, whose sigmoid is share, and x, of that of share * x."""
+    return torch.ops.aten.sigmoid_backward(grad * x, share), grad * share
+
+
+def _in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
+    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.wkv import WKV, WKVState
-from rwkv.fused import last, sigmoid_gate, token_shift_mixes
+from rwkv import fused
+from rwkv.token_shift import last, token_shift
 
 
 class TimeMix(nn.Module):
@@ -29,9 +30,15 @@ class TimeMix(nn.Module):
         self.output = nn.Linear(n_att, n_embd, bias=False)
 
     def forward(self, x: Tensor, last_x: Tensor, state: WKVState) -> tuple[Tensor, Tensor, WKVState]:
-        for_k, for_v, for_r = token_shift_mixes(x, last_x, self.time_mix_k, self.time_mix_v, self.time_mix_r)
-        y, state = self._remember(self.key(for_k), self.value(for_v), state)
-        return self.output(sigmoid_gate(self.receptance(for_r), y)), last(x), state
+        mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
+        if not fused.fits(self.key, self.value, self.receptance, self.output):
+            for_k, for_v, for_r = token_shift(x, last_x, *mus)
+            y, state = self._remember(self.key(for_k), self.value(for_v), state)
+            return self.output(torch.sigmoid(self.receptance(for_r)) * y), last(x), state
+        weights = self.key.weight, self.value.weight, self.receptance.weight
+        k, v, r = fused.mixed_products(x, last_x, mus, weights)
+        y, state = self._remember(k, v, state)
+        return fused.gated_product(r, y, self.output.weight), last(x), state
 
     def _remember(self, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
         if k.shape[1] == 1 and not torch.is_grad_enabled():

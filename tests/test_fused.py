@@ -1,29 +1,52 @@
-"""The fused elementwise steps are their plain formulas, in value and in every gradient."""
+"""The fused parts of a block are what its modules compute by their formulas, in value and in every gradient."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from rwkv import fused as module
-from rwkv.fused import sigmoid_gate, squared_relu, token_shift_mixes
+from kernels.wkv import WKV, WKVState
+from rwkv import fused
+from rwkv.channel_mix import ChannelMix
+from rwkv.time_mix import TimeMix
+from rwkv.token_shift import token_shift
+
+B, T, C, A = 2, 5, 3, 4
+MIX = ((B, T, C), (B, C))
+MU, SQUARE, UP, DOWN = (1, 1, C), (C, C), (A, C), (C, A)
 
 
-def plain_mixes(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
+def products(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return fused.mixed_products(x, last_x, others[:len(others) // 2], others[len(others) // 2:])
+
+
+def plain_products(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    mus, weights = others[:len(others) // 2], others[len(others) // 2:]
     before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
-    return tuple(mu * x + (1 - mu) * before for mu in mus)
+    return tuple(linear(mu * x + (1 - mu) * before, weight) for mu, weight in zip(mus, weights, strict=True))
+
+
+def channel_mixing(x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor, *weights: Tensor) -> Tensor:
+    return fused.channel_mixing(x, last_x, (mu_k, mu_r), *weights)
+
+
+def plain_channel_mixing(x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor, *weights: Tensor) -> Tensor:
+    k, r = plain_products(x, last_x, mu_k, mu_r, *weights[:2])
+    return torch.sigmoid(r) * linear(torch.relu(k) ** 2, weights[2])
 
 
 CASES = {
-    "two mixes": (token_shift_mixes, plain_mixes, ((2, 5, 3), (2, 3), (1, 1, 3), (1, 1, 3))),
-    "three mixes": (token_shift_mixes, plain_mixes, ((2, 5, 3), (2, 3), (1, 1, 3), (1, 1, 3), (1, 1, 3))),
-    "one step": (token_shift_mixes, plain_mixes, ((2, 1, 3), (2, 3), (1, 1, 3), (1, 1, 3))),
-    "squared relu": (squared_relu, lambda x: torch.relu(x) ** 2, ((2, 5, 3),)),
-    "gate": (sigmoid_gate, lambda gate, x: torch.sigmoid(gate) * x, ((2, 5, 3), (2, 5, 3))),
+    "three products": (products, plain_products, (*MIX, MU, MU, MU, UP, UP, UP)),
+    "two products": (products, plain_products, (*MIX, MU, MU, UP, SQUARE)),
+    "one step": (products, plain_products, ((B, 1, C), (B, C), MU, MU, UP, SQUARE)),
+    "gate": (fused.gated_product, lambda gate, x, weight: linear(torch.sigmoid(gate) * x, weight), (MIX[0], MIX[0], UP)),
+    "channel mixing": (channel_mixing, plain_channel_mixing, (*MIX, MU, MU, UP, SQUARE, DOWN)),
 }
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 Case = tuple[Function, Function, tuple[tuple[int, ...], ...]]
+SHIFTING = [case for case in CASES if case != "gate"]
 
 
 def random(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -31,77 +54,144 @@ def random(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+def several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.fixture(params=[fused.LONG, range(2**30)], ids=("short", "long"))
+def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token shift by PyTorch's operations, and by the operator that a long sequence goes through."""
+    monkeypatch.setattr(fused, "LONG", request.param)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradients(case: Case) -> None:
-    fused, plain, shapes = case
-    torch.testing.assert_close(fused(*random(shapes)), plain(*random(shapes)))
-    assert torch.autograd.gradcheck(fused, random(shapes))
+    found, plain, shapes = case
+    torch.testing.assert_close(found(*random(shapes)), plain(*random(shapes)), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(found, random(shapes))
 
 
+@pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
-    fused, _, shapes = case
+    found, _, shapes = case
     inputs = random(shapes, torch.float32)
     before = [tensor.detach().clone() for tensor in inputs]
-    outputs = fused(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = several(found(*inputs))
     incoming = [torch.ones_like(output) for output in outputs]
     torch.autograd.grad(outputs, inputs, incoming)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))
     assert all((gradient == 1).all() for gradient in incoming)
 
 
+@pytest.mark.usefixtures("length")
 def test_an_output_without_gradient_counts_as_zero() -> None:
-    inputs, plain_inputs = (random(CASES["two mixes"][2]) for _ in range(2))
-    token_shift_mixes(*inputs)[1].sum().backward()
-    plain_mixes(*plain_inputs)[1].sum().backward()
-    for fused, plain in zip(inputs[:2], plain_inputs[:2], strict=True):
-        torch.testing.assert_close(fused.grad, plain.grad)
-    assert not inputs[2].grad.any()
-
-
-@pytest.fixture(params=[module.LONG, range(2**30)], ids=("short", "long"))
-def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixes through PyTorch's operations, and through the operator that a long sequence goes through."""
-    monkeypatch.setattr(module, "LONG", request.param)
+    shapes = CASES["two products"][2]
+    inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
+    products(*inputs)[1].sum().backward()
+    plain_products(*plain_inputs)[1].sum().backward()
+    for number in (0, 1, 3, 5):
+        torch.testing.assert_close(inputs[number].grad, plain_inputs[number].grad)
+    assert not any(inputs[number].grad.any() for number in (2, 4))
 
 
 @pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] is token_shift_mixes])
-def test_mixes_under_autocast_come_in_its_dtype(case: str, dtype: torch.dtype) -> None:
-    """And their gradients in that of the inputs."""
-    inputs, plain_inputs = (random(CASES[case][2], torch.float32) for _ in range(2))
+@pytest.mark.parametrize("case", SHIFTING)
+def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype) -> None:
+    """But the gradients, which are in that of the inputs."""
+    found, plain, shapes = CASES[case]
+    inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        mixes = token_shift_mixes(*inputs)
-    expected, eps = plain_mixes(*plain_inputs), torch.finfo(dtype).eps
-    for found, exact in zip(mixes, expected, strict=True):
-        torch.testing.assert_close(found, exact.to(dtype), rtol=2 * eps, atol=4 * eps)
-    grads, exact_grads = (torch.autograd.grad([mix.sum() for mix in each], leaves)
-                          for each, leaves in ((mixes, inputs), (expected, plain_inputs)))
-    for found, exact in zip(grads, exact_grads, strict=True):
-        torch.testing.assert_close(found, exact, rtol=4 * eps, atol=20 * eps)
+        outputs = several(found(*inputs))
+    expected, eps = several(plain(*plain_inputs)), torch.finfo(dtype).eps
+    for output, exact in zip(outputs, expected, strict=True):
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.float(), exact, rtol=8 * eps, atol=16 * eps)
+    grads, exact_grads = (torch.autograd.grad([output.float().sum() for output in each], leaves)
+                          for each, leaves in ((outputs, inputs), (expected, plain_inputs)))
+    for grad, exact in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, exact, rtol=16 * eps, atol=60 * eps)
 
 
 @pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_mixes_of_a_model_in_another_dtype_come_in_it(dtype: torch.dtype) -> None:
+def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
     """Its state is float32 all the same."""
-    x, last_x, *mus = random(CASES["three mixes"][2], dtype)
-    for found, exact in zip(token_shift_mixes(x, last_x.float(), *mus), plain_mixes(x, last_x, *mus), strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-2)
+    x, last_x, *others = random(CASES["three products"][2], dtype)
+    for found, exact in zip(products(x, last_x.float(), *others), plain_products(x, last_x, *others), strict=True):
+        torch.testing.assert_close(found, exact, rtol=3e-2 if dtype == torch.bfloat16 else 1e-6, atol=3e-2)
+
+
+def test_a_long_sequence_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, and in training alone, which pays for its start."""
+    asked = []
+    monkeypatch.setattr(fused.select, "token_shift", lambda device, dtype: asked.append(dtype))
+    inputs = random(CASES["three products"][2], torch.float32)
+    for long in (range(B * T * C), range(B * T * C + 1, 99)):
+        monkeypatch.setattr(fused, "LONG", long)
+        products(*inputs)
+    monkeypatch.setattr(fused, "LONG", range(B * T * C, B * T * C + 1))
+    with torch.no_grad():
+        products(*inputs)
+    assert not asked
+    torch.testing.assert_close(products(*inputs), plain_products(*inputs))
+    assert asked == [torch.float32]
+
+
+def parts() -> list[tuple[nn.Module, Callable[..., Tensor], tuple[nn.Linear, ...]]]:
+    """Both halves of a block with weights that are not zero, each as a function of x and last_x, and its layers."""
+    torch.manual_seed(1)
+    time, channel = TimeMix(C, A, WKV("reference")), ChannelMix(C, A)
+    for parameter in (*time.parameters(), *channel.parameters()):
+        nn.init.normal_(parameter, std=0.7)
+    of_time = time.key, time.value, time.receptance, time.output
+    return [(time, lambda x, last_x: time(x, last_x, WKVState.empty(B, A))[0], of_time),
+            (channel, lambda x, last_x: channel(x, last_x)[0], (channel.key, channel.receptance, channel.value))]
+
+
+def gradients(module: nn.Module, run: Callable[..., Tensor]) -> list[Tensor]:
+    inputs = random(MIX, torch.float32)
+    output = run(*inputs)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), [*inputs, *module.parameters()])]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=("time mixing", "channel mixing"))
+def test_who_hangs_a_hook_on_a_layer_sees_it_called(number: int) -> None:
+    """With the results that it has when nobody looks."""
+    module, run, layers = parts()[number]
+    expected, seen = gradients(module, run), []
+    for layer in layers:
+        handle = layer.register_forward_hook(lambda layer, inputs, output: seen.append(layer))
+        for found, exact in zip(gradients(module, run), expected, strict=True):
+            torch.testing.assert_close(found, exact)
+        handle.remove()
+    assert seen == list(layers)
+
+
+def test_layers_of_another_kind_are_called() -> None:
+    """As adapters and quantised weights are."""
+    plain = nn.Linear(C, C, bias=False)
+    assert fused.fits(plain, plain)
+    other = type("Adapter", (nn.Linear,), {})(C, C, bias=False)
+    quantised = nn.Linear(C, C, bias=False)
+    quantised.weight = nn.Parameter(torch.Tensor._make_subclass(type("Quantised", (Tensor,), {}), torch.ones(C, C)))
+    assert not any(fused.fits(plain, layer) for layer in (other, quantised, nn.Linear(C, C), nn.Identity()))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does
-def test_long_mixes_go_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one; not a compiled block's, which the compiler fuses."""
+def test_a_compiler_sees_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(module, "LONG", range(30, 31))
-    monkeypatch.setattr(module.select, "token_shift", lambda device, dtype: lambda *inputs: ("the operator",))
-    inputs = random(CASES["three mixes"][2], torch.float32)              # x has 30 elements
-    assert token_shift_mixes(*inputs) == ("the operator",)
-    compiled = torch.compile(token_shift_mixes, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), plain_mixes(*inputs))
-    for others in (range(30), range(31, 99)):
-        monkeypatch.setattr(module, "LONG", others)
-        torch.testing.assert_close(token_shift_mixes(*inputs), plain_mixes(*inputs))
+    module, run, _ = parts()[1]
+    expected = gradients(module, run)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(fused, "channel_mixing", None)
+    for found, exact in zip(gradients(module, lambda *inputs: compiled(*inputs)[0]), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+def test_the_formula_of_the_token_shift() -> None:
+    x, last_x, mu, other = random((*MIX, MU, MU))
+    before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
+    torch.testing.assert_close(token_shift(x, last_x, mu, other), tuple(m * x + (1 - m) * before for m in (mu, other)))

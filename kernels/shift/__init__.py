@@ -44,6 +44,11 @@ class TokenShift:
         self._check(x, last_x, mus, dtype)
         return self._operators[dtype](x, last_x, mus)
 
+    def gradients(self, x: Tensor, last_x: Tensor, mus: Tensor, grads: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x, last_x and mus, from those of the results: what backward computes, for an autograd function of one's own."""
+        of_x, of_last_x, of_mus = self._operators[grads[0].dtype].backward(x, last_x, mus, *grads)
+        return of_x, of_last_x, of_mus
+
     def __repr__(self) -> str:
         return f"TokenShift({self.name!r})"
 
