@@ -18,18 +18,26 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Direct:
-    """registered(*inputs), shorter where possible: its forward(*inputs), and backward(*saved(inputs, outputs), *gradients)."""
+    """registered(*inputs), shorter where possible: its forward(*inputs), and backward(*saved(inputs, outputs), *gradients).
+
+    registered_backward: the same as backward, for who computes gradients without autograd.
+    """
 
     registered: Callable[..., Tensors]
     forward: Callable[..., Tensors]
     backward: Callable[..., Tensors]
     saved: Callable[[Tensors, Tensors], Tensors]
+    registered_backward: Callable[..., Tensors] | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         if _watched(inputs):
             return self.registered(*inputs)
         outputs: Tensors = _Function.apply(self, *inputs)
         return outputs
+
+    def gradients(self, *saved_and_gradients: Tensor) -> Tensors:
+        watched = self.registered_backward if _watched(saved_and_gradients) else None
+        return (watched or self.backward)(*saved_and_gradients)
 
 
 class _Function(torch.autograd.Function):

@@ -131,6 +131,7 @@ def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dty
     """ndim: without the dimension of a vector's lanes."""
     assert tensor.is_contiguous(), "Taichi kernels take contiguous tensors"
     assert tensor.dtype in dtypes, f"the kernel takes tensors of {dtypes[0]}"
+    assert not lanes or tensor.numel() % lanes == 0, f"the kernel takes whole vectors of {lanes} numbers"
     shape = (tensor.numel() // lanes,) if lanes else tensor.shape[:ndim]
     context.set_arg_external_array_with_shape(place, tensor.data_ptr(), tensor.nbytes, shape, 0)
 

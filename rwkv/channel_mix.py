@@ -25,7 +25,7 @@ class ChannelMix(nn.Module):
         mus = self.time_mix_k, self.time_mix_r
         if not fused.fits(self.key, self.receptance, self.value):
             for_k, for_r = token_shift(x, last_x, *mus)
-            hidden = torch.relu(self.key(for_k)) ** 2
-            return torch.sigmoid(self.receptance(for_r)) * self.value(hidden), last(x)
+            positive = torch.relu(self.key(for_k))
+            return torch.sigmoid(self.receptance(for_r)) * self.value(positive * positive), last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return fused.channel_mixing(x, last_x, mus, *weights), last(x)

@@ -14,20 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import select
 from kernels.shift import TokenShift
+from rwkv.token_shift import multiplied
 
 LONG = range(2**19, 2**29)      # elements of x: from where one pass outweighs an operator's call, to where its indices may end
 Tensors = tuple[Tensor, ...]
 
 
 def fits(*layers: nn.Module) -> bool:
-    """Whether nobody has to see these layers called: no compiler, which fuses better, no hook, no layer put in one's place."""
-    return not torch.compiler.is_compiling() and all(
-        type(layer) is nn.Linear and layer.bias is None and type(layer.weight) in (nn.Parameter, Tensor)
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-        for layer in layers)
+    """Whether these layers' products may be computed without calling them.
+
+    Not where a compiler, which fuses better, or a hook has to see them called, where another layer or forward stands in one's
+    place, or where a weight learns nothing, which autograd leaves out.
+    """
+    return not (torch.compiler.is_compiling() or _has_any_global_hook()) and all(map(_plain, layers))
+
+
+def _plain(layer: nn.Module) -> bool:
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return (type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and not hooked
+            and type(layer.weight) in (nn.Parameter, Tensor)
+            and (layer.weight.requires_grad or not torch.is_grad_enabled()))
 
 
 def mixed_products(x: Tensor, last_x: Tensor, mus: Tensors, weights: Tensors) -> Tensors:
@@ -35,7 +45,7 @@ def mixed_products(x: Tensor, last_x: Tensor, mus: Tensors, weights: Tensors) ->
 
     x (B,T,C), and last_x (B,C) before its first step.
     """
-    products: Tensors = _MixedProducts.apply(_operator(x), _multiplied(x), x, last_x, *mus, *weights)
+    products: Tensors = _MixedProducts.apply(_operator(x), multiplied(x), x, last_x, *mus, *weights)
     return products
 
 
@@ -47,14 +57,8 @@ def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def channel_mixing(x: Tensor, last_x: Tensor, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
     """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), of x (B,T,C), last_x (B,C), mus = (mu_k, mu_r) and K, R, V."""
-    mixed: Tensor = _ChannelMixing.apply(_operator(x), _multiplied(x), x, last_x, *mus, key, receptance, value)
+    mixed: Tensor = _ChannelMixing.apply(_operator(x), multiplied(x), x, last_x, *mus, key, receptance, value)
     return mixed
-
-
-def _multiplied(x: Tensor) -> torch.dtype:
-    """The dtype of x in a matrix product: autocast leaves float64 as it is."""
-    lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
 def _operator(x: Tensor) -> TokenShift | None:

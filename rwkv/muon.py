@@ -60,10 +60,12 @@ class Muon(torch.optim.Optimizer):
         """Raises ValueError where it is of other groups: of a run whose matrices were divided otherwise."""
         saved, own = state_dict["param_groups"], self.param_groups
         sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-        if sizes[0] != sizes[1] or any("iterations" not in group for group in saved):
+        if sizes[0] != sizes[1]:
             raise ValueError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
                              "of another recipe, or another version of this program; begin anew from its weights, init_from=")
-        super().load_state_dict(state_dict)
+        unsaid = [{"iterations": group["iterations"]} for group in own]                # by older versions
+        groups = [default | group for default, group in zip(unsaid, saved, strict=True)]
+        super().load_state_dict(state_dict | {"param_groups": groups})
         self._share()
 
     def _share(self) -> None:
@@ -102,7 +104,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor, iterations: int = 3) -> Tensor:
-    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16. iterations: 2 or 3."""
+    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16. iterations: 2 or 3.
+
+    Of a matrix of norm 1e-7 to 1e9; outside of that it tends to 0.
+    """
     x, square = _bounded(matrices.bfloat16())
     for number, (a, b, c) in enumerate(POLAR_EXPRESS[iterations]):
         square = _square(x) if number else square

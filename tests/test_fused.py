@@ -177,7 +177,38 @@ def test_layers_of_another_kind_are_called() -> None:
     other = type("Adapter", (nn.Linear,), {})(C, C, bias=False)
     quantised = nn.Linear(C, C, bias=False)
     quantised.weight = nn.Parameter(torch.Tensor._make_subclass(type("Quantised", (Tensor,), {}), torch.ones(C, C)))
-    assert not any(fused.fits(plain, layer) for layer in (other, quantised, nn.Linear(C, C), nn.Identity()))
+    patched = nn.Linear(C, C, bias=False)
+    patched.forward = lambda x: x                                        # type: ignore[method-assign]
+    assert not any(fused.fits(plain, layer) for layer in (other, quantised, patched, nn.Linear(C, C), nn.Identity()))
+
+
+def test_what_learns_nothing_is_left_to_autograd() -> None:
+    frozen = nn.Linear(C, C, bias=False).requires_grad_(False)
+    assert not fused.fits(frozen)
+    with torch.no_grad():
+        assert fused.fits(frozen)
+
+
+def test_who_looks_at_all_modules_sees_all_layers() -> None:
+    for module, run, layers in parts():
+        seen: list[nn.Module] = []
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda layer, *_, seen=seen: seen.append(layer))
+        run(*random(MIX, torch.float32))
+        handle.remove()
+        assert {*layers} <= {*seen}, type(module)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=("time mixing", "channel mixing"))
+def test_both_ways_keep_the_dtype_of_autocast(number: int) -> None:
+    _, run, layers = parts()[number]
+    dtypes = []
+    for hooks in (0, 1):
+        handles = [layer.register_forward_hook(lambda *_: None) for layer in layers[:hooks]]
+        with torch.autocast("cpu", torch.bfloat16):
+            dtypes.append(run(*random(MIX, torch.float32)).dtype)
+        for handle in handles:
+            handle.remove()
+    assert dtypes == [torch.bfloat16] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does
@@ -195,3 +226,5 @@ def test_the_formula_of_the_token_shift() -> None:
     x, last_x, mu, other = random((*MIX, MU, MU))
     before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
     torch.testing.assert_close(token_shift(x, last_x, mu, other), tuple(m * x + (1 - m) * before for m in (mu, other)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {mix.dtype for mix in token_shift(x.float(), last_x, mu, other)} == {torch.bfloat16}

@@ -187,6 +187,19 @@ def test_the_state_is_what_the_next_step_starts_from() -> None:
     assert set(next(iter(optimizer.state.values()))) == {"momentum", "rows"}
 
 
+def test_a_state_from_before_iterations_were_an_option_goes_on() -> None:
+    hidden, others = matrices(), vectors()
+    optimizer = muon(hidden, others)
+    trained([*hidden, *others], [optimizer], steps=1)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["iterations"]
+    again = muon(hidden, others)
+    again.load_state_dict(saved)
+    trained([*hidden, *others], [again], steps=1)
+    assert [group["iterations"] for group in again.param_groups] == [3, 3]
+
+
 def test_the_state_of_other_groups_is_refused_with_a_sentence() -> None:
     hidden, others = matrices(), vectors()
     saved = muon(hidden, others).state_dict()

@@ -337,3 +337,15 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 def test_it_is_written_with_what_holds_it() -> None:
     assert repr(pickle.loads(pickle.dumps(FORMULA))) == "TokenShift('formula')"
+
+
+@pytest.mark.parametrize("name", ["formula", "torch_fused"])
+def test_gradients_by_hand_are_autograds_and_seen_by_who_watches(name: str) -> None:
+    inputs = [tensor.requires_grad_() for tensor in cases.inputs(2, 3, 4)]
+    shift, grads = TokenShift(name), tuple(torch.ones(2, 3, 4) for _ in range(len(inputs[2])))
+    expected = torch.autograd.grad(shift(*inputs), inputs, grads)
+    with torch.no_grad(), torch.profiler.profile() as profiler:
+        found = shift.gradients(*inputs, grads)
+    assert f"timemix::shift_{name}_backward" in {event.key for event in profiler.key_averages()}
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

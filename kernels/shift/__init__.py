@@ -46,7 +46,7 @@ class TokenShift:
 
     def gradients(self, x: Tensor, last_x: Tensor, mus: Tensor, grads: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """Of x, last_x and mus, from those of the results: what backward computes, for an autograd function of one's own."""
-        of_x, of_last_x, of_mus = self._operators[grads[0].dtype].backward(x, last_x, mus, *grads)
+        of_x, of_last_x, of_mus = self._operators[grads[0].dtype].gradients(x, last_x, mus, *grads)
         return of_x, of_last_x, of_mus
 
     def __repr__(self) -> str:
@@ -88,14 +88,15 @@ def _operators(name: str) -> dict[torch.dtype, Direct]:
     gradient.register_fake(lambda x, last_x, mus, grads: tuple(like.new_empty(like.shape) for like in (x, last_x, mus)))
     operator.register_autograd(lambda ctx, grads: (*gradient(*ctx.saved_tensors, grads), None),
                                setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]))
-    return {dtype: _direct(operator, forward, backward, dtype) for dtype in (*RESULTS, torch.float64)}
+    return {dtype: _direct(operator, gradient, forward, backward, dtype) for dtype in (*RESULTS, torch.float64)}
 
 
-def _direct(operator: Any, forward: Any, backward: Any, dtype: torch.dtype) -> Direct:
+def _direct(operator: Any, gradient: Any, forward: Any, backward: Any, dtype: torch.dtype) -> Direct:
     return Direct(registered=lambda x, last_x, mus: tuple(operator(x, last_x, mus, dtype)),
                   forward=lambda x, last_x, mus: tuple(forward(x, last_x, mus, dtype)),
                   backward=lambda x, last_x, mus, *grads: backward(x, last_x, mus, grads),
-                  saved=lambda inputs, outputs: inputs)
+                  saved=lambda inputs, outputs: inputs,
+                  registered_backward=lambda x, last_x, mus, *grads: gradient(x, last_x, mus, list(grads)))
 
 
 def _forward(name: str, x: Tensor, last_x: Tensor, mus: Tensor, dtype: torch.dtype) -> list[Tensor]:
