@@ -8,6 +8,7 @@ written as 16-bit integers, which saves a pass over memory before and after a ke
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels._taichi import ti
 
@@ -25,6 +26,11 @@ def stored(dtype: torch.dtype, lanes: int) -> Stored:
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
     return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), as_it_is, as_it_is)
+
+
+def cut(tensor: Tensor, C: int) -> Tensor:
+    """Without the channels that fill up a vector."""
+    return tensor if tensor.shape[-1] == C else tensor[..., :C]
 
 
 @ti.func

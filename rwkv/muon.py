@@ -88,7 +88,9 @@ class Muon(torch.optim.Optimizer):
         rows, columns = matrices[0].shape
         factors *= -group["lr"] * math.sqrt(max(1, rows / columns))
         for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):
-            matrix.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(step, factor)
+            if group["weight_decay"]:
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+            matrix.addcmul_(step, factor)
 
     def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
         """What the state of each of matrices has under `name`, stacked; that is, and stays, views of it."""

@@ -119,9 +119,10 @@ def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
     """Its state is float32 all the same."""
+    off = 3e-2 if dtype == torch.bfloat16 else 1e-6
     x, last_x, *others = random(CASES["three products"][2], dtype)
     for found, exact in zip(products(x, last_x.float(), *others), plain_products(x, last_x, *others), strict=True):
-        torch.testing.assert_close(found, exact, rtol=3e-2 if dtype == torch.bfloat16 else 1e-6, atol=3e-2)
+        torch.testing.assert_close(found, exact, rtol=off, atol=off)
 
 
 def test_a_long_sequence_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,19 +197,6 @@ def test_who_looks_at_all_modules_sees_all_layers() -> None:
         run(*random(MIX, torch.float32))
         handle.remove()
         assert {*layers} <= {*seen}, type(module)
-
-
-@pytest.mark.parametrize("number", [0, 1], ids=("time mixing", "channel mixing"))
-def test_both_ways_keep_the_dtype_of_autocast(number: int) -> None:
-    _, run, layers = parts()[number]
-    dtypes = []
-    for hooks in (0, 1):
-        handles = [layer.register_forward_hook(lambda *_: None) for layer in layers[:hooks]]
-        with torch.autocast("cpu", torch.bfloat16):
-            dtypes.append(run(*random(MIX, torch.float32)).dtype)
-        for handle in handles:
-            handle.remove()
-    assert dtypes == [torch.bfloat16] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does

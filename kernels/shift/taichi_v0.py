@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels._lanes import stored
+from kernels._lanes import cut, stored
 from kernels._taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -34,7 +34,7 @@ def forward(x: Tensor, last_x: Tensor, mus: Tensor, dtype: torch.dtype) -> tuple
     outs = [torch.empty_like(x, dtype=_written(dtype)) for _ in range(len(mus))]
     for few, some in _few_at_once(mus, outs):
         _launch(_forward_kernels(len(some), some[0].dtype), x.shape, x, last_x, few, *_slots(some))
-    return tuple(_cut(out, C) for out in outs)
+    return tuple(cut(out, C) for out in outs)
 
 
 def backward(x: Tensor, last_x: Tensor, mus: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def backward(x: Tensor, last_x: Tensor, mus: Tensor, *grads: Tensor) -> tuple[Te
         parts.append(found)
     grad_x, grad_last_x, grad_mus = zip(*parts, strict=True)
     of_mus = torch.cat([part[-1] for part in grad_mus])
-    return _cut(reduce(torch.add, grad_x), C), _cut(reduce(torch.add, grad_last_x), C), _cut(of_mus, C)
+    return cut(reduce(torch.add, grad_x), C), cut(reduce(torch.add, grad_last_x), C), cut(of_mus, C)
 
 
 def _written(dtype: torch.dtype) -> torch.dtype:
@@ -69,10 +69,6 @@ def _rows(tensor: Tensor) -> Tensor:
     """As the kernels load it: whole vectors of channels, aligned."""
     ready = tensor.shape[-1] % LANES == 0 and tensor.data_ptr() % ALIGNMENT == 0
     return tensor if ready else pad(tensor, (0, -tensor.shape[-1] % LANES))
-
-
-def _cut(tensor: Tensor, C: int) -> Tensor:
-    return tensor if tensor.shape[-1] == C else tensor[..., :C]
 
 
 def _tasks(shape: torch.Size) -> int:

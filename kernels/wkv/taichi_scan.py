@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels._lanes import as_it_is, by_lane, stored
+from kernels._lanes import as_it_is, by_lane, cut, stored
 from kernels._taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -47,7 +47,7 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
     y, state = torch.empty_like(k), time_decay.new_empty(3, len(k), k.shape[-1])
     kernels = (_forward_cuda,) if k.is_cuda else _forward_kernels(k.dtype)
     _launch(kernels, FORWARD, k.shape, (time_decay, time_first, a, b, p), k, v, y, state)
-    return _cut(C, y, *(part.clone() for part in state))
+    return cut(y, C), *(cut(part, C).clone() for part in state)
 
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
@@ -61,7 +61,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     _launch(kernels, BACKWARD, k.shape, (time_decay, time_first, a, b, p, grad_a, grad_b),
             k, v, grad_y, grad_k, grad_v, grads, states, floats(CHUNK * SAVED * at_once))
     grad_decay, grad_first, grad_a, grad_b = grads
-    return _cut(C, grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone())
+    found = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
+    return tuple(cut(grad, C) for grad in found)
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:
@@ -70,11 +71,6 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
         return tensor.float()
     ready = tensor.shape[-1] % lanes == 0 and tensor.data_ptr() % ALIGNMENT == 0
     return tensor if ready else pad(tensor, (0, -tensor.shape[-1] % lanes))
-
-
-def _cut(C: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Without the channels that fill up a vector."""
-    return tensors if tensors[0].shape[-1] == C else tuple(tensor[..., :C] for tensor in tensors)
 
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
