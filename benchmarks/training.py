@@ -6,7 +6,8 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds and in float32; --nanogpt: a
-                               clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, 200 steps around each
+                               clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, in turns with each (not on
+                               Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
@@ -25,6 +26,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks import _turns
 from kernels import _machine
 from rwkv.config import TrainerConfig
 
@@ -35,7 +37,7 @@ STEPS, SAVED_EVERY, WARM = 36, 12, 6
 VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"]}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
            "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
-           "--max_iters=200", "--dropout=0.0"]
+           "--max_iters=1000000", "--dropout=0.0"]
 Report = dict[str, Any]
 
 
@@ -94,32 +96,45 @@ def loss_after(steps: int, precision: str, out_dir: Path) -> float:
 
 
 def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
-    """The whole experiment in its variants, each beside nanoGPT's step, the mean of one before and one after it."""
-    found: Report = {}
-    before = nanogpt_ms(nanogpt) if nanogpt else 0.0
-    for name, options in VARIANTS.items():
-        run = train(scratch / f"shakespeare-{len(found)}", "experiment=shakespeare_char", f"data.path={text}", *options)
-        found[name] = {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
-                       "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
-        if nanogpt:
-            after = nanogpt_ms(nanogpt)
-            found[name]["nanogpt_ms"], before = mean((before, after)), after
-    return found
+    """The whole experiment in its variants, each in turns with nanoGPT's training."""
+    return {name: _shakespeare(text, nanogpt, scratch / f"shakespeare-{number}", options)
+            for number, (name, options) in enumerate(VARIANTS.items())}
 
 
-def nanogpt_ms(folder: Path) -> float:
-    """Median of a step, of what its train.py prints, without the first steps."""
-    done = subprocess.run([sys.executable, "train.py", *NANOGPT], cwd=folder, capture_output=True, text=True, check=True)
-    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", done.stdout)][20:])
+def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[str]) -> Report:
+    command = _train_command(out_dir, "experiment=shakespeare_char", f"data.path={text}", *options)
+    if nanogpt is None:
+        _run(command)
+        return _of_shakespeare(out_dir)
+    printed = _turns.beside(command, ROOT, [sys.executable, "-u", "train.py", *NANOGPT], nanogpt)
+    steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)]
+    return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps[WARM:])}
+
+
+def _of_shakespeare(out_dir: Path) -> Report:
+    run = _metrics(out_dir)
+    return {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
+            "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
     """The rows of metrics.csv of a run."""
-    command = [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir}",
-               f"data.cache_dir={ROOT / '.cache'}", *options]
+    _run(_train_command(out_dir, *options))
+    return _metrics(out_dir)
+
+
+def _run(command: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+
+
+def _train_command(out_dir: Path, *options: str) -> list[str]:
+    return [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir}",
+            f"data.cache_dir={ROOT / '.cache'}", *options]
+
+
+def _metrics(out_dir: Path) -> list[dict[str, str]]:
     with (out_dir / "metrics.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 

@@ -58,7 +58,15 @@ class RWKV(Pretrained, nn.Module):
         return self.head(hidden), state
 
     def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """What the head reads, (B,T,C): for a loss, or for the logits of the last position alone."""
+        """What the head reads, (B,T,C): for a loss, or for the logits of the last position alone; and the state after it."""
+        hidden, layers = self._read(tokens, state)
+        return hidden, State.stack(layers)
+
+    def hidden_alone(self, tokens: Tensor) -> Tensor:
+        """The same from the empty state, without the state after it, of which training on windows has no use."""
+        return self._read(tokens, None)[0]
+
+    def _read(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[LayerState]]:
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         state = state if state is not None else self.empty_state(len(tokens))
@@ -67,7 +75,7 @@ class RWKV(Pretrained, nn.Module):
         for block, layer_state in zip(blocks, state.layers(), strict=True):
             x, layer_state = block(x, layer_state)
             layers.append(layer_state)
-        return self.ln_out(x), State.stack(layers)
+        return self.ln_out(x), layers
 
     def empty_state(self, B: int) -> State:
         """The state before the first token, for B rows."""

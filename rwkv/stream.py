@@ -75,4 +75,4 @@ class Stream:
 
 def _map(part: Part) -> np.ndarray:
     dtype = np.dtype(part.dtype)
-    return np.memmap(part.path, dtype, "r", offset=part.first * dtype.itemsize, shape=(part.length,))
+    return np.asarray(np.memmap(part.path, dtype, "r", offset=part.first * dtype.itemsize, shape=(part.length,)))

@@ -57,8 +57,7 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden, _ = self.model.hidden(x)
-        return self._head_loss(hidden, y)
+        return self._head_loss(self.model.hidden_alone(x), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
         """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""

@@ -1,0 +1,66 @@
+"""Two programs in turns: a machine that slows down for a minute slows down both."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+SECONDS = 4.0                            # of a turn: many steps, so that a median does not see the one that a pause falls into
+
+
+def beside(command: list[str], folder: Path, other: list[str], other_folder: Path) -> str:
+    """Runs `command` to its end, and `other` in turns with it, one held while the other runs; what the other has printed.
+
+    Ends the program where command fails, or the other before it.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        with _started(other, other_folder, printed, errors) as peer, _started(command, folder, errors, errors) as main:
+            _hold(peer)
+            while not _ended(main):
+                _hold(main)
+                _go_on(peer)
+                if _ended(peer):
+                    _fail(other, errors)
+                _hold(peer)
+                _go_on(main)
+            if main.returncode:
+                _fail(command, errors)
+        printed.seek(0)
+        return printed.read()
+
+
+@contextmanager
+def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, cwd=folder, stdout=out, stderr=errors, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ended(process: subprocess.Popen[str]) -> bool:
+    """Within its turn."""
+    try:
+        process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _hold(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGSTOP)
+
+
+def _go_on(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGCONT)
+
+
+def _fail(command: list[str], errors: IO[str]) -> None:
+    errors.seek(0)
+    sys.exit(f"{' '.join(command)} failed:\n{errors.read()}")

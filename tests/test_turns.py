@@ -1,0 +1,35 @@
+"""Two programs in turns, as benchmarks/training.py measures them: never at the same time, and both come to something."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _turns
+
+CLOCK = "import time\nfor _ in range({}):\n    print(time.monotonic(), flush=True, file={}); time.sleep(0.01)"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_turns, "SECONDS", 0.3)
+
+
+def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
+    return [sys.executable, "-c", "import sys\n" + CLOCK.format(ticks, to)]
+
+
+def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
+    printed = _turns.beside(clock(200, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path)
+    main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))
+    assert len(main) == 200
+    assert other
+    runs = "".join(program for _, program in sorted([(time, "m") for time in main] + [(time, "o") for time in other]))
+    assert runs.count("mo") + runs.count("om") < len(runs) / 3           # turns of many ticks, not tick beside tick
+
+
+@pytest.mark.parametrize(("main", "other"), [(["-c", "import no_such_thing"], ["-c", "import time; time.sleep(60)"]),
+                                             (["-c", "import time; time.sleep(60)"], ["-c", "import no_such_thing"])])
+def test_what_fails_is_said(main: list[str], other: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no_such_thing"):
+        _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path)
