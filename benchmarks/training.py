@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks import _turns
@@ -107,14 +107,20 @@ def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[
         _run(command)
         return _of_shakespeare(out_dir)
     printed = _turns.beside(command, ROOT, [sys.executable, "-u", "train.py", *NANOGPT], nanogpt)
-    steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)]
-    return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps[WARM:])}
+    steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]
+    return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps), "nanogpt_fast_ms": _fast(steps)}
 
 
 def _of_shakespeare(out_dir: Path) -> Report:
     run = _metrics(out_dir)
-    return {"ms": median(1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]),
+    steps = [1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]]
+    return {"ms": median(steps), "fast_ms": _fast(steps),
             "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
+
+
+def _fast(steps: list[float]) -> float:
+    """What the fastest tenth stays below: a step where no neighbour on the same machine takes part of its cores."""
+    return quantiles(steps, n=10)[0]
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
