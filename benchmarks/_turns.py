@@ -1,4 +1,4 @@
-"""Two programs in turns: a machine that slows down for a minute slows down both."""
+"""Two programs in turns: a machine that slows down for a minute slows down both. Not on Windows, which cannot hold a process."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) ->
 
 
 def _ended(process: subprocess.Popen[str]) -> bool:
-    """Within its turn."""
+    """Whether it does within a turn."""
     try:
         process.wait(SECONDS)
     except subprocess.TimeoutExpired:

@@ -119,7 +119,7 @@ def _of_shakespeare(out_dir: Path) -> Report:
 
 
 def _fast(steps: list[float]) -> float:
-    """What the fastest tenth stays below: a step where no neighbour on the same machine takes part of its cores."""
+    """What the fastest tenth stays below. Ours are means of ten steps, as train.py logs them, and nanoGPT's are single ones."""
     return quantiles(steps, n=10)[0]
 
 

@@ -146,9 +146,9 @@ def _mix_backward(shift: TokenShift | None, kept: Sequence[Tensor], grads: Tenso
     of_x, of_before = grads[0] * mus[0], grads[0]
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
         of_x.addcmul_(grad, mu)
-        of_before.add_(grad)
-    of_before.sub_(of_x)
-    of_x[:, :-1].add_(of_before[:, 1:])
+        of_before += grad
+    of_before -= of_x
+    of_x[:, :-1].add_(of_before[:, 1:])      # += would write the part back once more
     return of_x, of_before[:, 0], *of_mus
 
 

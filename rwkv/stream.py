@@ -74,5 +74,6 @@ class Stream:
 
 
 def _map(part: Part) -> np.ndarray:
+    """A plain array over the file: cutting pieces from a memmap takes longer."""
     dtype = np.dtype(part.dtype)
     return np.asarray(np.memmap(part.path, dtype, "r", offset=part.first * dtype.itemsize, shape=(part.length,)))

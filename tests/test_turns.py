@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import _turns
 
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
 CLOCK = "import time\nfor _ in range({}):\n    print(time.monotonic(), flush=True, file={}); time.sleep(0.01)"
 
 
