@@ -1,4 +1,7 @@
-"""Two programs in turns: a machine that slows down for a minute slows down both. Not on Windows, which cannot hold a process."""
+"""Two programs in turns: a machine that slows down for a minute slows down both.
+
+Not on Windows, which cannot hold a process.
+"""
 
 import os
 import signal
