@@ -5,9 +5,9 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
-    --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds and in float32; --nanogpt: a
-                               clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, in turns with each (not on
-                               Windows)
+    --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds, in float32, and in nanoGPT's
+                               shape; --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU
+                               recipe, in turns with each (not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
@@ -34,7 +34,8 @@ ROOT = Path(__file__).parent.parent
 SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4"]
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 STEPS, SAVED_EVERY, WARM = 36, 12, 6
-VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"]}
+VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"],
+            "4 layers, 128 wide": ["model.n_layer=4", "model.n_embd=128", "model.n_ffn=448"]}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
            "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
            "--max_iters=1000000", "--dropout=0.0"]

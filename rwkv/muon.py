@@ -12,6 +12,9 @@ the norm of X, one matrix after the other; here those of a shape go through each
 
 NorMuon then divides each row by the root of a running mean of its squares, so that no neuron outruns the others, and keeps the
 length of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
+
+Where matrices move at every n-th step only, in turn and n times as far, their momenta still take in every gradient: a momentum
+changes little from one step to the next, and n - 1 of n Newton-Schulz iterations are saved.
 """
 
 import math
@@ -33,15 +36,15 @@ NO_SQUARE = 1e-16                        # of a row's mean square
 class Muon(torch.optim.Optimizer):
     """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's.
 
-    iterations: 2 or 3. row_beta: of the running mean of a row's squares, 0 for Muon and above it for NorMuon. direction: what
-    makes matrices (N,O,I) orthogonal in `iterations`.
+    iterations: 2 or 3. every: steps from one move of a matrix to its next. row_beta: of the running mean, over moves, of a
+    row's squares, 0 for Muon and above it for NorMuon. direction: what makes matrices (N,O,I) orthogonal in `iterations`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
-                 momentum: float = 0.95, iterations: int = 3, row_beta: float = 0.0,
+                 momentum: float = 0.95, iterations: int = 3, every: int = 1, row_beta: float = 0.0,
                  direction: Callable[[Tensor, int], Tensor] | None = None) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum,
-                                  "iterations": iterations})
+                                  "iterations": iterations, "every": every, "turn": 0})
         self.row_beta, self.direction = row_beta, direction or orthogonal
         self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
         self._share()
@@ -54,6 +57,7 @@ class Muon(torch.optim.Optimizer):
             if group["orthogonal"]:
                 for alike in _by_shape(group["params"]):
                     self._step_of(alike, group)
+                group["turn"] = (group["turn"] + 1) % group["every"]
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -63,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         if sizes[0] != sizes[1]:
             raise ValueError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
                              "of another recipe, or another version of this program; begin anew from its weights, init_from=")
-        unsaid = [{"iterations": group["iterations"]} for group in own]                # by older versions
+        unsaid = [{name: group[name] for name in ("iterations", "every", "turn")} for group in own]      # by older versions
         groups = [default | group for default, group in zip(unsaid, saved, strict=True)]
         super().load_state_dict(state_dict | {"param_groups": groups})
         self._share()
@@ -77,20 +81,15 @@ class Muon(torch.optim.Optimizer):
         return [group for group in self.param_groups if not group["orthogonal"]]
 
     def _step_of(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """All of one shape, (O,I)."""
+        """All of one shape, (O,I), of which those move whose turn it is."""
         gradients, mu = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None]), group["momentum"]
         momenta = self._state_of(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
-        steps = self.direction(gradients.lerp_(momenta, mu), group["iterations"])
-        factors = momenta.new_ones(len(matrices), 1, 1)
-        if self.row_beta:
-            factors = _evening(steps, self._state_of(matrices, "rows", _zero_of_each_row), self.row_beta)
-        rows, columns = matrices[0].shape
-        factors *= -group["lr"] * math.sqrt(max(1, rows / columns))
-        for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):
-            if group["weight_decay"]:
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-            matrix.addcmul_(step, factor)
+        turn = slice(group["turn"], None, group["every"])
+        if moving := matrices[turn]:
+            steps = self.direction(gradients[turn].lerp_(momenta[turn], mu), group["iterations"])
+            means = self._state_of(matrices, "rows", _zero_of_each_row)[turn] if self.row_beta else None
+            _move(moving, steps, means, self.row_beta, group["every"] * group["lr"], group["weight_decay"])
 
     def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
         """What the state of each of matrices has under `name`, stacked; that is, and stays, views of it."""
@@ -103,6 +102,17 @@ class Muon(torch.optim.Optimizer):
                 self.state[matrix][name] = view
             self._stacks[place] = stack, views
         return stack
+
+
+def _move(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
+    """matrices, all (O,I), by steps (N,O,I), whose rows are evened out by means (N,O,1) where there are such."""
+    factors = steps.new_ones(len(matrices), 1, 1, dtype=matrices[0].dtype) if means is None else _evening(steps, means, beta)
+    rows, columns = matrices[0].shape
+    factors *= -lr * math.sqrt(max(1, rows / columns))
+    for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):
+        if decay:
+            matrix.mul_(1 - lr * decay)
+        matrix.addcmul_(step, factor)
 
 
 def orthogonal(matrices: Tensor, iterations: int = 3) -> Tensor:

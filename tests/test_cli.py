@@ -52,7 +52,7 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
 
 def test_the_published_recipe_is_the_experiment() -> None:
     config = compose("train", "experiment=shakespeare_char", "data.path=FILE", "optim.lr=1e-3")
-    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (4, 128, 64, 12)
+    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (2, 192, 64, 12)
     assert (config.data.name, config.data.tokenizer, config.data.path) == ("text", "char", "FILE")
     assert (config.trainer.max_steps, config.optim.lr) == (2000, 1e-3)
 
