@@ -1,8 +1,9 @@
-"""One measurement in a process of its own, for benchmarks/training.py: _training_job.py step PRECISION | head chunked|whole.
+"""One measurement in a process of its own, for benchmarks/training.py: _training_job.py steps PRECISION | head chunked|whole.
 
-step: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns. head: the peak
-of a step's resident set over what it was before, in MB, and ms, at 2 layers, 256 wide, 65,536 tokens of vocabulary, 4096
-tokens a step; and the largest difference of its gradients to those of the other way, relative to the largest gradient.
+steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, without end.
+head: the peak of a step's resident set over what it was before, in MB, and ms, at 2 layers, 256 wide, 65,536 tokens of
+vocabulary, 4096 tokens a step; and the largest difference of its gradients to those of the other way, relative to the largest
+gradient.
 """
 
 import json
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,26 +25,25 @@ from rwkv.matmuls import seconds_per_step
 from rwkv.model import RWKV
 from rwkv.task import LanguageModel
 
-B, STEPS = 4, 9
+B = 4
 SHAPE = ModelConfig(n_layer=6, n_embd=384, ctx_len=512), 8192
 LARGE_HEAD = ModelConfig(n_layer=2, n_embd=256, ctx_len=1024), 65536
 
 
-def step(precision: str) -> dict[str, float]:
+def steps(precision: str) -> None:
     config, vocab_size = SHAPE
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
     task, x = _task(config, vocab_size, dtype), torch.randint(vocab_size, (B, config.ctx_len))
     optimizer = task.configure_optimizers()["optimizer"]
-    steps, products = [], []
-    for _ in range(STEPS):
+    while True:
         start = time.perf_counter()
         _step(task, optimizer, x, dtype)
-        steps.append(time.perf_counter() - start)
-        products.append(seconds_per_step(config, vocab_size, B, config.ctx_len, dtype=dtype, calls=1))
-    return {"bare": 1000 * median(steps[2:]), "matmuls": 1000 * median(products[2:])}
+        bare = time.perf_counter() - start
+        matmuls = seconds_per_step(config, vocab_size, B, config.ctx_len, dtype=dtype, calls=1)
+        print(json.dumps({"bare": 1000 * bare, "matmuls": 1000 * matmuls}), flush=True)
 
 
-def head(way: str) -> dict[str, float]:
+def head(way: str) -> None:
     config, vocab_size = LARGE_HEAD
     task, x = _task(config, vocab_size, torch.float32), torch.randint(vocab_size, (B, config.ctx_len))
     task.optim.l2_wrap = 0.0             # the plain way has none
@@ -57,7 +56,7 @@ def head(way: str) -> dict[str, float]:
     seconds, gradients = time.perf_counter() - start, [parameter.grad.clone() for parameter in task.parameters()]
     task.zero_grad(set_to_none=True)
     next(other for name, other in ways.items() if name != way)().backward()
-    return {"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": _difference(gradients, task)}
+    print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": _difference(gradients, task)}))
 
 
 def _difference(gradients: list[Tensor], task: LanguageModel) -> float:
@@ -104,4 +103,4 @@ def _resident() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"step": step, "head": head}[sys.argv[1]](sys.argv[2])))
+    {"steps": steps, "head": head}[sys.argv[1]](sys.argv[2])

@@ -13,21 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-SECONDS = 4.0                            # of a turn: many steps, so that a median does not see the one that a pause falls into
 
-
-def beside(command: list[str], folder: Path, other: list[str], other_folder: Path) -> str:
+def beside(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
     """Runs `command` to its end, and `other` in turns with it, one held while the other runs; what the other has printed.
 
-    Ends the program where command fails, or the other before it.
+    seconds: of a turn; many steps, so that a median does not see the one that a pause falls into. Ends the program where
+    command fails, or the other before it.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         with _started(other, other_folder, printed, errors) as peer, _started(command, folder, errors, errors) as main:
             _hold(peer)
-            while not _ended(main):
+            while not _ended(main, seconds):
                 _hold(main)
                 _go_on(peer)
-                if _ended(peer):
+                if _ended(peer, seconds):
                     _fail(other, errors)
                 _hold(peer)
                 _go_on(main)
@@ -47,10 +46,10 @@ def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) ->
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ended(process: subprocess.Popen[str]) -> bool:
+def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
     """Whether it does within a turn."""
     try:
-        process.wait(SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         return False
     return True

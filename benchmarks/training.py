@@ -1,16 +1,16 @@
 """python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--shakespeare FILE [--nanogpt FOLDER]] [--json FILE]
 
 What a training step takes through train.py, as a user starts it, beside the same step with nothing around it (no Lightning,
-loader, log or checkpoint) and beside its matrix products alone, in turns; medians.
+loader, log or checkpoint) and beside its matrix products alone, in turns; medians. Not on Windows.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds, in float32, and in nanoGPT's
-                               shape; --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU
-                               recipe, in turns with each (not on Windows)
+                               shape; --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, in
+                               turns with each
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-Around a step: the mean of all steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
+Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
 line is the result as JSON; FILE keeps what it says of other parts, and of which commit each is.
 """
 
@@ -33,7 +33,10 @@ from rwkv.config import TrainerConfig
 ROOT = Path(__file__).parent.parent
 SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4"]
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
-STEPS, SAVED_EVERY, WARM = 36, 12, 6
+TOKENS = 4 * 512                         # of a step in that shape
+STEPS, SAVED_EVERY, WARM = 72, 8, 6
+TURNS = {"32-true": 16.0, "bf16-mixed": 8.0}     # seconds, about ten steps
+SMALL_STEPS = 4.0                        # the same for shakespeare_char's
 VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"],
             "4 layers, 128 wide": ["model.n_layer=4", "model.n_embd=128", "model.n_ffn=448"]}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
@@ -67,25 +70,23 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
     return {name: part for name, part in parts.items() if not args.only or name in args.only}
 
 
-def throughput(precision: str, out_dir: Path, repeats: int = 2) -> Report:
+def throughput(precision: str, out_dir: Path) -> Report:
     """ms of a step, bare and through train.py, and of its products; tokens per second, and the shares."""
-    found = [_once(precision, Path(f"{out_dir}-{number}")) for number in range(repeats)]
-    ms = {key: median(one[key] for one in found) for key in found[0]}
-    tokens = 4 * 512
-    return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * tokens / ms["step"],
-            "of_matmuls": median(one["matmuls"] / one["step"] for one in found),
-            "around_a_step": median((one["step"] + one["saving"] - one["bare"]) / one["bare"] for one in found)}
+    command = _train_command(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={STEPS}",
+                             "trainer.val_every=100000", f"trainer.checkpoint_every={SAVED_EVERY}", "trainer.log_every=1",
+                             "data.val_fraction=0.002")
+    printed = _turns.beside(command, ROOT, _job_command("steps", precision), ROOT, TURNS[precision])
+    alone = [json.loads(line) for line in printed.splitlines() if line.endswith("}")][WARM:]
+    ms = _of_throughput(out_dir) | {name: median(one[name] for one in alone) for name in ("bare", "matmuls")}
+    return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * TOKENS / ms["step"],
+            "of_matmuls": ms["matmuls"] / ms["step"], "around_a_step": (ms["step"] + ms["saving"] - ms["bare"]) / ms["bare"]}
 
 
-def _once(precision: str, out_dir: Path) -> Report:
-    bare = _job("step", precision)
-    run = train(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={STEPS}", "trainer.val_every=100000",
-                f"trainer.checkpoint_every={SAVED_EVERY}", "trainer.log_every=1", "data.val_fraction=0.002")
-    ms = {int(row["step"]): 1000 * 4 * 512 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]}
+def _of_throughput(out_dir: Path) -> Report:
+    ms = {int(row["step"]): 1000 * TOKENS / float(row["tok_per_sec"]) for row in _metrics(out_dir) if row["tok_per_sec"]}
     steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]        # a save counts to the next step
     saves = [ms[step] for step in ms if step > WARM and not (step - 1) % SAVED_EVERY]
-    saving = (mean(saves) - mean(steps)) / TrainerConfig().checkpoint_every
-    return bare | {"step": mean(steps), "saving": saving}
+    return {"step": median(steps), "saving": (median(saves) - median(steps)) / TrainerConfig().checkpoint_every}
 
 
 def loss_after(steps: int, precision: str, out_dir: Path) -> float:
@@ -107,7 +108,8 @@ def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[
     if nanogpt is None:
         _run(command)
         return _of_shakespeare(out_dir)
-    printed = _turns.beside(command, ROOT, [sys.executable, "-u", "train.py", *NANOGPT], nanogpt)
+    printed = _turns.beside(command, ROOT, [sys.executable, "-u", "train.py", *NANOGPT], nanogpt,
+                            SMALL_STEPS)
     steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]
     return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps), "nanogpt_fast_ms": _fast(steps)}
 
@@ -147,8 +149,12 @@ def _metrics(out_dir: Path) -> list[dict[str, str]]:
 
 
 def _job(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks._training_job", *arguments]
-    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    done = subprocess.run(_job_command(*arguments), cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _job_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks._training_job", *arguments]
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -7,13 +7,9 @@ import pytest
 
 from benchmarks import _turns
 
+SECONDS = 0.3
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
 CLOCK = "import time\nfor _ in range({}):\n    print(time.monotonic(), flush=True, file={}); time.sleep(0.01)"
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_turns, "SECONDS", 0.3)
 
 
 def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
@@ -21,7 +17,7 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
 
 
 def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
-    printed = _turns.beside(clock(200, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path)
+    printed = _turns.beside(clock(200, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
     main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))
     assert len(main) == 200
     assert other
@@ -33,4 +29,4 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
                                              (["-c", "import time; time.sleep(60)"], ["-c", "import no_such_thing"])])
 def test_what_fails_is_said(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
-        _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path)
+        _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
