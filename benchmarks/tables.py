@@ -79,8 +79,8 @@ def _losses(report: Report) -> str:
     return f"After 500 steps of one window each the loss is {whole:.4f} nats in float32 and {half:.4f} in bf16-mixed."
 
 
-SHAPES = ("The experiment has 2 layers, 192 wide, and 0.99 M weights; nanoGPT's model has 4, 128 wide, and 0.80 M, which is the "
-          "last line's shape.")
+SHAPES = ("As it is, the model has 2 layers, 192 wide, and 0.99 M weights; nanoGPT's has 4 layers, 128 wide, and 0.80 M; in "
+          "the last line ours has that shape.")
 
 
 def _shakespeare(report: Report) -> str:
@@ -91,7 +91,7 @@ def _shakespeare(report: Report) -> str:
     for name, one in report["shakespeare"].items():
         peer = f"{one['nanogpt_ms']:.1f} ({one['nanogpt_fast_ms']:.1f})" if "nanogpt_ms" in one else ""
         rows.append([name, f"{one['val_loss']:.4f}", f"{one['ms']:.1f} ({one['fast_ms']:.1f})", peer])
-    return markdown(rows) + "\n\n" + SHAPES
+    return "\n\n".join([markdown(rows)] + [SHAPES] * ("4 layers, 128 wide" in report["shakespeare"]))
 
 
 def _head(report: Report) -> str:

@@ -1,13 +1,13 @@
 """python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--shakespeare FILE [--nanogpt FOLDER]] [--json FILE]
 
 What a training step takes through train.py, as a user starts it, beside the same step with nothing around it (no Lightning,
-loader, log or checkpoint) and beside its matrix products alone, in turns; medians. Not on Windows.
+loader, log or checkpoint) and beside its matrix products alone, in turns; medians.
 
-    float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512
+    float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds, in float32, and in nanoGPT's
                                shape; --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, in
-                               turns with each
+                               turns with each (not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
@@ -35,8 +35,7 @@ SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 TOKENS = 4 * 512                         # of a step in that shape
 STEPS, SAVED_EVERY, WARM = 72, 8, 6
-TURNS = {"32-true": 16.0, "bf16-mixed": 8.0}     # seconds, about ten steps
-SMALL_STEPS = 4.0                        # the same for shakespeare_char's
+TURNS = {"32-true": 16.0, "bf16-mixed": 8.0, "shakespeare": 4.0}       # seconds: five steps and more
 VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"],
             "4 layers, 128 wide": ["model.n_layer=4", "model.n_embd=128", "model.n_ffn=448"]}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
@@ -108,8 +107,8 @@ def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[
     if nanogpt is None:
         _run(command)
         return _of_shakespeare(out_dir)
-    printed = _turns.beside(command, ROOT, [sys.executable, "-u", "train.py", *NANOGPT], nanogpt,
-                            SMALL_STEPS)
+    peer = [sys.executable, "-u", "train.py", *NANOGPT]
+    printed = _turns.beside(command, ROOT, peer, nanogpt, TURNS["shakespeare"])
     steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]
     return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps), "nanogpt_fast_ms": _fast(steps)}
 

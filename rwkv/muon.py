@@ -36,8 +36,9 @@ NO_SQUARE = 1e-16                        # of a row's mean square
 class Muon(torch.optim.Optimizer):
     """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's.
 
-    iterations: 2 or 3. every: steps from one move of a matrix to its next. row_beta: of the running mean, over moves, of a
-    row's squares, 0 for Muon and above it for NorMuon. direction: what makes matrices (N,O,I) orthogonal in `iterations`.
+    iterations: 2 or 3. every: steps from one move of a matrix to its next, where all have a gradient at every step: turns are
+    of those that have one. row_beta: of the running mean, over moves, of a row's squares, 0 for Muon and above it for NorMuon.
+    direction: what makes matrices (N,O,I) orthogonal in `iterations`.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
