@@ -149,7 +149,7 @@ def _metrics(out_dir: Path) -> list[dict[str, str]]:
 
 
 def _middle_of_three(*arguments: str) -> Any:
-    """By peak: one process in four or so takes a fifth more."""
+    """By peak: some processes take a fifth more."""
     return sorted((_job(*arguments) for _ in range(3)), key=lambda found: float(found["peak_mb"]))[1]
 
 
