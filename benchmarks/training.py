@@ -10,8 +10,8 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
                                turns with each (not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last
-line is the result as JSON; FILE keeps what it says of other parts, and of which commit each is.
+Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last line is the
+result as JSON; FILE keeps what it says of other parts, and of which commit each is.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from kernels import _machine
 from rwkv.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
-SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4"]
+SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4",
+         "data.val_fraction=0.002", "trainer.val_every=100000", "trainer.log_every=1"]
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 TOKENS = 4 * 512                         # of a step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
@@ -73,8 +74,7 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
 def throughput(precision: str, out_dir: Path) -> Report:
     """ms of a step, bare and through train.py, and of its products; tokens per second, and the shares."""
     command = _train_command(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={STEPS[precision]}",
-                             "trainer.val_every=100000", f"trainer.checkpoint_every={SAVED_EVERY}", "trainer.log_every=1",
-                             "data.val_fraction=0.002")
+                             f"trainer.checkpoint_every={SAVED_EVERY}")
     printed = _turns.beside(command, ROOT, _job_command("steps", precision), ROOT, TURNS[precision])
     alone = [json.loads(line) for line in printed.splitlines() if line.endswith("}")][WARM:]
     ms = _of_throughput(out_dir) | {name: median(one[name] for one in alone) for name in ("bare", "matmuls")}
@@ -92,7 +92,7 @@ def _of_throughput(out_dir: Path) -> Report:
 def loss_after(steps: int, precision: str, out_dir: Path) -> float:
     """Mean train/loss of the last tenth of the steps, of one window each."""
     run = train(out_dir, *SHAPE, "data.batch_size=1", f"trainer.precision={precision}", f"trainer.max_steps={steps}",
-                "trainer.log_every=1", "trainer.val_every=100000", "trainer.checkpoint_every=100000", "data.val_fraction=0.002")
+                "trainer.checkpoint_every=100000")
     losses = [float(row["train/loss"]) for row in run if row["train/loss"]]
     return mean(losses[-(steps // 10):])
 

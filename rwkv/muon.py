@@ -107,7 +107,7 @@ class Muon(torch.optim.Optimizer):
 
 def _move(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
     """matrices, all (O,I), by steps (N,O,I), whose rows are evened out by means (N,O,1) where there are such."""
-    factors = steps.new_ones(len(matrices), 1, 1, dtype=matrices[0].dtype) if means is None else _evening(steps, means, beta)
+    factors = matrices[0].new_ones(len(matrices), 1, 1) if means is None else _evening(steps, means, beta)
     rows, columns = matrices[0].shape
     factors *= -lr * math.sqrt(max(1, rows / columns))
     for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from models import small_model
 from programs import PROGRAMS, Run, one_sentence
 
+from benchmarks.tables import SHAPES
+from kernels.select import select
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
+from rwkv.model import RWKV
 from rwkv.run import as_plain
 
 CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))
@@ -55,6 +58,13 @@ def test_the_recipe_of_the_log_is_the_experiment() -> None:
     assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (2, 192, 64, 12)
     assert (config.data.name, config.data.tokenizer, config.data.path) == ("text", "char", "FILE")
     assert (config.trainer.max_steps, config.optim.lr, config.optim.matrix_every) == (2000, 1e-3, 3)
+
+
+def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
+    config = compose("train", "experiment=shakespeare_char", "data.path=FILE").model
+    model = RWKV(config, 66, select("reference"))                # tiny Shakespeare's 65 characters, and the end of text
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert f"the model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
 
 
 def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
