@@ -30,13 +30,10 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	$(BENCH) timex --sweep --json $(RESULTS)/timex-cpu.json
 	$(BENCH) wkv --sweep --json $(RESULTS)/wkv-cpu.json
 	$(BENCH) wkv --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv-cpu-bfloat16.json
-	$(BENCH) shift --json $(RESULTS)/shift-cpu.json
-	$(BENCH) shift --dtype bfloat16 --json $(RESULTS)/shift-cpu-bfloat16.json
 	$(BENCH) pad --json $(RESULTS)/pad-cpu.json
 	$(BENCH) softmax --sweep --json $(RESULTS)/softmax-cpu.json
 	$(BIN)/python -m kernels.tables
 	$(BIN)/python -m kernels.plot benchmarks/plots
-	-$(BIN)/python -m kernels.verdicts
 
 peers: $(PEERS)/installed                ## PyPI's rwkv and transformers, apart: their packages have the names of ours
 

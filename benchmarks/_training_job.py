@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._matmuls import seconds_per_step
 from kernels.allocator import keep_large_blocks
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
-from rwkv.matmuls import seconds_per_step
 from rwkv.model import RWKV
 from rwkv.task import LanguageModel
 

@@ -2,16 +2,13 @@
 
 The conformance tests, every operator's benchmark, and a short training run with each kernel that runs there; train.py is
 started as any user would start it, and nothing of it is imported. Each part has a time limit, and one that fails does not
-stop the others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output; the verdicts of
-kernels/verdicts.py), log.txt (everything that the parts printed), timex.json, wkv.json and the other operators' (the
-benchmarks' data: copied to benchmarks/results/ as timex-cuda.json and so on, they are in the READMEs' tables), and figures
-where matplotlib is installed.
-Exit status: 0 all parts ran well, whatever the verdicts; 1 a part failed, 2 no CUDA device.
+stop the others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output), log.txt (everything that the
+parts printed), timex.json, wkv.json and the other operators' (the benchmarks' data: copied to benchmarks/results/ as
+timex-cuda.json and so on, they are in the READMEs' tables), and figures where matplotlib is installed.
+Exit status: 0 all parts ran well, 1 a part failed, 2 no CUDA device.
 
 --device cpu tries the same on a CPU, --shape with small benchmarks of timex and wkv. --only tests,bench-timex,train runs
-some of the parts; what OUT_DIR's summary.json says of the others stays, so that several short calls add up to one. --peer-ms
-FORWARD,BACKWARD gives what RWKV-CUDA's own v3 took, run by hand on the same GPU at B=32 C=768 T=768 (its
-depthwise_conv1d/run.py prints both).
+some of the parts; what OUT_DIR's summary.json says of the others stays, so that several short calls add up to one.
 """
 
 import argparse
@@ -28,12 +25,10 @@ from typing import Any
 import torch
 
 from kernels import _machine, plot
-from kernels._results import read
 from kernels._subjects import subject_of
 from kernels._text import aligned
 from kernels.registry import load, names, operators, why_not
 from kernels.select import selectable
-from kernels.verdicts import as_data, text, verdicts
 
 TAIL_LINES = 20
 OVER_TIME = ("B", "C", "T")
@@ -116,17 +111,15 @@ def outcome(part: Part) -> Outcome:
     return Outcome(part.name, status == "ok", status, time.perf_counter() - start, lines)
 
 
-def report(outcomes: list[Outcome], device: str, out_dir: Path, peer_ms: tuple[float, float] | None = None) -> int:
-    """Writes summary.json, prints the parts and the verdicts; the exit status."""
+def report(outcomes: list[Outcome], device: str, out_dir: Path) -> int:
+    """Writes summary.json, prints the parts; the exit status."""
     file = out_dir / "summary.json"
     parts = earlier(file) | {outcome.part: asdict(outcome) | {"output": outcome.output[-TAIL_LINES:]} for outcome in outcomes}
-    found = verdicts(read([path for op in operators() if (path := out_dir / f"{op}.json").exists()]), peer_ms)
     ok = all(part["ok"] for part in parts.values())
-    summary = {"ok": ok, "device": device, "machine": _machine.describe(device), "verdicts": as_data(found),
-               "parts": list(parts.values())}
+    summary = {"ok": ok, "device": device, "machine": _machine.describe(device), "parts": list(parts.values())}
     file.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     rows = [["part", "status", "s"], *([name, part["status"], f"{part['seconds']:.0f}"] for name, part in parts.items())]
-    print(f"\n{aligned(rows, left=2)}\n\n{text(found)}\n\n{'all well' if ok else 'NOT all well'}: {out_dir}")
+    print(f"\n{aligned(rows, left=2)}\n\n{'all well' if ok else 'NOT all well'}: {out_dir}")
     return 0 if ok else 1
 
 
@@ -147,13 +140,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="tests, bench, bench-OP, train, train-NAME")
     parser.add_argument("--steps", type=int, default=20, help="steps of each training run")
     parser.add_argument("--shape", metavar="B,C,T", help="this shape alone of timex and wkv, for a trial")
-    parser.add_argument("--peer-ms", type=_two, metavar="FORWARD,BACKWARD", help="RWKV-CUDA's own v3 on the same GPU")
     return parser.parse_args(argv)
-
-
-def _two(text: str) -> tuple[float, float]:
-    forward, backward = (float(number) for number in text.split(","))
-    return forward, backward
 
 
 if __name__ == "__main__":

@@ -1,20 +1,14 @@
 """The one place where a kernel's name becomes an operator, for train.py, generate.py and from_pretrained alike.
 
 A file of kernels/wkv/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
-`auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v. What a sampler makes probabilities
-with, and what shifts tokens in a model, are chosen by rules too, and by nobody's word: SOFTMAX and SHIFT, by device.
+`auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v.
 """
 
-import os
-from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels.registry import KernelUnavailable, check, load, names, runnable, why_not
-from kernels.shift import TokenShift
-from kernels.softmax import Softmax
 from kernels.wkv import WKV
 
 AUTO = "auto"
@@ -37,10 +31,6 @@ RULES = {
     ("cuda", torch.bfloat16): CUDA,
 }
 IN_FLOAT64 = Rule(("torch_scan",), measured=False)
-# For a row or a few, as a sampler has them: what a launch costs decides, and the last needs nothing but torch.
-SOFTMAX = {"cpu": Rule(("torch_native",), measured=True), "cuda": Rule(("torch_native",), measured=False)}
-# What is faster than PyTorch's operations in a model; a rule may be empty.
-SHIFT = {"cpu": Rule(("taichi_v0",), measured=True), "cuda": Rule((), measured=False)}
 
 
 def selectable() -> list[str]:
@@ -92,53 +82,6 @@ def select(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = t
         here = _runnable(device)         # auto first, which is of no use alone
         raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(here)}" if here[1:] else reason) from None
     return WKV(name) if _op(name) == "wkv" else WKV("timex", timex=name)
-
-
-def softmax(device: str | torch.device = "cpu") -> Softmax:
-    """What makes a few rows of logits into probabilities on `device`: the first of its rule that runs there."""
-    device = torch.device(device).type
-    order = SOFTMAX["cuda" if device == "cuda" else "cpu"].order
-    return Softmax(next((name for name in order if why_not("softmax", name, device) is None), order[-1]))
-
-
-def token_shift(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> TokenShift | None:
-    """What mixes steps of `dtype` on `device` with those before them: the first of its rule that runs there and takes them.
-
-    None where there is none. Nobody asked for it by name, so it takes Taichi from nobody who does: Taichi has one arch in a
-    process, which is left to the GPU where there is one, and no launch in a child that was forked after its start. The choice
-    lasts as long as the process does, so that results have the same bits in all of it.
-    """
-    return _token_shift(torch.device(device).type, dtype, os.getpid())
-
-
-@cache
-def _token_shift(device: str, dtype: torch.dtype, process: int) -> TokenShift | None:
-    order = SHIFT["cuda" if device == "cuda" else "cpu"].order
-    return next((TokenShift(name) for name in order if _shifts(name, device, dtype)), None)
-
-
-def _shifts(name: str, device: str, dtype: torch.dtype) -> bool:
-    """Without a doubt: a package that is there and broken is none, since nobody asked for it."""
-    try:
-        if why_not("shift", name, device) is not None:
-            return False
-        requires = load("shift", name).REQUIRES
-        return dtype in requires.dtypes and ("taichi" not in requires.packages or _starts(name))
-    except ImportError:
-        return False
-
-
-def _starts(name: str) -> bool:
-    """Whether Taichi is there for a TokenShift on the CPU: there is no GPU that may want it, and a small launch succeeds."""
-    if why_not("shift", "formula", "cuda") is None:
-        return False
-    try:
-        with _disable_current_modes():   # a launch, and not its place in a trace
-            zeros = partial(torch.zeros, device="cpu")
-            load("shift", name).forward(zeros(1, 1, 1), zeros(1, 1), zeros(3, 1), torch.float32)
-    except KernelUnavailable:
-        return False
-    return True
 
 
 def _op(name: str) -> str:

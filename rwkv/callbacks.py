@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
-from rwkv.curves import gradient_norms, product_seconds
+from rwkv.curves import gradient_norms
 from rwkv.model import RWKV
 from rwkv.processes import rank, summed, world_size
 from rwkv.saving import Checkpoints
@@ -69,29 +69,23 @@ class StopCleanly(Callback):
 
 
 class Metrics(Callback):
-    """train/loss, tok_per_sec, lr, grad_norm (before clipping), matmul_share and peak_mem (MiB) every `log_every` steps.
+    """train/loss, tok_per_sec, lr, grad_norm (before clipping) and peak_mem (MiB) every `log_every` steps.
 
-    matmul_share: of a step's time, what its matrix products take alone, timed once before training. Validation and samples
-    are in no time, and what fills up trainer.tbptt's segments is no token of tok_per_sec. grad_norms: also that of each part of
-    the model. At the end it says the median milliseconds of a step, of those that were logged. Of several processes, memory is
-    the first one's.
+    Timing excludes validation and sampling; the padding of trainer.tbptt's segments does not count as tokens. grad_norms: log
+    the norm of each part of the model as well. After training it prints the median milliseconds of the logged steps. With
+    several processes, peak_mem is the first one's.
     """
 
-    def __init__(self, log_every: int, grad_norms: bool = False, dtype: torch.dtype = torch.float32, tokens: int = 1) -> None:
-        """dtype: of the matrix products. tokens: that go through the model together, in this process."""
-        self.log_every, self.grad_norms, self.dtype, self.tokens_together = log_every, grad_norms, dtype, tokens
+    def __init__(self, log_every: int, grad_norms: bool = False) -> None:
+        self.log_every, self.grad_norms = log_every, grad_norms
         self._tokens, self._counted, self._since, self._lr = 0, 0, 0.0, 0.0
         self._ms_per_token: list[float] = []
         self._tokens_per_step = 0
-        self._products: float | None = None      # seconds of one process's token
         self._norms: dict[str, float] = {}
         self._loss: Any = 0.0            # of the step so far, a share for each batch that it accumulates
         self.latest: Mapping[str, Any] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._products = product_seconds(cast(RWKV, pl_module.model), self.tokens_together, pl_module.device, self.dtype)
-        if pl_module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pl_module.device)     # that took memory which training does not
         self._restart()
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -129,20 +123,14 @@ class Metrics(Callback):
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         if stage == "fit" and self._ms_per_token and rank() == 0:
             ms_per_token = statistics.median(self._ms_per_token)
-            share = self._share(ms_per_token / 1000)
-            print(f"median {ms_per_token * self._tokens_per_step:.1f} ms a step of {self._tokens_per_step:,} tokens"
-                  + (f", of which the matrix products alone take {share:.0%}" if share else ""), file=sys.stderr)
+            print(f"median {ms_per_token * self._tokens_per_step:.1f} ms a step of {self._tokens_per_step:,} tokens",
+                  file=sys.stderr)
 
     def _speed(self) -> dict[str, float]:
         seconds = time.perf_counter() - self._since
         seconds_per_token = seconds / self._tokens
         self._ms_per_token.append(1000 * seconds_per_token)
-        share = self._share(seconds_per_token)
-        return {"tok_per_sec": self._counted / seconds} | ({"matmul_share": share} if share else {})
-
-    def _share(self, seconds_per_token: float) -> float | None:
-        """Each process's tokens take world_size times what one of all processes' takes."""
-        return self._products and self._products / (seconds_per_token * world_size())
+        return {"tok_per_sec": self._counted / seconds}
 
     def _of_gradients(self, task: Any) -> dict[str, float]:
         total = {} if task.grad_norm is None else {"grad_norm": float(task.grad_norm)}

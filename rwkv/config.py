@@ -72,10 +72,9 @@ class OptimConfig:
     """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
     name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/muon.py moves
-    the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr, each at one step of
-    matrix_every and that many times as far, and adamw everything else. The rates of the parameters called time_mix_*,
-    time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap,
-    confidence_penalty: rwkv/loss.py; they are in the gradient, and in no loss.
+    the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr; adamw takes everything else.
+    The rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in
+    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: rwkv/loss.py; they are in the gradient, and in no loss.
     """
 
     name: str = "adamw"
@@ -85,8 +84,6 @@ class OptimConfig:
     warmup_steps: int = 20
     matrix_lr: float = 0.02
     matrix_momentum: float = 0.95
-    matrix_iterations: int = 3
-    matrix_every: int = 1
     time_mix_lr_scale: float = 1.0
     time_decay_lr_scale: float = 2.0
     time_first_lr_scale: float = 3.0
@@ -106,9 +103,6 @@ class OptimConfig:
             _at_least(f"optim.{name}", getattr(self, name), 0)
         if not 0 <= self.matrix_momentum < 1:
             raise ValueError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
-        if self.matrix_iterations not in (2, 3):
-            raise ValueError(f"optim.matrix_iterations is 2, for less time, or 3; got {self.matrix_iterations}")
-        _at_least("optim.matrix_every", self.matrix_every, 1)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.min_lr <= self.lr < math.inf:

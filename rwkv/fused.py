@@ -3,8 +3,6 @@
 Each computes its gradient itself, in few operations over few temporaries. A CPU spends a third of a small model's step on
 starting operations and on autograd's own, and those between a large model's matrix products are bound by memory: autograd's
 general formulas read and write each tensor several times more. Under autocast everything here is in the dtype of the products.
-
-The token shift of long sequences is the operator of kernels/ where there is one that is faster than PyTorch's operations.
 """
 
 from collections.abc import Sequence
@@ -16,11 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.nn.modules.module import _has_any_global_hook
 
-from kernels import select
-from kernels.shift import TokenShift
 from rwkv.token_shift import multiplied
 
-LONG = range(2**19, 2**29)      # elements of x: from where one pass outweighs an operator's call, to where its indices may end
 Tensors = tuple[Tensor, ...]
 
 
@@ -45,7 +40,7 @@ def mixed_products(x: Tensor, last_x: Tensor, mus: Tensors, weights: Tensors) ->
 
     x (B,T,C), and last_x (B,C) before its first step.
     """
-    products: Tensors = _MixedProducts.apply(_operator(x), multiplied(x), x, last_x, *mus, *weights)
+    products: Tensors = _MixedProducts.apply(multiplied(x), x, last_x, *mus, *weights)
     return products
 
 
@@ -57,20 +52,15 @@ def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def channel_mixing(x: Tensor, last_x: Tensor, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
     """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), of x (B,T,C), last_x (B,C), mus = (mu_k, mu_r) and K, R, V."""
-    mixed: Tensor = _ChannelMixing.apply(_operator(x), multiplied(x), x, last_x, *mus, key, receptance, value)
+    mixed: Tensor = _ChannelMixing.apply(multiplied(x), x, last_x, *mus, key, receptance, value)
     return mixed
-
-
-def _operator(x: Tensor) -> TokenShift | None:
-    """Of a long x; only training pays for its start."""
-    return select.token_shift(x.device, x.dtype) if torch.is_grad_enabled() and x.numel() in LONG else None
 
 
 class _MixedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shift: TokenShift | None, dtype: torch.dtype, x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
         mus, weights = others[:len(others) // 2], _in(dtype, others[len(others) // 2:])
-        ctx.shift, (kept, mixes) = shift, _mix(shift, dtype, x, last_x, mus)
+        kept, mixes = _mix(dtype, x, last_x, mus)
         ctx.save_for_backward(*mixes, *weights, *kept)
         return tuple(map(linear, mixes, weights))
 
@@ -80,7 +70,7 @@ class _MixedProducts(torch.autograd.Function):
         n, saved = len(grads), ctx.saved_tensors
         products = list(map(_product_backward, grads, saved[:n], saved[n:2 * n]))
         of_mixes, of_weights = zip(*products, strict=True)
-        return None, None, *_mix_backward(ctx.shift, saved[2 * n:], of_mixes), *of_weights
+        return None, *_mix_backward(saved[2 * n:], of_mixes), *of_weights
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -101,9 +91,9 @@ class _GatedProduct(torch.autograd.Function):
 
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shift: TokenShift | None, dtype: torch.dtype, x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor,
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
-        ctx.shift, (kept, (for_k, for_r)) = shift, _mix(shift, dtype, x, last_x, (mu_k, mu_r))
+        kept, (for_k, for_r) = _mix(dtype, x, last_x, (mu_k, mu_r))
         key, receptance, value = weights = _in(dtype, weights)
         positive = linear(for_k, key).clamp_(min=0)
         share, hidden = linear(for_r, receptance).sigmoid_(), positive * positive
@@ -120,26 +110,19 @@ class _ChannelMixing(torch.autograd.Function):
         of_k = torch.addcmul(grad.new_zeros(()), of_hidden, positive, value=2, out=of_hidden)     # 2 of_hidden positive
         of_for_k, of_key = _product_backward(of_k, for_k, key)
         of_for_r, of_receptance = _product_backward(of_r, for_r, receptance)
-        return None, None, *_mix_backward(ctx.shift, kept, (of_for_k, of_for_r)), of_key, of_receptance, of_value
+        return None, *_mix_backward(kept, (of_for_k, of_for_r)), of_key, of_receptance, of_value
 
 
-def _mix(shift: TokenShift | None, dtype: torch.dtype, x: Tensor, last_x: Tensor, mus: Tensors) -> tuple[Tensors, Tensors]:
+def _mix(dtype: torch.dtype, x: Tensor, last_x: Tensor, mus: Tensors) -> tuple[Tensors, Tensors]:
     """What _mix_backward needs, and the mixes in dtype."""
-    if shift is not None:
-        kept = x, last_x, torch.cat(mus).view(len(mus), -1)
-        return kept, shift(*kept, dtype)
     x, last_x, mus = x.to(dtype), last_x.to(dtype), _in(dtype, mus)
     before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
     change = x - before
     return (change, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
 
 
-def _mix_backward(shift: TokenShift | None, kept: Sequence[Tensor], grads: Tensors) -> Tensors:
+def _mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
     """The gradients of x, last_x and each mu; those of the mixes are used up."""
-    if shift is not None:
-        x, last_x, stacked = kept
-        of_x, of_before, of_stacked = shift.gradients(x, last_x, stacked, grads)
-        return of_x, of_before, *of_stacked.view(len(grads), 1, 1, -1)
     change, *mus = kept
     wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
     of_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]

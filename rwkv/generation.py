@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import select
 from rwkv.decoding import Decoder
 from rwkv.model import RWKV
 from rwkv.prefill import Context, read_prompts
@@ -94,7 +93,6 @@ class Writer:
         sampling.check_ids(tokenizer.vocab_size)
         self.samples = [Sample(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
         self._tokenizer, self._sampling, self._n_logprobs = tokenizer, sampling, n_logprobs
-        self._softmax = select.softmax("cpu").forward         # there, whatever device the model is on, tokens are drawn
         self._ids = [_prompt_ids(tokenizer, prompt, context) for prompt in prompts]
         self._rows = [_Row(tokenizer, sample, ending) for sample in self.samples]
         self.prompt_tokens = sum(map(len, self._ids))
@@ -122,7 +120,7 @@ class Writer:
     def _draw(self, alive: list[int], seen: Seen | None) -> Tensor:
         logits = self._logits[:, :self._tokenizer.vocab_size]
         uniform = torch.stack([self._rows[row].uniform() for row in alive])
-        self._unread = tokens = next_tokens(logits, uniform, self._sampling, seen, self._softmax)
+        self._unread = tokens = next_tokens(logits, uniform, self._sampling, seen)
         if self._n_logprobs:
             for row, *entry in zip(alive, tokens.tolist(), *_lists(logprobs(logits, tokens, self._n_logprobs)), strict=True):
                 self._rows[row].note_logprobs(*entry)

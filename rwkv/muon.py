@@ -12,9 +12,6 @@ the norm of X, one matrix after the other; here those of a shape go through each
 
 NorMuon then divides each row by the root of a running mean of its squares, so that no neuron outruns the others, and keeps the
 length of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
-
-Where matrices move at every n-th step only, in turn and n times as far, their momenta still take in every gradient: a momentum
-changes little from one step to the next, and n - 1 of n Newton-Schulz iterations are saved.
 """
 
 import math
@@ -24,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By the number of iterations, for singular values from 1/50 and from 1/100 of the bound on, which come within 0.52 and 0.28
-# of 1; those below grow 25 and 77 times.
-POLAR_EXPRESS = {2: ((7.711, -22.1138, 16.2487), (3.2153, -2.4112, 0.5013)),
-                 3: ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))}
+# Coefficients a, b, c of each iteration: singular values from 1/100 of the bound on come within 0.28 of 1; those below grow
+# 77 times.
+POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
 MARGIN = 1.02                            # of the bound, for what bfloat16 rounds: just above 1 the polynomials are steep
 SMALLEST = 1e-14                         # norm of A that counts as none
 NO_SQUARE = 1e-16                        # of a row's mean square
@@ -36,16 +32,13 @@ NO_SQUARE = 1e-16                        # of a row's mean square
 class Muon(torch.optim.Optimizer):
     """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's.
 
-    iterations: 2 or 3. every: steps from one move of a matrix to its next, where all have a gradient at every step: turns are
-    of those that have one. row_beta: of the running mean, over moves, of a row's squares, 0 for Muon and above it for NorMuon.
-    direction: what makes matrices (N,O,I) orthogonal in `iterations`.
+    row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. direction: the function that makes
+    matrices (N,O,I) orthogonal.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
-                 momentum: float = 0.95, iterations: int = 3, every: int = 1, row_beta: float = 0.0,
-                 direction: Callable[[Tensor, int], Tensor] | None = None) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum,
-                                  "iterations": iterations, "every": every, "turn": 0})
+                 momentum: float = 0.95, row_beta: float = 0.0, direction: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
         self.row_beta, self.direction = row_beta, direction or orthogonal
         self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
         self._share()
@@ -58,7 +51,6 @@ class Muon(torch.optim.Optimizer):
             if group["orthogonal"]:
                 for alike in _by_shape(group["params"]):
                     self._step_of(alike, group)
-                group["turn"] = (group["turn"] + 1) % group["every"]
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -68,9 +60,7 @@ class Muon(torch.optim.Optimizer):
         if sizes[0] != sizes[1]:
             raise ValueError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
                              "of another recipe, or another version of this program; begin anew from its weights, init_from=")
-        unsaid = [{name: group[name] for name in ("iterations", "every", "turn")} for group in own]      # by older versions
-        groups = [default | group for default, group in zip(unsaid, saved, strict=True)]
-        super().load_state_dict(state_dict | {"param_groups": groups})
+        super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
@@ -82,15 +72,13 @@ class Muon(torch.optim.Optimizer):
         return [group for group in self.param_groups if not group["orthogonal"]]
 
     def _step_of(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """All of one shape, (O,I), of which those move whose turn it is."""
+        """Moves matrices that all have the shape (O,I)."""
         gradients, mu = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None]), group["momentum"]
         momenta = self._state_of(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
-        turn = slice(group["turn"], None, group["every"])
-        if moving := matrices[turn]:
-            steps = self.direction(gradients[turn].lerp_(momenta[turn], mu), group["iterations"])
-            means = self._state_of(matrices, "rows", _zero_of_each_row)[turn] if self.row_beta else None
-            _move(moving, steps, means, self.row_beta, group["every"] * group["lr"], group["weight_decay"])
+        steps = self.direction(gradients.lerp_(momenta, mu))
+        means = self._state_of(matrices, "rows", _zero_of_each_row) if self.row_beta else None
+        _move(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
 
     def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
         """What the state of each of matrices has under `name`, stacked; that is, and stays, views of it."""
@@ -116,13 +104,13 @@ def _move(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: flo
         matrix.addcmul_(step, factor)
 
 
-def orthogonal(matrices: Tensor, iterations: int = 3) -> Tensor:
-    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16. iterations: 2 or 3.
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16.
 
     Of a matrix of norm 1e-7 to 1e9; outside of that it tends to 0.
     """
     x, square = _bounded(matrices.bfloat16())
-    for number, (a, b, c) in enumerate(POLAR_EXPRESS[iterations]):
+    for number, (a, b, c) in enumerate(POLAR_EXPRESS):
         square = _square(x) if number else square
         factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
         x = torch.baddbmm(x, *((factor, x) if _flat(x) else (x, factor)), beta=a)

@@ -6,15 +6,12 @@ temperature, which then acts on what is left.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-Softmax = Callable[[Tensor], Tensor]     # over the last dimension
-SOFTMAX: Softmax = partial(torch.softmax, dim=-1)
 ORDERS = ("hf", "rwkv")
 SHORTLIST = 256                          # candidates looked at first: sorting a whole vocabulary costs milliseconds
 
@@ -80,16 +77,15 @@ class Seen:
         self.prompt, self.count = self.prompt[rows], self.count[rows]
 
 
-def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, seen: Seen | None = None,
-                softmax: Softmax = SOFTMAX) -> Tensor:
+def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, seen: Seen | None = None) -> Tensor:
     """The next token of each row, (B,) int64, of logits (B,V) and uniform (B,), random numbers from [0, 1).
 
-    softmax: what makes logits into probabilities, on the CPU. Raises ValueError where the logits are not finite.
+    Raises ValueError where the logits are not finite.
     """
     logits = adjusted(logits.float().cpu(), options, seen)
     if options.temperature == 0:
         return logits.argmax(-1)
-    ids, probabilities = distribution(logits, options, softmax)
+    ids, probabilities = distribution(logits, options)
     drawn = pick(probabilities, uniform)
     return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
@@ -106,13 +102,13 @@ def adjusted(logits: Tensor, options: Sampling, seen: Seen | None) -> Tensor:
     return logits - largest
 
 
-def distribution(logits: Tensor, options: Sampling, softmax: Softmax = SOFTMAX) -> tuple[Tensor | None, Tensor]:
+def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The ids (B,N) that may come, None for the whole vocabulary in its order, and their probabilities (B,N)."""
     before = logits / options.temperature if options.order == "hf" else logits
     ids, kept = _keep_likeliest(before, options)
     if options.min_p > 0:
         kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + math.log(options.min_p), -torch.inf)
-    return ids, softmax(kept if options.order == "hf" else kept / options.temperature)
+    return ids, torch.softmax(kept if options.order == "hf" else kept / options.temperature, -1)
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -134,8 +134,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
         decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
-    theirs = {"orthogonal": True, "momentum": optim.matrix_momentum, "iterations": optim.matrix_iterations,
-              "every": optim.matrix_every}
+    theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
     return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
             for (lr, decay, orthogonal), parameters in groups.items()]
 

@@ -14,7 +14,7 @@ from rwkv.config import LoggerConfig
 from rwkv.formats._atomic import write_file
 from rwkv.processes import rank
 
-METRICS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "matmul_share", "peak_mem")
+METRICS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 SAMPLES = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # of the latest in W&B's table, which is sent whole each time
 

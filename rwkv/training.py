@@ -19,7 +19,7 @@ from rwkv.callbacks import Bar, Metrics, StopCleanly
 from rwkv.config import TrainConfig
 from rwkv.generation import generate
 from rwkv.probe import Probe
-from rwkv.processes import rank, world_size
+from rwkv.processes import rank
 from rwkv.run import Run
 from rwkv.samples import Samples, sample_every
 from rwkv.saving import Checkpoints, RandomState, VerifiedFiles
@@ -54,8 +54,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     if options.malloc == "tuned":
         keep_large_blocks()
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last)
-    metrics = Metrics(options.log_every, options.grad_norms, dtype_for(options.precision),
-                      config.data.batch_size // world_size() * config.model.ctx_len)
+    metrics = Metrics(options.log_every, options.grad_norms)
     probe = Probe(out_dir, options, metrics.leave_out)
     samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
     return lightning.Trainer(

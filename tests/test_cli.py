@@ -55,9 +55,9 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
 
 def test_the_recipe_of_the_log_is_the_experiment() -> None:
     config = compose("train", "experiment=shakespeare_char", "data.path=FILE", "optim.lr=1e-3")
-    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (2, 192, 64, 12)
+    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (4, 128, 64, 12)
     assert (config.data.name, config.data.tokenizer, config.data.path) == ("text", "char", "FILE")
-    assert (config.trainer.max_steps, config.optim.lr, config.optim.matrix_every) == (2000, 1e-3, 3)
+    assert (config.trainer.max_steps, config.optim.lr) == (2000, 1e-3)
 
 
 def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
@@ -143,7 +143,6 @@ def test_null_is_none() -> None:
     ("optim.betas=[0.9]", "optim.betas are two numbers"),
     ("optim.betas=[0.9,1.5]", "optim.betas are two numbers"),
     ("model.n_layer=0", "model.n_layer is at least 1; got 0"),
-    ("optim.matrix_every=0", "optim.matrix_every is at least 1; got 0"),
     ("optim.name=sgd", "optim.name is one of adamw, adam, muon, normuon; got 'sgd'"),
     ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale is at least 0"),
     ("trainer.max_tokens=0", "trainer.max_tokens is at least 1; got 0"),

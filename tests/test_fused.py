@@ -58,12 +58,6 @@ def several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-@pytest.fixture(params=[fused.LONG, range(2**30)], ids=("short", "long"))
-def length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token shift by PyTorch's operations, and by the operator that a long sequence goes through."""
-    monkeypatch.setattr(fused, "LONG", request.param)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradients(case: Case) -> None:
     found, plain, shapes = case
@@ -71,7 +65,6 @@ def test_values_and_gradients(case: Case) -> None:
     assert torch.autograd.gradcheck(found, random(shapes))
 
 
-@pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
     found, _, shapes = case
@@ -84,7 +77,6 @@ def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
     assert all((gradient == 1).all() for gradient in incoming)
 
 
-@pytest.mark.usefixtures("length")
 def test_an_output_without_gradient_counts_as_zero() -> None:
     shapes = CASES["two products"][2]
     inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
@@ -95,7 +87,6 @@ def test_an_output_without_gradient_counts_as_zero() -> None:
     assert not any(inputs[number].grad.any() for number in (2, 4))
 
 
-@pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SHIFTING)
 def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype) -> None:
@@ -115,7 +106,6 @@ def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype
         torch.testing.assert_close(grad, exact, rtol=16 * eps, atol=60 * eps)
 
 
-@pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
     """Its state is float32 all the same."""
@@ -123,22 +113,6 @@ def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
     x, last_x, *others = random(CASES["three products"][2], dtype)
     for found, exact in zip(products(x, last_x.float(), *others), plain_products(x, last_x, *others), strict=True):
         torch.testing.assert_close(found, exact, rtol=off, atol=off)
-
-
-def test_a_long_sequence_goes_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one, and in training alone, which pays for its start."""
-    asked = []
-    monkeypatch.setattr(fused.select, "token_shift", lambda device, dtype: asked.append(dtype))
-    inputs = random(CASES["three products"][2], torch.float32)
-    for long in (range(B * T * C), range(B * T * C + 1, 99)):
-        monkeypatch.setattr(fused, "LONG", long)
-        products(*inputs)
-    monkeypatch.setattr(fused, "LONG", range(B * T * C, B * T * C + 1))
-    with torch.no_grad():
-        products(*inputs)
-    assert not asked
-    torch.testing.assert_close(products(*inputs), plain_products(*inputs))
-    assert asked == [torch.float32]
 
 
 def parts() -> list[tuple[nn.Module, Callable[..., Tensor], tuple[nn.Linear, ...]]]:

@@ -29,9 +29,9 @@ def groups(hidden: list[nn.Parameter], others: list[nn.Parameter], decay: float)
             {"params": others, "lr": 0.003, "weight_decay": 0.0}]
 
 
-def muon(hidden: list[nn.Parameter], others: list[nn.Parameter], row_beta: float = 0.0, every: int = 1, decay: float = 0.1,
-         direction: Callable[[Tensor, int], Tensor] = orthogonal) -> Muon:
-    return Muon(groups(hidden, others, decay), lr=0.003, betas=(0.9, 0.99), eps=1e-8, fused=True, every=every,
+def muon(hidden: list[nn.Parameter], others: list[nn.Parameter], row_beta: float = 0.0, decay: float = 0.1,
+         direction: Callable[[Tensor], Tensor] = orthogonal) -> Muon:
+    return Muon(groups(hidden, others, decay), lr=0.003, betas=(0.9, 0.99), eps=1e-8, fused=True,
                 row_beta=row_beta, direction=direction)
 
 
@@ -47,7 +47,7 @@ def trained(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimiz
 
 
 def test_in_its_directions_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw() -> None:
-    def torchs(matrices: Tensor, iterations: int) -> Tensor:
+    def torchs(matrices: Tensor) -> Tensor:
         return torch.stack([_zeropower_via_newtonschulz(matrix, *TORCHS) for matrix in matrices])
 
     hidden, others = matrices(), vectors()
@@ -61,36 +61,17 @@ def test_in_its_directions_matrices_move_as_under_torchs_muon_and_the_rest_as_un
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if number < len(SHAPES) else 0)
 
 
-@pytest.mark.parametrize(("row_beta", "every"), [(0.0, 1), (0.9, 1), (0.9, 2)])
-def test_from_a_saved_state_training_goes_on_to_the_bit(row_beta: float, every: int) -> None:
+@pytest.mark.parametrize("row_beta", [0.0, 0.9])
+def test_from_a_saved_state_training_goes_on_to_the_bit(row_beta: float) -> None:
     hidden, others = matrices(), vectors()
-    optimizer = muon(hidden, others, row_beta, every)
+    optimizer = muon(hidden, others, row_beta)
     trained([*hidden, *others], [optimizer], steps=3)
     saved, (copied, rest) = copy.deepcopy(optimizer.state_dict()), copy.deepcopy((hidden, others))
     expected = trained([*hidden, *others], [optimizer], steps=3, start=3)
-    again = muon(copied, rest, row_beta, every)
+    again = muon(copied, rest, row_beta)
     again.load_state_dict(saved)
     for one, other in zip(trained([*copied, *rest], [again], steps=3, start=3), expected, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("every", [2, 3])
-def test_matrices_move_in_turn_and_as_far_as_in_so_many_steps_by_the_momentum_of_all_gradients(every: int) -> None:
-    def along(matrices: Tensor, iterations: int) -> Tensor:
-        return matrices
-
-    always, in_turn = matrices(), matrices()
-    optimizers = muon(always, [], direction=along), muon(in_turn, [], every=every, direction=along)
-    turn_of = [0, 1, 0, 0, 1]                                           # among those of its shape
-    for step in range(2 * every):
-        before = trained(in_turn, [], 0)
-        for matrix, start in zip(always, before, strict=True):
-            matrix.data.copy_(start)
-        after = trained(always, [optimizers[0]], 1, step), trained(in_turn, [optimizers[1]], 1, step)
-        for number, turn in enumerate(turn_of):
-            far = every if step % every == turn else 0
-            once, found = after[0][number] - before[number], after[1][number] - before[number]
-            torch.testing.assert_close(found, far * once, rtol=0, atol=1e-6)
 
 
 def test_a_schedule_moves_the_rates_of_both() -> None:
@@ -106,19 +87,17 @@ def test_a_schedule_moves_the_rates_of_both() -> None:
     assert moved == [[True] * len(parameters), [False] * len(parameters)]
 
 
-@pytest.mark.parametrize(("iterations", "off", "growth"), [(2, 0.58, 20), (3, 0.35, 60)])
 @pytest.mark.parametrize("shape", [(3, 6, 6), (2, 4, 12), (2, 12, 4)])
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e6])
-def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int, int], size: float, iterations: int,
-                                                           off: float, growth: float) -> None:
+def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int, int], size: float) -> None:
     """Those from a 33rd of the largest on; the others grow, and so does nothing that was not there."""
     torch.manual_seed(1)
     U, _, Vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     values = torch.tensor([1.0, 0.7, 0.3, 0.1, 0.03, 0.005])[:min(shape[1:])]
-    inside = U.mT @ orthogonal(size * U @ torch.diag(values) @ Vh, iterations).float() @ Vh.mT
+    inside = U.mT @ orthogonal(size * U @ torch.diag(values) @ Vh).float() @ Vh.mT
     near_one = torch.linalg.diagonal(inside)[:, :5]
-    assert (near_one - 1).abs().max() < off
-    assert (torch.linalg.diagonal(inside)[:, 5:] > growth * 0.005 / 1.5).all()
+    assert (near_one - 1).abs().max() < 0.35
+    assert (torch.linalg.diagonal(inside)[:, 5:] > 60 * 0.005 / 1.5).all()
     assert (inside - torch.diag_embed(torch.linalg.diagonal(inside))).abs().max() < 0.15
 
 
@@ -127,8 +106,7 @@ def test_no_singular_value_outgrows_the_others(rank: int) -> None:
     """Of one direction alone, where the bound is met exactly and bfloat16 rounds beyond it, as of several alike."""
     torch.manual_seed(4)
     many = torch.randn(50, 8, rank) @ torch.linalg.qr(torch.randn(50, 24, rank))[0].mT
-    for iterations in (2, 3):
-        assert torch.linalg.svdvals(orthogonal(many, iterations).float()).max() < 1.65
+    assert torch.linalg.svdvals(orthogonal(many).float()).max() < 1.65
 
 
 def test_nothing_comes_of_no_gradient() -> None:
@@ -204,19 +182,6 @@ def test_the_state_is_what_the_next_step_starts_from() -> None:
     assert not torch.equal(forgotten, expected)
     optimizer.step()
     assert set(next(iter(optimizer.state.values()))) == {"momentum", "rows"}
-
-
-def test_a_state_from_before_some_options_goes_on() -> None:
-    hidden, others = matrices(), vectors()
-    optimizer = muon(hidden, others)
-    trained([*hidden, *others], [optimizer], steps=1)
-    saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        del group["iterations"], group["every"], group["turn"]
-    again = muon(hidden, others)
-    again.load_state_dict(saved)
-    trained([*hidden, *others], [again], steps=1)
-    assert [(group["iterations"], group["every"]) for group in again.param_groups] == [(3, 1), (3, 1)]
 
 
 def test_the_state_of_other_groups_is_refused_with_a_sentence() -> None:

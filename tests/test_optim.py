@@ -34,11 +34,11 @@ def test_every_parameter_is_in_one_group_with_its_rate_and_decay() -> None:
 def test_muon_has_the_matrices_of_blocks_but_gates_and_nothing_else_changes(name: str) -> None:
     model = small_model()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, replace(CONFIG, name=name, matrix_lr=0.05, matrix_momentum=0.9, matrix_every=3))
+    groups = parameter_groups(model, replace(CONFIG, name=name, matrix_lr=0.05, matrix_momentum=0.9))
     theirs, = (group for group in groups if group.pop("orthogonal", False))
     assert {names[parameter] for parameter in theirs["params"]} == {
         name for name in DECAYED if name.startswith("blocks.") and "receptance" not in name}
-    assert (theirs["lr"], theirs["weight_decay"], theirs["momentum"], theirs["every"]) == (0.05, 0.1, 0.9, 3)
+    assert (theirs["lr"], theirs["weight_decay"], theirs["momentum"]) == (0.05, 0.1, 0.9)
     before = {names[parameter]: group["lr"] for group in parameter_groups(model, CONFIG) for parameter in group["params"]}
     assert all(before[names[parameter]] == group["lr"] for group in groups if group is not theirs
                for parameter in group["params"])

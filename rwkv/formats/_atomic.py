@@ -1,14 +1,11 @@
 """Writing that a crash cannot spoil: beside the target first, on the disk next, in its place last."""
 
-import ctypes
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2      # linux/fcntl.h, linux/fs.h
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -41,24 +38,14 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _put(temporary: Path, path: Path) -> None:
-    """One step on Linux; elsewhere two, between which the old folder has the temporary's name with .old."""
+    """Two renames where `path` exists: between them the old folder has the temporary's name with .old."""
     if not path.exists():
         temporary.rename(path)
-    elif not _exchanged(temporary, path):
-        old = temporary.with_name(f"{temporary.name}.old")
-        path.rename(old)
-        temporary.rename(path)
-        shutil.rmtree(old)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    if sys.platform != "linux":
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None).renameat2
-    except AttributeError:               # glibc before 2.28
-        return False
-    return renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+        return
+    old = temporary.with_name(f"{temporary.name}.old")
+    path.rename(old)
+    temporary.rename(path)
+    shutil.rmtree(old)
 
 
 def _to_disk(file: BinaryIO) -> None:
