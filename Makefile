@@ -28,24 +28,24 @@ lint: $(READY_TO_TEST)
 
 bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrite the tables and figures from what was measured
 	$(BENCH) timex --sweep --json $(RESULTS)/timex-cpu.json
-	$(BENCH) wkv --sweep --json $(RESULTS)/wkv-cpu.json
-	$(BENCH) wkv --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv-cpu-bfloat16.json
+	$(BENCH) wkv --sweep --json $(RESULTS)/wkv4-cpu.json
+	$(BENCH) wkv --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv4-cpu-bfloat16.json
 	$(BENCH) pad --json $(RESULTS)/pad-cpu.json
 	$(BENCH) softmax --sweep --json $(RESULTS)/softmax-cpu.json
-	$(BIN)/python -m kernels.tables
-	$(BIN)/python -m kernels.plot benchmarks/plots
+	$(BIN)/python -m kernels.bench.tables
+	$(BIN)/python -m kernels.bench.plot benchmarks/plots
 
 peers: $(PEERS)/installed                ## PyPI's rwkv and transformers, apart: their packages have the names of ours
 
 bench-peers: $(READY_TO_TEST) $(PEERS)/installed  ## reading and writing, beside the peers on the same checkpoint
-	$(BIN)/python -m rwkv.tools.bench_generation --peers $(PEERS)/bin/python --json $(RESULTS)/generation-cpu.json
+	$(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python --json $(RESULTS)/generation-cpu.json
 	$(BIN)/python -m benchmarks.tables
 
 parity: $(READY_TO_TEST) $(PEERS)/installed     ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
-	$(PYTHON) -m kernels.gpu_check $(OUT)
+	$(PYTHON) -m kernels.bench.gpu_check $(OUT)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

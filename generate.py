@@ -6,12 +6,12 @@ import torch
 
 from kernels.select import select
 from rwkv import cli
-from rwkv.checkpoint import computed_in, read_checkpoint
-from rwkv.checkpoint_tokenizer import tokenizer_of
+from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import GenerateConfig
-from rwkv.model import RWKV
-from rwkv.state_file import load_context
-from rwkv.writing import check, prompts_of, write
+from rwkv.generation.output import check, prompts_of, write
+from rwkv.generation.states import load_context
+from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import computed_in, tokenizer_of
 
 
 def main(config: GenerateConfig, line: cli.CommandLine) -> None:

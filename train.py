@@ -4,29 +4,31 @@ import sys
 
 import lightning
 
-from rwkv import cli, processes, sweep
-from rwkv.callbacks import Interrupted
+from rwkv import cli, distributed
 from rwkv.config import TrainConfig
-from rwkv.data import DataModule
-from rwkv.finetune import new_model
-from rwkv.plan import announce, data_for
-from rwkv.run import Run, as_plain, create, open_run
-from rwkv.scale import device_for, prepare_blocks, process_count, share
-from rwkv.task import LanguageModel
-from rwkv.tracking import loggers
-from rwkv.training import build_trainer, kernel_for, leave_report, say, say_result, show_sample
+from rwkv.data.loaders import DataModule
+from rwkv.distributed import say
+from rwkv.training import sweep
+from rwkv.training.callbacks import Interrupted
+from rwkv.training.device import device_for, process_count, share
+from rwkv.training.loggers import loggers
+from rwkv.training.plan import announce
+from rwkv.training.run import Run, as_plain, create, open_run
+from rwkv.training.setup import data_for, kernel_for, new_model
+from rwkv.training.task import LanguageModel
+from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
-    if processes.launched():
-        with processes.connected():
-            train(processes.agreed(lambda: open_run(config, line.keys)))
+    if distributed.launched():
+        with distributed.connected():
+            train(distributed.agreed(lambda: open_run(config, line.keys)))
     else:
         run = open_run(config, line.keys)
         count = process_count(run.config)
         if count > 1:
             run.lock.release()           # the first of the processes takes it
-            sys.exit(processes.launch(count))
+            sys.exit(distributed.launch(count))
         train(run)
 
 
@@ -42,7 +44,7 @@ def train(run: Run) -> None:
     task.describe(resolved, data.tokenizer)
     announce(run, kernel, device, task, data)
 
-    processes.agreed(lambda: create(run, resolved))
+    distributed.agreed(lambda: create(run, resolved))
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, data.tokenizer, logs)
     loaders = DataModule(data, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)

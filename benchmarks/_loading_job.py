@@ -16,25 +16,25 @@ Job = Callable[[str, str, str], Any]
 
 
 def timemix() -> Job:
-    from rwkv import RWKV
+    from rwkv.model.rwkv4 import RWKV
 
     return lambda source, target, dtype: RWKV.from_pretrained(source, kernel="torch_scan", dtype=dtype)
 
 
 def timemix_convert() -> Job:
-    from rwkv.checkpoint import read_checkpoint, write_checkpoint
+    from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 
     return lambda source, target, dtype: write_checkpoint(read_checkpoint(source), target, dtype)
 
 
 def rwkv() -> Job:
-    from rwkv.model import RWKV
+    from rwkv.model.rwkv4 import RWKV
 
     return lambda source, target, dtype: RWKV(model=source.removesuffix(".pth"), strategy=f"cpu {_short(dtype)}", verbose=False)
 
 
 def rwkv_convert() -> Job:
-    from rwkv.model import RWKV
+    from rwkv.model.rwkv4 import RWKV
 
     def convert(source: str, target: str, dtype: str) -> Any:
         with suppress(SystemExit):       # it ends the process

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks._matmuls import seconds_per_step
-from kernels.allocator import keep_large_blocks
+from kernels.backends.allocator import keep_large_blocks
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
-from rwkv.model import RWKV
-from rwkv.task import LanguageModel
+from rwkv.model.rwkv4 import RWKV
+from rwkv.training.task import LanguageModel
 
 B = 4
 SHAPE = ModelConfig(n_layer=6, n_embd=384, ctx_len=512), 8192

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from kernels import _machine
-from rwkv.checkpoint import checkpoint_of, read_checkpoint, write_checkpoint
+from kernels.bench import hardware
+from rwkv.checkpoint import rwkv4
+from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.config import ModelConfig
-from rwkv.formats import _rwkv4
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         write_checkpoint(_random_checkpoint(), source, "float16")
         write_checkpoint(read_checkpoint(source), source.with_suffix(""))
         _verify(source)
-        report = {"machine": _machine.describe("cpu"), "weights_bytes": read_checkpoint(source).weights.nbytes,
+        report = {"machine": hardware.describe("cpu"), "weights_bytes": read_checkpoint(source).weights.nbytes,
                   "results": _measure(source, args.peers, args.repeats)}
     print(table(report), flush=True)
     line = json.dumps(report)
@@ -57,7 +57,7 @@ def table(report: dict[str, Any]) -> str:
 
 def _random_checkpoint() -> Any:
     generator = torch.Generator().manual_seed(0)
-    shapes = _rwkv4.shapes(SHAPE, VOCAB_SIZE)
+    shapes = rwkv4.shapes(SHAPE, VOCAB_SIZE)
     return checkpoint_of({name: torch.randn(shape, generator=generator) / 50 for name, shape in shapes.items()})
 
 
@@ -94,7 +94,7 @@ def _run(python: str, job: str, source: Path, dtype: str) -> dict[str, float]:
 
 
 def _bytes(dtype: str) -> int:
-    elements = sum(torch.Size(shape).numel() for shape in _rwkv4.shapes(SHAPE, VOCAB_SIZE).values())
+    elements = sum(torch.Size(shape).numel() for shape in rwkv4.shapes(SHAPE, VOCAB_SIZE).values())
     return elements * getattr(torch, dtype).itemsize
 
 

@@ -1,6 +1,6 @@
 """PEER DTYPE FOLDER BATCHES PROMPT: how fast PyPI's rwkv or transformers reads and writes the checkpoint in FOLDER; JSON rows.
 
-Run by rwkv.tools.bench_generation --peers, in an environment with the peer and without this project.
+Run by benchmarks.generation --peers, in an environment with the peer and without this project.
 """
 
 import json
@@ -30,7 +30,7 @@ def seconds(function):
 
 
 def rwkv_rows(folder, dtype, batches, prompt):
-    from rwkv.model import RWKV
+    from rwkv.model.rwkv4 import RWKV
 
     strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
     began = time.perf_counter()

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from kernels import _machine
-from kernels._memory import extra_bytes
-from kernels.allocator import keep_large_blocks
+from kernels.backends.allocator import keep_large_blocks
+from kernels.bench import hardware
+from kernels.bench.peak_memory import extra_bytes
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
-from rwkv.lanes import Segments
-from rwkv.model import RWKV
-from rwkv.task import LanguageModel
+from rwkv.data.documents import Segments
+from rwkv.model.rwkv4 import RWKV
+from rwkv.training.task import LanguageModel
 
 B, T, VOCABULARY, REPEATS = 1, 512, 8192, 3
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     model = RWKV(ModelConfig(n_layer=6, n_embd=384, ctx_len=T), VOCABULARY, wkv).init_weights()
     task = LanguageModel(model, OptimConfig(), 1, 1.0)
     rows = [row for K in args.segments for row in _measure(task, K)]
-    report = {"machine": _machine.describe("cpu"), "kernel": wkv.name, "rows": rows}
+    report = {"machine": hardware.describe("cpu"), "kernel": wkv.name, "rows": rows}
     print(table(report), flush=True)
     line = json.dumps(report)
     if args.json:

@@ -23,11 +23,11 @@ import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
 from benchmarks._strings import byte_strings, unicode_strings
-from kernels import _machine
-from kernels._text import aligned
-from kernels._timing import interleaved
-from rwkv.corpus import read_stdlib
-from rwkv.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
+from kernels.bench import hardware
+from kernels.bench.text import aligned
+from kernels.bench.timing import interleaved
+from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
 STDLIB_CHARACTERS = 1_000_000            # of the standard library, where no text is given
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         checks = {**_check_world(ours["world"], peer, args.strings), **_check_json(ours, libraries, args.strings)}
         samples = interleaved(_work(ours, libraries, peer, text), "cpu")
     tokens = {name: len(tokenizer.encode(text)) for name, tokenizer in ours.items()}
-    report = {"machine": _machine.describe("cpu"), "versions": _versions(version),
+    report = {"machine": hardware.describe("cpu"), "versions": _versions(version),
               "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
               "mb_per_s": _speeds(samples, size)}
     print(table(report), flush=True)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kernels import _machine
-from kernels._text import aligned
-from rwkv.corpus import read_stdlib
-from rwkv.tokenizer import JsonTokenizer
+from kernels.bench import hardware
+from kernels.bench.text import aligned
+from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.tokenizer.tokenizers import JsonTokenizer
 
 BPE_BYTES = 20_000_000                   # of the text that the tokenizer is made from
 EVERY = 0.02                             # seconds between two looks at the memory
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="tokenize-corpus-") as folder:
         report = _measure(Path(folder), int(args.gigabytes * 1e9), args.vocabulary)
-    report = {"machine": _machine.describe("cpu"), **report}
+    report = {"machine": hardware.describe("cpu"), **report}
     print(table(report), flush=True)
     line = json.dumps(report)
     if args.json:

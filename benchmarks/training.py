@@ -27,7 +27,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks import _turns
-from kernels import _machine
+from kernels.bench import hardware
 from rwkv.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ Report = dict[str, Any]
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     before = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.exists() else {}
-    machine = _machine.describe("cpu")
+    machine = hardware.describe("cpu")
     report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
     with tempfile.TemporaryDirectory() as scratch:
         for name, measure in _parts(args, Path(scratch)).items():

@@ -54,7 +54,7 @@ def operators() -> tuple[str, ...]:
 
 @cache
 def names(op: str) -> tuple[str, ...]:
-    """Every implementation of `op` ("timex", "wkv", ...), by name, whether or not it can run here."""
+    """Every implementation of `op` ("timex", "wkv4", ...), by name, whether or not it can run here."""
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))

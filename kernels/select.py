@@ -1,6 +1,6 @@
 """The one place where a kernel's name becomes an operator, for train.py, generate.py and from_pretrained alike.
 
-A file of kernels/wkv/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
+A file of kernels/wkv4/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
 `auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v.
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.registry import KernelUnavailable, check, load, names, runnable, why_not
-from kernels.wkv import WKV
+from kernels.wkv4 import WKV
 
 AUTO = "auto"
 
@@ -35,7 +35,7 @@ IN_FLOAT64 = Rule(("torch_scan",), measured=False)
 
 def selectable() -> list[str]:
     """Every name that `select` takes, `auto` aside; what cannot be asked, because its package is missing, is among them."""
-    return [*filter(_sound, names("timex")), *(name for name in names("wkv") if name != "timex")]
+    return [*filter(_sound, names("timex")), *(name for name in names("wkv4") if name != "timex")]
 
 
 def resolve(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
@@ -73,7 +73,7 @@ def select(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = t
     Raises ValueError for an unknown name and for a TimeX that is unsound inside WKV, KernelUnavailable where it can't run.
     """
     name, device = resolve(name, device, dtype), torch.device(device)
-    if name not in (*names("timex"), *names("wkv")) or name == "timex":
+    if name not in (*names("timex"), *names("wkv4")) or name == "timex":
         raise ValueError(f"unknown kernel {name!r}; on {device.type} there are: {', '.join(_runnable(device))}")
     try:
         check(_op(name), name, device)
@@ -81,11 +81,11 @@ def select(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = t
         reason = str(error).split("; on ")[0]
         here = _runnable(device)         # auto first, which is of no use alone
         raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(here)}" if here[1:] else reason) from None
-    return WKV(name) if _op(name) == "wkv" else WKV("timex", timex=name)
+    return WKV(name) if _op(name) == "wkv4" else WKV("timex", timex=name)
 
 
 def _op(name: str) -> str:
-    return "wkv" if name in names("wkv") else "timex"
+    return "wkv4" if name in names("wkv4") else "timex"
 
 
 def _sound(timex: str) -> bool:
@@ -96,5 +96,5 @@ def _sound(timex: str) -> bool:
 
 
 def _runnable(device: torch.device) -> list[str]:
-    ops = ("timex", "wkv")
+    ops = ("timex", "wkv4")
     return [AUTO, *(name for op in ops for name in runnable(op, device.type) if name in selectable())]

@@ -1,7 +1,7 @@
 """RWKV language models: `from rwkv import RWKV, Tokenizer, generate`."""
 
-from rwkv.generation import generate, generate_batch
-from rwkv.model import RWKV
-from rwkv.tokenizer import Tokenizer
+from rwkv.generation.engine import generate, generate_batch
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 __all__ = ["RWKV", "Tokenizer", "generate", "generate_batch"]

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kernels.registry import KernelUnavailable
 from kernels.select import select
+from rwkv.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -152,10 +153,6 @@ def with_sentences(action: Callable[[], None]) -> None:
         if not _raised_here(error):
             raise
         _exit(error)
-
-
-class UsageError(Exception):
-    """A command line that says something that does not exist or does not fit."""
 
 
 def check(line: CommandLine, schema: type, config_name: str) -> None:

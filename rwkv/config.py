@@ -37,7 +37,7 @@ class DataConfig:
 
     path: a file, a folder, a pattern such as books/**/*.txt, NAME of NAME.bin and NAME.idx, or a Hugging Face dataset.
     field: of the text in jsonl and hf; split: of an hf dataset. vocab_size is for bpe alone. tokenize_workers: shards
-    tokenised at a time, 0 for one per core to 4. What val_fraction means for each kind of data: rwkv/tokens.py.
+    tokenised at a time, 0 for one per core to 4. What val_fraction means for each kind of data: rwkv/data/prepare.py.
     sample_prompt: what the sample shown after training continues; empty for a text from its beginning.
     """
 
@@ -71,10 +71,10 @@ ORTHOGONAL = ("muon", "normuon")                         # optimisers that take 
 class OptimConfig:
     """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
-    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/muon.py moves
+    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/training/muon.py moves
     the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr; adamw takes everything else.
     The rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in
-    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: rwkv/loss.py; they are in the gradient, and in no loss.
+    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: rwkv/model/loss.py; they are in the gradient, and in no loss.
     """
 
     name: str = "adamw"
@@ -121,7 +121,7 @@ class TrainerConfig:
     ctx_len tokens in a step, gradients through the state between them, which is carried on through each document; 0 for
     windows, each from an empty state.
 
-    probe: the kernel's share of the time and its errors on the run's own numbers are measured (rwkv/probe.py); sweeps do so.
+    probe: the kernel's share of the time and its errors on the run's own numbers are measured (rwkv/training/kernel_probe.py); sweeps do so.
     sample_every: steps between two texts of sample_tokens that continue data.sample_prompt, in samples.jsonl: val_every where
     it is null, 0 for none. grad_norms: of each part of the model, before clipping, among the metrics of every log_every steps.
     """
@@ -222,7 +222,7 @@ class GenerateConfig:
     prompts: a file with a prompt on each line; num_samples of each, with seeds from `seed` on, batch_size texts at a time.
     stop and logit_bias=ID:NUMBER may be given several times. state: a file that save_state= wrote. out: a file for the
     texts as lines of JSON, with the log-probabilities of the `logprobs` likeliest tokens. The options of choosing a token:
-    rwkv/sampling.py.
+    rwkv/generation/sampling.py.
     """
 
     checkpoint: str = "runs/latest"

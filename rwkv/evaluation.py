@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rwkv.corpus.files import chunks, open_file
-from rwkv.model import RWKV
-from rwkv.tokenizer import Tokenizer
+from rwkv.data.sources.files import chunks, open_file
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 LOGITS = 1 << 22                         # at a time: 16 MiB in float32
 

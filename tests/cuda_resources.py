@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels._cuda import Source, compile_cubin, compiler_version
+from kernels.backends.cuda import Source, compile_cubin, compiler_version
 
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).parent / "cuda_resources.txt"

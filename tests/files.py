@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rwkv import RWKV
-from rwkv.checkpoint import CheckpointError, Weights, read_checkpoint
+from rwkv.checkpoint.files import Weights, read_checkpoint
+from rwkv.errors import CheckpointError
+from rwkv.model.rwkv4 import RWKV
 
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
          "ggmf": "model.bin"}

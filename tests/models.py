@@ -6,14 +6,14 @@ import torch
 from kernels.registry import names, why_not
 from kernels.select import select, selectable
 from rwkv.config import ModelConfig
-from rwkv.model import RWKV
+from rwkv.model.rwkv4 import RWKV
 
 SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
 
 
 def reasons() -> dict[str, str | None]:
     """Every selectable kernel, and why it cannot run on this machine's CPU, None where it can."""
-    return {name: why_not("wkv" if name in names("wkv") else "timex", name) for name in selectable()}
+    return {name: why_not("wkv4" if name in names("wkv4") else "timex", name) for name in selectable()}
 
 
 def kernels() -> list[object]:

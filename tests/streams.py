@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkv.stream import Part, Starts, Stream
+from rwkv.data.token_array import Part, Starts, Stream
 
 
 def stream_of(folder: Path, *parts: np.ndarray) -> Stream:

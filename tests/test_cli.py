@@ -18,8 +18,8 @@ from benchmarks.tables import SHAPES
 from kernels.select import select
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.model import RWKV
-from rwkv.run import as_plain
+from rwkv.model.rwkv4 import RWKV
+from rwkv.training.run import as_plain
 
 CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))
 

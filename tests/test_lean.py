@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv.checkpoint import checkpoint_of, write_checkpoint
+from rwkv.checkpoint import rwkv4
+from rwkv.checkpoint.files import checkpoint_of, write_checkpoint
 from rwkv.config import ModelConfig
-from rwkv.formats import _rwkv4
 
 ROOT = Path(__file__).parent.parent
 MIB = 2 ** 20
@@ -55,7 +55,7 @@ print(json.dumps({{"peak": memory("VmHWM") - before, "private": max(most, memory
 
 
 def weights(n_layer: int, n_embd: int, vocab_size: int) -> dict[str, torch.Tensor]:
-    shapes = _rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
+    shapes = rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
     return {name: torch.full(shape, 0.01) for name, shape in shapes.items()}
 
 
@@ -77,7 +77,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bytes_in(dtype: str, n_layer: int = 8, n_embd: int = 384, vocab_size: int = 2000) -> int:
-    shapes = _rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
+    shapes = rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
     return sum(torch.Size(shape).numel() for shape in shapes.values()) * getattr(torch, dtype).itemsize
 
 

@@ -45,7 +45,7 @@ def main(arch: int) -> None:
 
 def launches(widths: tuple[int, ...]) -> Iterator[Any]:
     """Every kernel with every set of constants that there is; of the WKV's, one per width: 96 is compiled in, 1 is not."""
-    timex, wkv, softmax = load("timex", "triton_v0"), load("wkv", "triton_scan"), load("softmax", "triton_v0")
+    timex, wkv, softmax = load("timex", "triton_v0"), load("wkv4", "triton_scan"), load("softmax", "triton_v0")
     for B, C in ((1, 1), (40, 32), (256, 32)):
         w, k = torch.empty(C, 64), torch.empty(B, C, 64)
         yield lambda w=w, k=k: timex.forward(w, k, 0.0)

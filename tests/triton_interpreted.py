@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from kernels import registry
-from kernels.compare import double, errors, misses, timex_results, timex_tolerance, wkv_results, wkv_tolerance
+from kernels.compare import errors, misses
 from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv import WKV, WKVState
-from kernels.wkv import cases as wkv_cases
+from kernels.timex.cases import timex_results, timex_tolerance
+from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import cases as wkv_cases
+from kernels.wkv4.cases import double, wkv_results, wkv_tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 0.25
@@ -25,9 +27,9 @@ EPS = 0.25
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 channels, because the interpreter takes its time for each element, and so that C = 5 is two of them."""
     monkeypatch.setattr(registry, "check", lambda *args: None)
-    for op in ("kernels.timex", "kernels.wkv", "kernels.softmax"):
+    for op in ("kernels.timex", "kernels.wkv4", "kernels.softmax"):
         monkeypatch.setattr(f"{op}.check", lambda *args: None)
-    monkeypatch.setattr(registry.load("wkv", "triton_scan"), "CHANNELS", 4)
+    monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._taichi import BLOCK, INDEX, launch, share, shares, ti
+from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.uint8))

@@ -6,7 +6,7 @@ warp shuffles and then through shared memory. Four columns are loaded at a time,
 
 from torch import Tensor, empty_like
 
-from kernels._cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))

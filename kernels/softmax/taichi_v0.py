@@ -9,7 +9,7 @@ threads takes a row, and joins what they found in shared memory.
 import torch
 from torch import Tensor
 
-from kernels._taichi import BLOCK, INDEX, launch, share, shares, ti
+from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",))

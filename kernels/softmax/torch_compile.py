@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels._compiled import any_size, compiled
+from kernels.backends.compiled import any_size, compiled
 from kernels.registry import Requires, load
 
 REQUIRES = Requires(compiled=True)

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from kernels.timex import TimeX
+from kernels.timex import cases as timex_cases
+
 SHAPES = ((1, 1, 1), (3, 5, 11), (2, 4, 63), (5, 3, 129), (8, 16, 256))              # (B, C, T)
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4), (2, 3, 0))
 PUBLISHED = (32, 768, 768)           # RWKV-CUDA's table, and the Taichi page's comparison
@@ -28,3 +31,18 @@ def loss(out: Tensor) -> Tensor:
 def flop(B: int, C: int, T: int) -> int:
     """Floating-point operations of the forward pass, and of each gradient."""
     return B * C * T * (T + 1)
+
+
+def timex_results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
+    """out (B,C,T), and the gradients grad_w (C,T) and grad_k (B,C,T) of cases.loss(out)."""
+    w, k = w.detach().requires_grad_(), k.detach().requires_grad_()
+    out = timex(w, k, eps)
+    grad_w, grad_k = torch.autograd.grad(timex_cases.loss(out), (w, k))
+    return {"out": out.detach(), "grad_w": grad_w, "grad_k": grad_k}
+
+
+def timex_tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """A half-precision gradient is rounded three times: the output that it is taken at, grad_out, and itself."""
+    allowed = timex_cases.TOLERANCE[dtype]
+    gradient = 3 * allowed if dtype.itemsize == 2 else allowed
+    return {"out": allowed, "grad_w": gradient, "grad_k": gradient}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels._cuda import Source
+from kernels.backends.cuda import Source
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels._cuda import Source
+from kernels.backends.cuda import Source
 from kernels.registry import Requires
 
 THREADS, STEP = 128, 128             # of a block: threads at most, and inputs in shared memory at a time

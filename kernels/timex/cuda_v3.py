@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels._cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned
 from kernels.registry import Requires
 
 THREADS, STEP = 256, 128             # of a block: threads at most, and inputs in shared memory at a time

@@ -11,7 +11,7 @@ before it, too, since zero times an infinity is NaN.
 import torch
 from torch import Tensor
 
-from kernels._cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=4)

@@ -7,7 +7,7 @@ One kernel for both devices. Neighbouring threads hold neighbouring t, so that t
 import torch
 from torch import Tensor
 
-from kernels._taichi import launch, ti
+from kernels.backends.taichi import launch, ti
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.float64))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._taichi import BLOCK, launch, share, shares, ti
+from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 bounds the number of threads, too

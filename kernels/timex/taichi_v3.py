@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._taichi import BLOCK, INDEX, launch, share, shares, ti
+from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), T_multiple=32)

@@ -9,7 +9,7 @@ loop over the lag would be unrolled to T operations.) It does twice the products
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels._compiled import any_size, compiled
+from kernels.backends.compiled import any_size, compiled
 from kernels.registry import Requires
 
 REQUIRES = Requires(compiled=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels._compiled import scripted
+from kernels.backends.compiled import scripted
 from kernels.registry import Requires, load
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64), scripted=True)

@@ -1,17 +1,16 @@
 """What a run, or a sweep of runs, has come to: DIR/report.html, which is one file with nothing outside it, and DIR/report.csv.
 
 Everything is read from the files that training leaves (reading.py), so a report can be made again at any time:
-`python -m rwkv.tools.ablation DIR`.
+`python -m rwkv.tools.report DIR`.
 """
 
 from pathlib import Path
 
-from rwkv.formats._atomic import write_file
+from rwkv.io import write_file
 from rwkv.report.findings import findings
-from rwkv.report.numbers import Comparison, compare
+from rwkv.report.numbers import Comparison, as_csv, compare, rows
 from rwkv.report.page import page
 from rwkv.report.reading import is_finished, read
-from rwkv.report.tidy import as_csv, rows
 
 __all__ = ["is_finished", "table", "write"]
 

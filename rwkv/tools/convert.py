@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rwkv import formats
-from rwkv.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint import formats
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats._stored import DTYPES
 from rwkv.cli import with_sentences
-from rwkv.formats._stored import DTYPES
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats with no room for it
 

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from kernels.select import select
 from rwkv import cli
-from rwkv.checkpoint import computed_in, read_checkpoint
-from rwkv.checkpoint_tokenizer import tokenizer_of
+from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import EvaluateConfig
 from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
-from rwkv.model import RWKV
-from rwkv.tokenizer import Tokenizer
+from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import computed_in, tokenizer_of
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels._cuda import Source
+from kernels.backends.cuda import Source
 from kernels.registry import operators
 
 HERE = Path(__file__).parent

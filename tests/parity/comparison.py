@@ -12,7 +12,7 @@ from numpy import ndarray
 from parity.cases import STATE, TO_FLOAT64, TO_PEER
 from parity.peers import FORMS
 
-from kernels._text import aligned
+from kernels.bench.text import aligned
 
 Answers = Mapping[str, ndarray]
 PARTS = ("att_x", "a/b", "p + log b", "ffn_x")       # of a state

@@ -7,7 +7,7 @@ from parity.cases import CASES, GREEDY, STATE, TO_FLOAT64, TO_PEER, B
 from parity.comparison import Row, as_data, table, worst
 from parity.exchange import CONTROL, OFF
 
-from kernels import _machine
+from kernels.bench import hardware
 
 Tables = dict[str, list[Row]]            # by name: kernels, files, control
 HEADS = {"kernels": ("case", "kernel"), "files": ("file", "read by"), "control": ("case", "kernel")}
@@ -28,7 +28,7 @@ def not_run() -> dict[str, str]:
 
 
 def as_json(tables: Tables, peers: dict[str, str]) -> dict[str, Any]:
-    return {"machine": _machine.describe("cpu"), "peers": peers, "rows": B, "greedy tokens": GREEDY, "passed": passed(tables),
+    return {"machine": hardware.describe("cpu"), "peers": peers, "rows": B, "greedy tokens": GREEDY, "passed": passed(tables),
             "cases": {name: case._asdict() for name, case in CASES.items()}, "not run": not_run(),
             **{name: [as_data(HEADS[name], row) for row in rows] for name, rows in tables.items()}}
 

@@ -1,0 +1,202 @@
+"""python -m benchmarks.generation [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--json FILE]
+
+Tokens per second of reading and writing, time to the first token, load time and peak memory, by dtype, each beside the
+machine's wall in the same run: the same matrix products, on the same weights, and nothing else. Random weights: the time
+does not depend on them. Each dtype is a process of its own, so that its peak memory is its own.
+
+--peers PYTHON adds PyPI's rwkv and transformers, from an environment that has them (make peers), on the same checkpoint.
+The last line of standard output is the result as JSON.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.backends.allocator import keep_large_blocks
+from kernels.bench import hardware
+from kernels.bench.text import aligned
+from kernels.select import select
+from rwkv.config import ModelConfig
+from rwkv.generation.decoder import Decoder
+from rwkv.generation.prefill import read
+from rwkv.model.quantized import Int8Linear
+from rwkv.model.rwkv4 import RWKV
+
+DTYPES = ("float32", "bfloat16", "int8")
+PEERS = (*(("rwkv", dtype) for dtype in DTYPES), ("transformers", "float32"), ("transformers", "bfloat16"))
+ROUNDS, ROUND_S = 7, 0.6                 # work and wall in turns, each for so long
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments(argv)
+    if args.measure is not None:
+        print(json.dumps(measure(args.checkpoint, args.measure, args.batch, args.prompt)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder), args.shape)
+        rows = [row for dtype in args.dtype for row in _in_a_process(args, checkpoint, dtype)]
+        peers = [row for peer in PEERS for row in _peer(args, checkpoint, *peer)] if args.peers else []
+    report = {"shape": dict(zip("LCV", args.shape, strict=True)), "prompt": args.prompt, "rows": rows + peers,
+              "machine": hardware.describe("cpu")}
+    print(table(report))
+    line = json.dumps(report)
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 0
+
+
+def measure(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> list[dict[str, Any]]:
+    """What one dtype does, as rows of plain data."""
+    keep_large_blocks()
+    began = time.perf_counter()
+    model = RWKV.from_pretrained(checkpoint, dtype=dtype)
+    load_s = time.perf_counter() - began
+    tokens = torch.randint(model.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
+    read(model, tokens[:, :8])           # what compiles at first use
+    began = time.perf_counter()
+    Decoder(model, read(model, tokens).state).step(tokens[:, 0])
+    first_s = time.perf_counter() - began
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024         # before the wall's own inputs
+    rows = [_row(f"decode, batch {B}", dtype, B, *_rates(_decode(model, B), _products(model, B), B)) for B in batches]
+    rates = _rates(lambda: read(model, tokens), _prefill_products(model, prompt), prompt)
+    rows.append(_row(f"prefill {prompt}", dtype, 1, *rates))
+    return [row | {"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib} for row in rows]
+
+
+def write_checkpoint(folder: Path, shape: tuple[int, int, int]) -> Path:
+    """A random model as a float16 .pth, and beside it as a Hugging Face directory."""
+    L, C, V = shape
+    torch.manual_seed(0)
+    model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("reference"))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, C ** -0.5)
+            elif "time_mix" in name:
+                weight.uniform_(0, 1)
+    model.save_pretrained(folder / "model.pth", dtype="float16")
+    model.save_pretrained(folder / "huggingface", dtype="float32")
+    return folder / "model.pth"
+
+
+def table(report: dict[str, Any]) -> str:
+    head = ["", "dtype", "tokens/s", "wall", "of wall", "load s", "first token s", "peak MiB"]
+    return aligned([head, *map(_cells, report["rows"])], left=2)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    wall = row.get("wall")
+    beside_wall = [f"{wall:.1f}", f"{row['tokens_per_s'] / wall:.0%}"] if wall else ["", ""]
+    return [f"{row['of']}: {row['what']}", row["dtype"], f"{row['tokens_per_s']:.1f}", *beside_wall,
+            f"{row['load_s']:.2f}", f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"]
+
+
+def _rates(work: Callable[[], Any], wall: Callable[[], Any], tokens: int) -> tuple[float, float]:
+    """Tokens per second of the work and of its matrix products, by the medians of rounds in turns."""
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for function, seconds in zip((work, wall), samples, strict=True):
+            seconds.append(_seconds(function))
+    return tokens / median(samples[0]), tokens / median(samples[1])
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    """Seconds of one call, over ROUND_S."""
+    calls, began = 0, time.perf_counter()
+    while calls == 0 or time.perf_counter() - began < ROUND_S:
+        function()
+        calls += 1
+    return (time.perf_counter() - began) / calls
+
+
+def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
+    decoder, tokens = Decoder(model, model.empty_state(B)), torch.arange(B)
+    return lambda: decoder.step(tokens)
+
+
+def _products(model: nn.Module, rows: int) -> Callable[[], None]:
+    """Every matrix of the model times `rows` rows, and nothing else."""
+    products = [_product(module, rows) for module in model.modules() if isinstance(module, nn.Linear | Int8Linear)]
+
+    @torch.inference_mode()
+    def multiply() -> None:
+        for product in products:
+            product()
+
+    return multiply
+
+
+def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
+    """The same with the head for the last position only."""
+    blocks, head = _products(model.blocks, rows), _product(model.head, 1)
+
+    def multiply() -> None:
+        blocks()
+        head()
+
+    return multiply
+
+
+def _product(module: nn.Linear | Int8Linear, rows: int) -> Callable[[], Tensor]:
+    x = torch.rand(rows, module.in_features)
+    if isinstance(module, Int8Linear):
+        return lambda: module.product(x)
+    weight = module.weight.detach()
+    x = x.to(weight.dtype)
+    return lambda: F.linear(x, weight)
+
+
+def _row(what: str, dtype: str, B: int, tokens_per_s: float, wall: float) -> dict[str, Any]:
+    return {"of": "timemix", "what": what, "dtype": dtype, "batch": B, "tokens_per_s": tokens_per_s, "wall": wall}
+
+
+def _in_a_process(args: argparse.Namespace, checkpoint: Path, dtype: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.generation", "--measure", dtype, "--checkpoint", str(checkpoint),
+               "--batch", ",".join(map(str, args.batch)), "--prompt", str(args.prompt)]
+    return _last_line(command, hardware.ROOT)
+
+
+def _peer(args: argparse.Namespace, checkpoint: Path, peer: str, dtype: str) -> list[dict[str, Any]]:
+    script = hardware.ROOT / "benchmarks" / "peer_generation.py"
+    return _last_line([str(args.peers), "-I", str(script), peer, dtype, str(checkpoint.parent),
+                       ",".join(map(str, args.batch)), str(args.prompt)], checkpoint.parent)
+
+
+def _last_line(command: list[str], folder: Path) -> list[dict[str, Any]]:
+    output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
+    rows: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return rows
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description="Speed of reading and writing.")
+    parser.add_argument("--shape", type=_numbers, default=[12, 768, 50277], metavar="L,C,V", help="layers, width, vocabulary")
+    parser.add_argument("--dtype", type=lambda text: text.split(","), default=list(DTYPES), metavar="NAME,...")
+    parser.add_argument("--batch", type=_numbers, default=[1, 8], metavar="B,...")
+    parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment with PyPI's rwkv and transformers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--measure", choices=DTYPES, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

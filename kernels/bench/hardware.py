@@ -1,0 +1,73 @@
+"""What a measurement was taken on, and what that machine could do at the same hour: the two limits of every kernel."""
+
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("numpy", "taichi", "triton", "cuda-core")
+MATMUL_N = {"cpu": 2048, "cuda": 8192}
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # well beyond any cache
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Processor, GPU, threads, versions, commit and time, as plain data."""
+    machine = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}",
+               "python": platform.python_version(), "torch": torch.__version__}
+    machine |= {name: version for name in PACKAGES if (version := _version(name))}
+    if device == "cuda":
+        machine |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return machine | {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def cpu_model() -> str:
+    """The processor's name where Linux tells it, otherwise its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with a + if files differ from it; None outside a clone or without git."""
+    try:
+        head, changes = (subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+                         for args in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain")))
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changes else "")
+
+
+def matmul(device: str) -> tuple[Callable[[], Any], int]:
+    """A float32 matrix product (no TF32), and its floating-point operations."""
+    n = MATMUL_N[device]
+    left, right = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    out = torch.empty_like(left)
+
+    def multiply() -> None:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        torch.mm(left, right, out=out)
+        torch.set_float32_matmul_precision(before)
+
+    return multiply, 2 * n**3
+
+
+def copy(device: str) -> tuple[Callable[[], Any], int]:
+    """A copy too large for any cache, and the bytes that it reads and writes."""
+    source = torch.ones(COPY_BYTES[device] // 4, device=device)
+    target = source.clone()              # not empty: its pages are there before the first copy is timed
+    return lambda: target.copy_(source), 2 * COPY_BYTES[device]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

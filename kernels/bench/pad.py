@@ -1,0 +1,54 @@
+"""Brick padding at one shape: what the benchmark verifies and times."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import registry
+from kernels.bench.subjects import Costs, Pass, costs
+from kernels.pad import BrickPadding, cases
+from kernels.registry import why_not
+
+
+class Subject:
+    """Of N tiles (h,w) whose courses are `offset` apart, padded by pad_x columns and pad_y rows on each side."""
+
+    AXES = ("N", "h", "w", "offset", "pad_x", "pad_y")
+    DTYPES = ("float32", "uint8")
+    SHAPES, SWEEP = cases.BENCH_SHAPES, cases.SWEEP
+    LAUNCHES = True
+    baseline = "torch_index"
+
+    def __init__(self, N: int, h: int, w: int, offset: int, pad_x: int, pad_y: int, device: str,
+                 dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.offset, self.padding = device, offset, (pad_x, pad_y)
+        self.tile = cases.tile((N, h, w), dtype, device)
+        self.reference = cases.one_line(self.tile, offset, pad_y, pad_x, h + 2 * pad_y, w + 2 * pad_x)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        return registry.names("pad")
+
+    @property
+    def sequence(self) -> Tensor:
+        """The output: its copy is the unit of time."""
+        return self.reference
+
+    def why_not(self, name: str) -> str | None:
+        return why_not("pad", name, self.device)
+
+    def foretold(self, name: str) -> Costs:
+        """From some rows at the top; from a few of the formula, which takes microseconds for each pixel."""
+        pad, (pad_x, pad_y), (height, width) = BrickPadding(name), self.padding, self.reference.shape[-2:]
+        rows = -(-height // (512 if name == "formula" else 8))
+        return costs(lambda: pad.wall(self.tile, self.offset, pad_y, pad_x, rows, width), self.device).times(height / rows)
+
+    def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
+        """The share of the pixels that differ: none may."""
+        wrong = float((BrickPadding(name)(self.tile, self.offset, self.padding) != self.reference).float().mean())
+        return {"out": wrong}, {"out": f"{wrong:.2%} of the pixels"} if wrong else {}
+
+    def passes(self, name: str) -> list[Pass]:
+        return [Pass("forward", partial(BrickPadding(name), self.tile, self.offset, self.padding), 0,
+                     self.tile.nbytes + self.reference.nbytes)]

@@ -1,0 +1,74 @@
+"""WKV at one shape, from an empty state: what the benchmark verifies and times."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from kernels import compare, registry
+from kernels.bench.subjects import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
+from kernels.registry import why_not
+from kernels.select import select, selectable
+from kernels.wkv4 import WKV, cases
+
+
+def _sizes(shapes: Mapping[str, Iterable[Shape]]) -> dict[str, tuple[Shape, ...]]:
+    """(B,T,C), as the tensors are, as B,C,T."""
+    return {device: tuple((B, C, T) for B, T, C in some) for device, some in shapes.items()}
+
+
+class Subject:
+    """Of k and v, (B,T,C) in memory, named B,C,T as TimeX's; parameters and state are float32 always."""
+
+    AXES = ("B", "C", "T")
+    DTYPES = ("float32", "bfloat16")
+    SHAPES, SWEEP = _sizes(cases.BENCH_SHAPES), cases.SWEEP
+    LAUNCHES = False
+    baseline = "conv1d in one block"
+
+    def __init__(self, B: int, C: int, T: int, device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype, self.T = device, dtype, T
+        time_decay, time_first, k, v, _ = cases.inputs(B, T, min(C, DISTINCT), device=device)
+        narrow = time_decay, time_first, k.to(dtype), v.to(dtype)
+        time_decay, time_first, k, v = (repeated(tensor, C, -1).requires_grad_() for tensor in narrow)
+        self.inputs = time_decay, time_first, k, v
+        self.grad_y = torch.randn_like(self.sequence)
+        self.reference = cases.wkv_results(WKV("reference"), cases.double((*narrow, None)))
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """As they are selected; a TimeX stands for the convolution form with it inside."""
+        return (Subject.baseline, *selectable())
+
+    @property
+    def sequence(self) -> Tensor:
+        return self.inputs[2].detach()
+
+    def why_not(self, name: str) -> str | None:
+        plain = name.split()[0]
+        return why_not("wkv4" if plain in registry.names("wkv4") else "timex", plain, self.device)
+
+    def foretold(self, name: str) -> Costs:
+        """From an eighth of the steps; the work of a single block grows with the square of its length."""
+        steps = -(-self.T // 8)
+        time_decay, time_first, *sequences = self.inputs
+        k, v = (sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
+                for sequence in sequences)
+        wkv, leaves, grad_y = self._operator(name, block=steps), (time_decay, time_first, k, v), torch.ones_like(k)
+        few = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
+        return few.times(8, work=64 if name == self.baseline else 8)
+
+    def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
+        results = cases.wkv_results(self._operator(name, block=self.T), (*self.inputs, None))
+        found = errors_of_repeated(results, self.reference, dim=-1)
+        return found, compare.misses(found, cases.wkv_tolerance(self.dtype))
+
+    def passes(self, name: str) -> list[Pass]:
+        """forward, and backward alone on a graph that is kept."""
+        wkv, one = self._operator(name, block=self.T), self.sequence.nbytes
+        y = wkv(*self.inputs)[0]
+        return [Pass("forward", lambda: wkv(*self.inputs), 0, 3 * one),
+                Pass("backward", lambda: torch.autograd.grad(y, self.inputs, self.grad_y, retain_graph=True), 0, 5 * one)]
+
+    def _operator(self, name: str, block: int) -> WKV:
+        return WKV("timex", timex="conv1d", block=block) if name == self.baseline else select(name, self.device)

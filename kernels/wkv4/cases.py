@@ -1,0 +1,77 @@
+"""Shapes, inputs and tolerances of WKV, shared by the tests and the benchmark."""
+
+import torch
+from torch import Tensor
+
+from kernels.compare import LOG_SIZE
+from kernels.timex import cases as timex_cases
+from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import cases as wkv_cases
+
+SHAPES = ((1, 1, 1), (3, 11, 5), (2, 63, 4), (5, 129, 3), (2, 256, 16))              # (B, T, C)
+EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
+BENCH_SHAPES = {"cpu": ((8, 1024, 768), (8, 8192, 768), (12, 64, 128)),
+                "cuda": ((32, 768, 768), (8, 1024, 768), (8, 8192, 768))}
+SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 4096)}                     # T, at the B and C of a shape above
+SPREADS = {"+-5": 1.0, "+-23": 5.0}                  # k ~ N(0, spread): what every implementation is exact on
+WIDE_SPREADS = {"+-43": 10.0, "+-230": 50.0, "+-1e7": 2e6}
+TOLERANCE = {"y": 1e-5, "state": 1e-4, "gradient": 3e-5}                              # float32, on err_ratio
+
+
+def inputs(B: int, T: int, C: int, spread: float = 1.0, with_state: bool = True, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, WKVState]:
+    """time_decay in [-5, 3], time_first = log 0.3 +- 0.5, k ~ N(0, spread), v ~ N(0, 1), a state like that of such k."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    time_decay = -5 + 8 * torch.rand(C, generator=generator, dtype=torch.float64)
+    time_first = -1.2 + 0.5 * normal(C)
+    k, v = spread * normal(B, T, C), normal(B, T, C)
+    state = WKVState(normal(B, C), 0.5 + normal(B, C).abs(), spread * normal(B, C)) if with_state else WKVState.empty(B, C)
+    time_decay, time_first, k, v = (tensor.to(device, dtype) for tensor in (time_decay, time_first, k, v))
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return time_decay, time_first, k, v, WKVState(*(part.to(device, state_dtype) for part in state))
+
+
+WKVInputs = tuple[Tensor, Tensor, Tensor, Tensor, WKVState | None]
+
+
+def wkv_results(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
+    """y, the outgoing state as a/b and p + log b, and the gradients of a loss on y, on the state, or on both.
+
+    The gradients are those of time_decay, time_first, k, v and, with a state, of its a and b.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in _differentiable(inputs).items()}
+    state = None if inputs[4] is None else WKVState(leaves["a"], leaves["b"], inputs[4].p)
+    y, outgoing = wkv(leaves["time_decay"], leaves["time_first"], leaves["k"], leaves["v"], state)
+    ratio, size = outgoing.a / outgoing.b, outgoing.p + outgoing.b.log()
+    on_y, on_state = timex_cases.loss(y), ratio.tanh().sum() + size.sin().sum()
+    loss = {"y": on_y, "state": on_state, "y and state": on_y + on_state}[of]
+    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    results = {"y": y, "a/b": ratio, LOG_SIZE: size}
+    results |= {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in results.items()}
+
+
+def wkv_tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """For k and v of `dtype`; in half precision y, grad_y and the gradient are each rounded, the state is not."""
+    allowed = wkv_cases.TOLERANCE
+    rounding = 3 * timex_cases.TOLERANCE[dtype] if dtype.itemsize == 2 else 0.0
+    gradients = [f"grad {name}" for name in ("time_decay", "time_first", "k", "v", "a", "b")]
+    return {"y": max(allowed["y"], rounding), "a/b": allowed["state"], LOG_SIZE: allowed["state"],
+            **dict.fromkeys(gradients, max(allowed["gradient"], rounding))}
+
+
+def double(inputs: WKVInputs) -> WKVInputs:
+    """The same inputs in float64, for the reference."""
+    time_decay, time_first, k, v, state = inputs
+    wide = None if state is None else WKVState(*(part.double() for part in state))
+    return time_decay.double(), time_first.double(), k.double(), v.double(), wide
+
+
+def _differentiable(inputs: WKVInputs) -> dict[str, Tensor]:
+    time_decay, time_first, k, v, state = inputs
+    tensors = {"time_decay": time_decay, "time_first": time_first, "k": k, "v": v}
+    return tensors if state is None else tensors | {"a": state.a, "b": state.b}

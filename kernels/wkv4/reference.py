@@ -1,0 +1,55 @@
+"""The stable scan: one step of the recurrence after the other, the state scaled by its running maximum exponent.
+
+The reference that every implementation is held to: slow, in float32 or float64, and right for any finite k.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+from kernels.wkv4 import decay_exponent
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
+
+
+def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
+            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    w, y = decay_exponent(time_decay), torch.empty_like(v)
+    for t in range(k.shape[1]):
+        past, now, _ = _shares(p, time_first + k[:, t])
+        y[:, t] = (past * a + now * v[:, t]) / (past * b + now)
+        a, b, p = _advance(w, k[:, t], v[:, t], a, b, p)
+    return y, a, b, p
+
+
+def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    w, states = decay_exponent(time_decay), [(a, b, p)]
+    for t in range(k.shape[1] - 1):
+        states.append(_advance(w, k[:, t], v[:, t], *states[-1]))
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grad_w, grad_u = torch.zeros_like(a), torch.zeros_like(a)
+    for t in reversed(range(k.shape[1])):                # grad_a, grad_b: of the state after step t, at its own scale
+        a, b, p = states[t]
+        past, now, _ = _shares(p, time_first + k[:, t])
+        grad_num = grad_y[:, t] / (past * b + now)
+        grad_here = now * grad_num * (v[:, t] - y[:, t])
+        kept, new, _ = _shares(p + w, k[:, t])
+        grad_v[:, t] = grad_num * now + grad_a * new
+        grad_k[:, t] = grad_here + new * (grad_a * v[:, t] + grad_b)
+        grad_u += grad_here
+        grad_w += kept * (grad_a * a + grad_b * b)
+        grad_a = kept * grad_a + past * grad_num
+        grad_b = kept * grad_b - past * grad_num * y[:, t]
+    return grad_w.sum(0) * w, grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
+
+
+def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kept, new, p = _shares(p + w, k)
+    return kept * a + new * v, kept * b + new, p
+
+
+def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """e^p and e^q divided by the larger of the two, and that one's exponent."""
+    top = torch.maximum(p, q)
+    return torch.exp(p - top), torch.exp(q - top), top

@@ -1,0 +1,281 @@
+"""The recurrence step by step, every exponential held as m * 2^n with an integer n, so that each rescaling is exact.
+
+The state (a, b) is at the scale 2^P, P being the larger of the decayed state's exponent and the newest step's: nothing is lost
+however far apart the k are. (A share of y over 2^64 counts as 2^64.) The mantissa of e^w, within [0.7, 1.4], moves b away from
+2^P; what it gathers over a chunk then goes into P without a look at b: the backward must come to the forward's P, to the bit.
+
+The backward stores the state before each chunk, then takes the chunks last to first: it recomputes one into a scratch of five
+numbers a step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32 of k, and the scratch.
+
+A row is one (b, c): on a GPU a thread, on a CPU a lane of a vector of neighbouring channels, where bfloat16 is read and written
+as it lies. |k|, |p| and |time_first| over 1.1e7, where float32 has no fraction left, count as that. NaN stays NaN, in its row.
+"""
+
+# mypy: disable-error-code="index, no-untyped-def, valid-type"
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.backends.lanes import as_it_is, by_lane, cut, stored
+from kernels.backends.taichi import BLOCK, launch, share, shares, ti
+from kernels.registry import Requires
+
+REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.bfloat16))
+
+FORWARD, BACKWARD = 32, 16  # lanes of a vector: what the 32 registers of AVX-512 hold without spilling
+ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
+CHUNK = 32  # steps between two stored states
+SERIAL = 2**17  # elements up to which one thread takes less time than waking the others
+SAVED = 5  # numbers a step in the backward's scratch
+LIMIT = 1.1e7
+LOST, LOST_SHIFT = 16.0, -(2**28)  # a time_decay beyond this, and the exponent of its e^w: nothing outlives a step
+LOG2_E, ROOT_2 = 1.4426950408889634, 1.4142135
+LN_2, LN_2_HIGH, LN_2_LOW = 0.6931471805599453, 0.693359375, -2.1219444005469058e-4
+EXP = (1.0000000018154944, 0.9999997208349418, 0.5000068453211467, 0.16660485760579424, 0.041928080322846804,
+       0.007776794816698978, 0.001955775417299989)  # e^r on [0, log 2], to 2e-9
+Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
+Forward = ti.types.ndarray(dtype=ti.types.vector(FORWARD, ti.f32), ndim=1)
+Backward = ti.types.ndarray(dtype=ti.types.vector(BACKWARD, ti.f32), ndim=1)
+
+
+def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
+            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    C, (k, v) = k.shape[-1], (_rows(tensor, FORWARD) for tensor in (k, v))
+    y, state = torch.empty_like(k), time_decay.new_empty(3, len(k), k.shape[-1])
+    kernels = (_forward_cuda,) if k.is_cuda else _forward_kernels(k.dtype)
+    _launch(kernels, FORWARD, k.shape, (time_decay, time_first, a, b, p), k, v, y, state)
+    return cut(y, C), *(cut(part, C).clone() for part in state)
+
+
+def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    C, (k, v, grad_y) = k.shape[-1], (_rows(tensor, BACKWARD) for tensor in (k, v, grad_y))
+    (B, T, channels), floats = k.shape, time_decay.new_empty
+    grad_k, grad_v, grads = torch.empty_like(k), torch.empty_like(v), floats(4, B, channels)
+    states = floats((T + CHUNK - 1) // CHUNK * 3 * B * channels)
+    at_once = B * C if k.is_cuda else shares(B * channels // BACKWARD) * BACKWARD
+    kernels = (_backward_cuda,) if k.is_cuda else _backward_kernels(k.dtype)
+    _launch(kernels, BACKWARD, k.shape, (time_decay, time_first, a, b, p, grad_a, grad_b),
+            k, v, grad_y, grad_k, grad_v, grads, states, floats(CHUNK * SAVED * at_once))
+    grad_decay, grad_first, grad_a, grad_b = grads
+    found = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
+    return tuple(cut(grad, C) for grad in found)
+
+
+def _rows(tensor: Tensor, lanes: int) -> Tensor:
+    """As the kernel loads it: on a CPU whole vectors of channels, aligned; on a GPU in float32."""
+    if tensor.is_cuda:
+        return tensor.float()
+    ready = tensor.shape[-1] % lanes == 0 and tensor.data_ptr() % ALIGNMENT == 0
+    return tensor if ready else pad(tensor, (0, -tensor.shape[-1] % lanes))
+
+
+def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
+    """kernels: on a CPU for one thread and for all."""
+    (B, T, C), packed = shape, torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # one argument is cheaper
+    if packed.is_cuda:
+        launch(*kernels, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
+    elif shape.numel() <= SERIAL:
+        launch(kernels[0], packed, *tensors, B, T, C // lanes)
+    else:
+        launch(kernels[1], packed, *tensors, B, T, C // lanes, shares(B * C // lanes))
+
+
+@cache
+def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
+    """With k, v and y of dtype."""
+    Rows, read, write = stored(dtype, FORWARD)
+
+    @ti.kernel
+    def serial(small: Forward, k: Rows, v: Rows, y: Rows, state: Forward, B: int, T: int, C: int):
+        ti.loop_config(serialize=True)
+        for row in range(B * C):
+            _forward_row(row, read, write, small, k, v, y, state, B * C, T, C)
+
+    @ti.kernel
+    def parallel(small: Forward, k: Rows, v: Rows, y: Rows, state: Forward, B: int, T: int, C: int, n: int):
+        for step in range(n * BLOCK):
+            first, end = share(step, B * C, n)
+            for row in range(first, end):
+                _forward_row(row, read, write, small, k, v, y, state, B * C, T, C)
+
+    return serial, parallel
+
+
+@ti.kernel
+def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T: int, C: int):
+    for row in range(B * C):
+        _forward_row(row, as_it_is, as_it_is, small, k, v, y, state, B * C, T, C)
+
+
+@cache
+def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
+    """With k, v, grad_y and the gradients of k and v of dtype."""
+    Rows, read, write = stored(dtype, BACKWARD)
+
+    @ti.kernel
+    def serial(small: Backward, k: Rows, v: Rows, grad_y: Rows, grad_k: Rows, grad_v: Rows,
+               grads: Backward, states: Backward, scratch: Backward, B: int, T: int, C: int):
+        ti.loop_config(serialize=True)
+        for row in range(B * C):
+            _backward_row(row, read, write, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, 0, 1, B * C, T, C)
+
+    @ti.kernel
+    def parallel(small: Backward, k: Rows, v: Rows, grad_y: Rows, grad_k: Rows, grad_v: Rows,
+                 grads: Backward, states: Backward, scratch: Backward, B: int, T: int, C: int, n: int):
+        for step in range(n * BLOCK):
+            first, end = share(step, B * C, n)
+            for row in range(first, end):
+                at = step // BLOCK * (SAVED * CHUNK)
+                _backward_row(row, read, write, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, at, 1, B * C, T, C)
+
+    return serial, parallel
+
+
+@ti.kernel
+def _backward_cuda(small: Flat, k: Flat, v: Flat, grad_y: Flat, grad_k: Flat, grad_v: Flat,
+                   grads: Flat, states: Flat, scratch: Flat, B: int, T: int, C: int):
+    for row in range(B * C):
+        _backward_row(row, as_it_is, as_it_is, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, row, B * C,
+                      B * C, T, C)
+
+
+@ti.func
+def _forward_row(row, read: ti.template(), write: ti.template(), small: ti.template(), k: ti.template(), v: ti.template(),
+                 y: ti.template(), state: ti.template(), R, T, C):
+    _, decay, shift, drift, bonus, bonus_shift = _weights(small[row % C], small[C + row % C])
+    a, b, P, _ = _enter(small, 2 * C + row, R)
+    for j in range((T + CHUNK - 1) // CHUNK):
+        for t in range(j * CHUNK, ti.min(T, (j + 1) * CHUNK)):
+            i = (row // C * T + t) * C + row % C
+            m, n = _exp(read(k[i]))
+            v_t, now = read(v[i]), bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
+            y[i] = write((a + now * v_t) / (b + now))
+            kept, new, P_next = _shares(decay, shift, m, n, P)
+            a, b, P = kept * a + new * v_t, kept * b + new, P_next
+        a, b, P = _settled(drift, j, a, b, P)
+    scale, p = _leave(P)
+    _save(state, row, R, [scale * a, scale * b, p])
+
+
+@ti.func
+def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.template(), k: ti.template(), v: ti.template(),
+                  grad_y: ti.template(), grad_k: ti.template(), grad_v: ti.template(), grads: ti.template(),
+                  states: ti.template(), scratch: ti.template(), at, stride, R, T, C):
+    w, decay, shift, drift, bonus, bonus_shift = _weights(small[row % C], small[C + row % C])
+    a, b, P, scale_in = _enter(small, 2 * C + row, R)
+    last = (T - 1) // CHUNK
+    for j in range(last):
+        _save(states, 3 * j * R + row, R, [a, b, by_lane(ti.bit_cast, P, ti.f32)])
+        for t in range(j * CHUNK, (j + 1) * CHUNK):
+            i = (row // C * T + t) * C + row % C
+            m, n = _exp(read(k[i]))
+            kept, new, P_next = _shares(decay, shift, m, n, P)
+            a, b, P = kept * a + new * read(v[i]), kept * b + new, P_next
+        a, b, P = _settled(drift, j, a, b, P)
+    _save(states, 3 * last * R + row, R, [a, b, by_lane(ti.bit_cast, P, ti.f32)])
+    grad_a, grad_b = small[2 * C + 3 * R + row], small[2 * C + 4 * R + row]
+    grad_w, grad_u = 0.0 * w, 0.0 * w
+    for from_last in range(last + 1):
+        j = last - from_last
+        length, first = ti.min(CHUNK, T - j * CHUNK), (row // C * T + j * CHUNK) * C + row % C
+        a, b, bits = [states[(3 * j + s) * R + row] for s in ti.static(range(3))]
+        P = by_lane(ti.bit_cast, bits, ti.i32)
+        for t in range(length):
+            m, n = _exp(read(k[first + t * C]))
+            now = bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
+            kept, new, P_next = _shares(decay, shift, m, n, P)
+            _save(scratch, at + t * SAVED * stride, stride, [a, b, now, kept, new])
+            a, b, P = kept * a + new * read(v[first + t * C]), kept * b + new, P_next
+        grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
+        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 but for the last chunk; an `if` around vectors aborts
+        grad_a, grad_b = scale * grad_a, scale * grad_b
+        for back in range(1, length + 1):
+            i, o = first + (length - back) * C, at + (length - back) * SAVED * stride
+            a_t, b_t, now, kept, new = [scratch[o + s * stride] for s in ti.static(range(SAVED))]
+            v_t, over = read(v[i]), 1.0 / (b_t + now)
+            grad_num = over * read(grad_y[i])
+            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # v - y, and exact where this step is most of y
+            grad_k[i] = write(grad_here + new * (grad_a * v_t + grad_b))
+            grad_v[i] = write(now * grad_num + new * grad_a)
+            grad_u += grad_here
+            grad_w += kept * (grad_a * a_t + grad_b * b_t)
+            grad_a, grad_b = kept * grad_a + grad_num, kept * grad_b - grad_num * (over * (a_t + now * v_t))
+    _save(grads, row, R, [w * grad_w, grad_u, scale_in * grad_a, scale_in * grad_b])
+
+
+@ti.func
+def _save(x: ti.template(), at, stride, values: ti.template()):
+    for s in ti.static(range(len(values))):
+        x[at + s * stride] = values[s]
+
+
+@ti.func
+def _weights(time_decay, time_first):
+    """w; e^w as a mantissa and an exponent; the mantissa's own exponent over a chunk; e^u as a mantissa and an exponent."""
+    m, n = _exp(ti.select(time_decay > LOST, LOST, time_decay))
+    w = 0.0 - m * _pow2(ti.max(n, -127))
+    decay, shift = _exp(w)
+    high = decay > ROOT_2
+    shift, decay = ti.select(high, shift + 1, shift), ti.select(high, 0.5 * decay, decay)
+    drift = CHUNK * (w * LOG2_E - by_lane(ti.cast, shift, ti.f32))
+    bonus, bonus_shift = _exp(time_first)
+    return w, decay, ti.select(time_decay > LOST, LOST_SHIFT, shift), drift, bonus, bonus_shift
+
+
+@ti.func
+def _enter(small: ti.template(), at, R):
+    """The incoming state with b within [1, 2), its P, and what a and b were multiplied by."""
+    a, b, p = [small[at + s * R] for s in ti.static(range(3))]
+    m, P = _exp(p)
+    n = ti.min(ti.max((by_lane(ti.bit_cast, b, ti.i32) >> 23) - 127, -126), 126)
+    scale = m * _pow2(0 - n)
+    return scale * a, scale * b, P + n, scale
+
+
+@ti.func
+def _leave(P):
+    """What a and b have to be multiplied by, 2^P / e^p, which makes good the rounding of p; and p."""
+    p = LN_2 * by_lane(ti.cast, P, ti.f32)
+    m, n = _exp(p)
+    return _pow2(ti.min(ti.max(P - n, -127), 127)) / m, p
+
+
+@ti.func
+def _shares(decay, shift, m, n, P):
+    """e^w and e^k relative to the scales of the state before and after, and the P after."""
+    lead = n - (P + shift)
+    up = ti.max(lead, 0)
+    return decay * _pow2(0 - ti.min(up, 127)), m * _pow2(ti.max(lead - up, -127)), P + shift + up
+
+
+@ti.func
+def _settled(drift, j, a, b, P):
+    """The same state, with what the mantissa of e^w has gathered over chunk j moved into P; the same for gradients."""
+    n = by_lane(ti.cast, ti.floor((j + 1) * drift), ti.i32) - by_lane(ti.cast, ti.floor(j * drift), ti.i32)
+    scale = _pow2(0 - n)
+    return scale * a, scale * b, P + n
+
+
+@ti.func
+def _exp(x):
+    """e^x = m * 2^n, m within [1, 2), to one unit in the last place."""
+    x = ti.select(x > LIMIT, LIMIT, x)  # lets a NaN through, as ti.min would not
+    x = ti.select(x < -LIMIT, -LIMIT, x)
+    power = ti.floor(x * LOG2_E)
+    n = by_lane(ti.cast, power, ti.i32)
+    # x - n log 2, exact because the high part is short; with the same n in both products LLVM would add the parts first
+    r = (x + power * -LN_2_HIGH) + by_lane(ti.cast, n, ti.f32) * -LN_2_LOW
+    m = r * EXP[-1] + EXP[-2]
+    for c in ti.static(EXP[-3::-1]):
+        m = m * r + c
+    return m, n
+
+
+@ti.func
+def _pow2(n):
+    """2^n for n within [-126, 127], and 0 for n = -127."""
+    return by_lane(ti.bit_cast, (n + 127) << 23, ti.f32)

@@ -1,0 +1,205 @@
+"""WKV as the quotient of two TimeX convolutions that share their weights, with any TimeX implementation inside.
+
+Unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. With W the table of these weights,
+y = TimeX(W, e^k v) / TimeX(W, e^k): one call on the stacked batch. T is cut into blocks of N steps that all go into that
+call as further rows; the exact state is carried from block to block, which makes the work O(T N) instead of O(T^2) and bounds
+the range of exponents to what one block holds.
+
+Range: float32 holds e^-87, and gradients need room above that. Where all k, and the exponent p of an incoming state, lie
+within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as the scan's; beyond that, steps far
+below their block's maximum are lost, a step of which everything is lost gives v_t, and a state of which everything is lost
+starts anew: always finite, no longer exact. The scans have no such limit.
+
+N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+from kernels.timex import TimeX
+from kernels.wkv4 import EMPTY, decay_exponent
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
+BLOCK = 64
+LOST = 1e-30             # a denominator below this holds nothing but rounding
+
+
+def requires(timex: str, block: int = BLOCK) -> Requires:
+    """What this needs with `timex` inside. Raises ValueError where that one is unsound in a quotient, or block < 1."""
+    inner = TimeX(timex).requires
+    if not inner.wkv:
+        raise ValueError(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and e^k "
+                         "spans decades; choose another kernel")
+    if block < 1:
+        raise ValueError(f"block is the number of steps per block, at least 1; got {block}")
+    return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k is no half's
+
+
+class Weights(NamedTuple):
+    """Tables over the steps of one block, (C,N) each, and what their gradients need."""
+
+    w: Tensor            # (C,)
+    lag: Tensor          # W, the weights by lag, lag 0 last
+    decay_in: Tensor     # of the incoming state in step t: e^(tw)
+    decay_out: Tensor    # of step t in the outgoing state: e^((N-1-t)w)
+    steps: Tensor        # (N,) 0, 1, 2, ...
+
+
+class Block(NamedTuple):
+    """The blocks' inputs at their own scale: (B,n,C,N), and (B,n,C) for the scales and the state before each block."""
+
+    x: Tensor            # e^(k-m)
+    v: Tensor
+    own: Tensor          # e^(m-s), the scale of a block's own sums
+    past: Tensor         # e^(p-s), the scale of the incoming state
+    a: Tensor
+    b: Tensor
+    kept: Tensor         # what the state keeps over a block
+    added: Tensor        # the scale at which a block's own sums enter the outgoing state
+
+
+def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+            timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
+    ys = []
+    for start, stop, N in _segments(k.shape[1], block):
+        weights = _weights(time_decay, time_first, N)
+        blocks, (a, b, p) = _blocks(weights, k[:, start:stop], v[:, start:stop], a, b, p)
+        num, den = _sums(weights, blocks, timex, (blocks.x * blocks.v, blocks.a), (blocks.x, blocks.b))
+        ys.append(_by_time(torch.where(den > LOST, num / den, blocks.v)))
+    return torch.cat(ys, dim=1), a, b, p
+
+
+def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor,
+             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
+    segments, states = _segments(k.shape[1], block), [(a, b, p)]
+    for start, stop, N in segments[:-1]:
+        states.append(_blocks(_weights(time_decay, time_first, N), k[:, start:stop], v[:, start:stop], *states[-1])[1])
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grad_decay, grad_first = torch.zeros_like(time_decay), torch.zeros_like(time_first)
+    for (start, stop, N), state in zip(reversed(segments), reversed(states), strict=True):
+        span = slice(start, stop)
+        weights = _weights(time_decay, time_first, N)
+        blocks, _ = _blocks(weights, k[:, span], v[:, span], *state)
+        grads = _backward_blocks(weights, blocks, _by_block(y[:, span], N), _by_block(grad_y[:, span], N),
+                                 grad_a, grad_b, timex)
+        grad_w, grad_u, grad_k[:, span], grad_v[:, span], grad_a, grad_b = grads
+        grad_decay += grad_w * weights.w
+        grad_first += grad_u
+    return grad_decay, grad_first, grad_k, grad_v, grad_a, grad_b
+
+
+def _segments(T: int, block: int) -> list[tuple[int, int, int]]:
+    """(start, stop, N): as many whole blocks as there are, then one shorter block."""
+    whole = T - T % block
+    return [(start, stop, N) for start, stop, N in ((0, whole, block), (whole, T, T - whole)) if start < stop]
+
+
+def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
+    """All weights are divided by e^max(u,0), which the quotient does not see and which keeps e^u finite."""
+    w = decay_exponent(time_decay)
+    steps = torch.arange(N, device=w.device, dtype=w.dtype)
+    powers, scale = torch.exp(w[:, None] * steps), torch.exp(-time_first.clamp(min=0))[:, None]
+    now = torch.exp(time_first.clamp(max=0))[:, None]
+    return Weights(w, torch.cat((powers[:, :-1].flip(-1) * scale, now), dim=1), powers * scale, powers.flip(-1), steps)
+
+
+def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+            p: Tensor) -> tuple[Block, tuple[Tensor, Tensor, Tensor]]:
+    N = weights.lag.shape[1]
+    k, v = _by_block(k, N), _by_block(v, N)
+    m = k.amax(-1)
+    x = torch.exp(k - m[..., None])
+    own_a, own_b = _weighted_sum(x * v, weights.decay_out), _weighted_sum(x, weights.decay_out)
+    columns = []
+    for j in range(k.shape[1]):
+        s, p_out = torch.maximum(m[:, j], p), torch.maximum(m[:, j], p + N * weights.w)
+        kept, added = torch.exp(p + N * weights.w - p_out), torch.exp(m[:, j] - p_out)
+        seen = kept * b + added * own_b[:, j] > LOST
+        kept, added = kept * seen, added * seen
+        columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, kept, added))
+        a, b, p = kept * a + added * own_a[:, j], kept * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)
+    return Block(x, v, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True))), (a, b, p)
+
+
+def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
+    """Of each (own (B,n,C,N), past (B,n,C)): the block's own steps by convolution, plus the decayed incoming state."""
+    convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
+    sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
+    for total, (_, past) in zip(sums, terms, strict=True):
+        total.addcmul_((blocks.past * past)[..., None], weights.decay_in)
+    return sums
+
+
+def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor,
+                     timex: str) -> tuple[Tensor, ...]:
+    x, v = blocks.x, blocks.v
+    den = _sums(weights, blocks, timex, (x, blocks.b))[0]
+    lost = den <= LOST
+    grad_num = torch.where(lost, 0.0, grad_y / den)
+    grad_den = -grad_num * y
+    grad_lag, grad_sums = TimeX(timex).backward(
+        weights.lag, _stacked(x * v, x), _stacked(grad_num * blocks.own[..., None], grad_den * blocks.own[..., None]))
+    grad_xv, grad_x = grad_sums.view(2, *x.shape)
+
+    grad_in = _sum_rows(grad_num * (blocks.past * blocks.a)[..., None] + grad_den * (blocks.past * blocks.b)[..., None])
+    local_a = blocks.past * _weighted_sum(grad_num, weights.decay_in)
+    local_b = blocks.past * _weighted_sum(grad_den, weights.decay_in)
+    grad_kept, to_a, to_b, grad_a, grad_b = _backward_states(blocks, local_a, local_b, grad_a, grad_b)
+
+    grad_xv, grad_x = grad_xv + to_a[..., None] * weights.decay_out, grad_x + to_b[..., None] * weights.decay_out
+    grad_out = _sum_rows(to_a[..., None] * x * v + to_b[..., None] * x)
+    grad_k = x * (grad_xv * v + grad_x)
+    grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
+    grad_w, grad_u = _backward_weights(weights, grad_lag, grad_in, grad_out, grad_kept)
+    return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
+
+
+def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    """From the outgoing state's gradient back to the incoming one's: what each block's own sums and e^(Nw) get on the way."""
+    to_a, to_b, grad_kept = torch.empty_like(local_a), torch.empty_like(local_b), torch.zeros_like(grad_a[0])
+    for j in reversed(range(local_a.shape[1])):
+        kept, added = blocks.kept[:, j], blocks.added[:, j]
+        to_a[:, j], to_b[:, j] = grad_a * added, grad_b * added
+        grad_kept += (kept * (grad_a * blocks.a[:, j] + grad_b * blocks.b[:, j])).sum(0)
+        grad_a, grad_b = grad_a * kept + local_a[:, j], grad_b * kept + local_b[:, j]
+    return grad_kept, to_a, to_b, grad_a, grad_b
+
+
+def _backward_weights(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor,
+                      grad_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Every table is e^(steps * w): its gradient to w is steps * table * gradient. Lag 0 alone is e^u."""
+    N = len(weights.steps)
+    by_lag = (grad_lag * weights.lag).flip(-1)
+    grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_kept
+    grad_w += (grad_in * weights.decay_in + (grad_out * weights.decay_out).flip(-1)) @ weights.steps
+    return grad_w, by_lag[:, 0]
+
+
+def _by_block(tensor: Tensor, N: int) -> Tensor:
+    """(B,T,C) -> (B,n,C,N)"""
+    B, T, C = tensor.shape
+    return tensor.view(B, T // N, N, C).transpose(2, 3).contiguous()
+
+
+def _by_time(tensor: Tensor) -> Tensor:
+    """(B,n,C,N) -> (B,T,C)"""
+    B, n, C, N = tensor.shape
+    return tensor.transpose(2, 3).reshape(B, n * N, C)
+
+
+def _stacked(*tensors: Tensor) -> Tensor:
+    """Several (B,n,C,N) as the rows of one batch, (Bn,C,N) one after the other."""
+    return torch.stack(tensors).flatten(0, 2)
+
+
+def _weighted_sum(tensor: Tensor, table: Tensor) -> Tensor:
+    return (tensor * table).sum(-1)
+
+
+def _sum_rows(tensor: Tensor) -> Tensor:
+    return tensor.sum((0, 1))

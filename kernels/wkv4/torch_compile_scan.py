@@ -1,0 +1,110 @@
+"""What torch.compile makes of the recurrence: STEPS steps in one loop over batch and channels, in float64.
+
+The plain formula, unrolled, compiled for any batch and channels at the first call, which takes seconds. What is left over,
+fewer than STEPS steps, runs as it is written. In float32 an exponent near 230 is known to 1.5e-5 and rounds at every step; in
+float64 the plain formula is as exact as the scans whose exponents are integers.
+
+The backward computes the state before every STEPS steps again, and from there each step's.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backends.compiled import any_size, compiled
+from kernels.registry import Requires
+from kernels.wkv4 import decay_exponent
+
+REQUIRES = Requires(compiled=True)
+
+STEPS = 8
+LOG2_E = 1 / math.log(2)
+
+
+def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
+            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    weights, state, y = _weights(time_decay, time_first), [a.double(), b.double(), p.double() * LOG2_E], torch.empty_like(v)
+    for span in _spans(k):
+        y[:, span], *state = _run(_forward, weights, state, k[:, span], v[:, span])
+    a, b, p = (part.to(k.dtype) for part in (*state[:2], state[2] / LOG2_E))
+    return y, a, b, p
+
+
+def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    weights, spans = _weights(time_decay, time_first), _spans(k)
+    states = [[a.double(), b.double(), p.double() * LOG2_E]]
+    for span in spans[:-1]:
+        states.append(_run(_forward, weights, states[-1], k[:, span], v[:, span])[1:])
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grads = [grad_a.double(), grad_b.double(), torch.zeros_like(states[0][0]), torch.zeros_like(states[0][0])]
+    for span, state in zip(reversed(spans), reversed(states), strict=True):
+        rows = (tensor[:, span] for tensor in (k, v, y, grad_y))
+        grad_k[:, span], grad_v[:, span], *grads = _run(_backward, weights, [*state, *grads], *rows)
+    grad_a, grad_b, grad_w, grad_u = grads
+    found = grad_w.sum(0) * decay_exponent(time_decay), grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
+    return tuple(grad.to(k.dtype) for grad in found)
+
+
+def _weights(time_decay: Tensor, time_first: Tensor) -> list[Tensor]:
+    """w and u, (C,), as exponents of 2: an exp, other than an exp2, would end the compiler's loop and begin another."""
+    return [decay_exponent(time_decay.double()) * LOG2_E, time_first.double() * LOG2_E]
+
+
+def _spans(k: Tensor) -> list[slice]:
+    return [slice(start, start + STEPS) for start in range(0, k.shape[1], STEPS)]
+
+
+def _run(function: Callable[..., Any], weights: list[Tensor], state: list[Tensor], *rows: Tensor) -> Any:
+    """function(*weights, *state, *rows), compiled where the rows (B,steps,C) have STEPS steps."""
+    if rows[0].shape[1] < STEPS:
+        return function(*weights, *state, *rows)
+    return compiled(function)(*map(any_size, (*weights, *state)), *(any_size(row, 1) for row in rows))
+
+
+def _forward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    ys = []
+    for k_t, v_t in zip(_steps(k.double() * LOG2_E), _steps(v), strict=True):
+        past, now, _ = _shares(p, u + k_t)
+        ys.append(((past * a + now * v_t) / (past * b + now)).to(k.dtype))
+        a, b, p = _advance(w, k_t, v_t, a, b, p)
+    return torch.stack(ys, 1), a, b, p
+
+
+def _backward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, grad_a: Tensor, grad_b: Tensor, grad_w: Tensor,
+              grad_u: Tensor, k: Tensor, v: Tensor, y: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
+    """grad_k, grad_v, and of the state before these steps and of w and u (B,C), added to those of the steps after."""
+    rows = [*zip(*map(_steps, (k.double() * LOG2_E, v, y, grad_y)), strict=True)]
+    states = [(a, b, p)]
+    for k_t, v_t, _, _ in rows[:-1]:
+        states.append(_advance(w, k_t, v_t, *states[-1]))
+    grads = []
+    for (k_t, v_t, y_t, grad_t), (a, b, p) in zip(reversed(rows), reversed(states), strict=True):
+        past, now, _ = _shares(p, u + k_t)
+        kept, new, _ = _shares(p + w, k_t)
+        grad_num = grad_t / (past * b + now)
+        grad_here = now * grad_num * (v_t - y_t)
+        grads.append((grad_here + new * (grad_a * v_t + grad_b), grad_num * now + grad_a * new))
+        grad_u = grad_u + grad_here
+        grad_w = grad_w + kept * (grad_a * a + grad_b * b)
+        grad_a, grad_b = kept * grad_a + past * grad_num, kept * grad_b - past * grad_num * y_t
+    grad_k, grad_v = (torch.stack([row.to(k.dtype) for row in reversed(part)], 1) for part in zip(*grads, strict=True))
+    return grad_k, grad_v, grad_a, grad_b, grad_w, grad_u
+
+
+def _steps(rows: Tensor) -> list[Tensor]:
+    return [row.double() for row in rows.unbind(1)]
+
+
+def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kept, new, p = _shares(p + w, k)
+    return kept * a + new * v, kept * b + new, p
+
+
+def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """2^p and 2^q divided by the larger of the two, and that one's exponent."""
+    top = torch.maximum(p, q)
+    return torch.exp2(p - top), torch.exp2(q - top), top

@@ -1,0 +1,247 @@
+"""The recurrence in chunks, in plain torch: all chunks take a step at once, and every rescaling is by a power of two.
+
+A chunk of S steps is passed through twice: once for what it adds to the state; then, after a loop over the chunks has turned
+that into the state before each, from that state, for y. Each operation works elementwise on all batches, channels and
+chunks of a segment: some 30 S + 19 per chunk. S is near the square root of T, and 32 at most; a segment is all there
+is, but on a CPU no more than stays in a cache.
+
+As in taichi_scan, e^k = m * 2^n with an integer n, the state (a, b) is at the scale 2^P, and P follows the larger exponent:
+nothing is lost however far apart the k are. (|k|, |p| and |time_first| over 1.1e7 count as 1.1e7, a share over 2^64 as 2^64.)
+
+The backward keeps m and n, two tensors like k, and eight like one segment of k, which it computes again: what the reverse
+recurrence needs. That one is linear, and takes the same two passes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+from kernels.wkv4 import decay_exponent
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
+
+LONGEST = 32                 # chunk: the mantissa of e^w, within [0.7, 1.4], gathers 2^16 at most
+IN_CACHE = 2**17           # elements that one operation works on, at most, on a CPU
+LIMIT = 1.1e7                # float32 has no fraction beyond it
+LN_2, LN_2_HIGH, LN_2_LOW = math.log(2), 0.693359375, -2.1219444005469058e-4
+
+
+class Weights(NamedTuple):
+    """e^w, e^(S w), e^(lag w) of each step to the chunk's last, and e^u, each as a mantissa and an exponent: (C,)."""
+
+    decay: tuple[Tensor, Tensor]
+    over_chunk: tuple[Tensor, Tensor]
+    lags: list[tuple[Tensor, Tensor]]
+    first: tuple[Tensor, Tensor]
+
+
+class State(NamedTuple):
+    """a 2^P and b 2^P, at the start of each of n chunks (B,n,C) or at one moment (B,C)."""
+
+    a: Tensor
+    b: Tensor
+    P: Tensor
+
+
+class Chunks(NamedTuple):
+    """The S steps, each (B,n,C): e^k = m 2^n, and v."""
+
+    m: tuple[Tensor, ...]
+    n: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+
+class Step(NamedTuple):
+    """What the reverse recurrence needs of a step: (B,n,C) each."""
+
+    a: Tensor            # the state before it
+    b: Tensor
+    v: Tensor
+    kept: Tensor         # its shares, relative to the scale after it
+    new: Tensor
+    grad_num: Tensor     # the gradients of y's numerator and, with the other sign, its denominator
+    grad_den: Tensor
+    grad_now: Tensor     # of y to v, and (v - y) by which that becomes the one to k
+    gain: Tensor
+
+
+def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
+            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
+    state, y = _enter(a, b, p)[0], torch.empty_like(v)
+    for span, S in _segments(k):
+        weights, chunks = _weights(time_decay, time_first, S), _chunks(k[:, span], v[:, span], S)
+        before, state = _states(weights, chunks, state)
+        _average(weights, chunks, before, _steps(y[:, span], S))
+    scale, p = _leave(state.P)
+    return y, scale * state.a, scale * state.b, p
+
+
+def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    (state, entered), segments, parts = _enter(a, b, p), _segments(k), []
+    for span, S in segments:
+        weights, chunks = _weights(time_decay, time_first, S), _chunks(k[:, span], v[:, span], S)
+        before, state = _states(weights, chunks, state)
+        parts.append((weights, chunks, before, state))
+    scale, _ = _leave(state.P)
+    grad_a, grad_b = scale * grad_a, scale * grad_b
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grad_w, grad_u = torch.zeros_like(time_decay), torch.zeros_like(time_first)
+    for (span, S), part in zip(reversed(segments), reversed(parts), strict=True):
+        rows = [_steps(tensor[:, span], S) for tensor in (y, grad_y, grad_k, grad_v)]
+        by_w, by_u, grad_a, grad_b = _backward_chunks(*part, rows, grad_a, grad_b)
+        grad_w += by_w
+        grad_u += by_u
+    return grad_w * decay_exponent(time_decay), grad_u, grad_k, grad_v, entered * grad_a, entered * grad_b
+
+
+def _segments(k: Tensor) -> list[tuple[slice, int]]:
+    """Spans of whole chunks of S steps, on a CPU no longer than a cache holds; then one shorter chunk."""
+    B, T, C = k.shape
+    S = min(LONGEST, math.isqrt(T))
+    whole = T - T % S
+    length = S * max(1, IN_CACHE // (B * C)) if k.device.type == "cpu" else whole
+    spans = [(slice(start, min(start + length, whole)), S) for start in range(0, whole, length)]
+    return spans + ([(slice(whole, T), T - whole)] if whole < T else [])
+
+
+def _steps(tensor: Tensor, S: int) -> tuple[Tensor, ...]:
+    """(B,nS,C) as S views (B,n,C)."""
+    return tensor.unflatten(1, (-1, S)).unbind(2)
+
+
+def _chunks(k: Tensor, v: Tensor, S: int) -> Chunks:
+    m, n = _exp(k)
+    return Chunks(_steps(m, S), _steps(n, S), _steps(v, S))
+
+
+def _weights(time_decay: Tensor, time_first: Tensor, S: int) -> Weights:
+    w, dtype = decay_exponent(time_decay.double()), time_decay.dtype
+    m, n = _exp_of(torch.arange(S + 1, device=w.device)[:, None] * w, dtype)
+    lags = [*zip(m, n, strict=True)]
+    return Weights(lags[1], lags[S], lags[S - 1::-1], _exp_of(time_first.double(), dtype))
+
+
+def _exp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e^x = m * 2^n, m within [1, 2). x - n log 2 is exact because the high part of log 2 is short."""
+    x = x.clamp(-LIMIT, LIMIT)
+    n = torch.floor(x * (1 / LN_2))
+    return torch.sub(x, n, alpha=LN_2_HIGH).sub_(n, alpha=LN_2_LOW).exp_(), n
+
+
+def _exp_of(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same of a float64, with m within [0.7, 1.4]. Three times the limit: a decay that no two k can make good."""
+    weight = weight.clamp(-3 * LIMIT, LIMIT)
+    n = torch.round(weight / LN_2)
+    return torch.exp(weight - n * LN_2).to(dtype), n.to(dtype)
+
+
+def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
+    """The incoming state, and what a and b were multiplied by."""
+    m, P = _exp(p)
+    n = torch.frexp(b).exponent
+    scale = m * torch.exp2(-n.to(m.dtype))
+    return State(scale * a, scale * b, P + n), scale
+
+
+def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
+    """What a and b have to be multiplied by, 2^P / e^p, which makes good the rounding of p; and p."""
+    p = P * LN_2
+    m, n = _exp(p)
+    return torch.exp2(P - n) / m, p
+
+
+def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, State]:
+    """The state before each chunk, and the one after the last."""
+    before = []
+    for a, b, P in zip(*(part.unbind(1) for part in _own_sums(weights, chunks)), strict=True):
+        before.append(state)
+        kept, new, P = _shares(weights.over_chunk, state.P, 1.0, P)
+        state = _normal(State(kept * state.a + new * a, kept * state.b + new * b, P))
+    return State(*(torch.stack(part, dim=1) for part in zip(*before, strict=True))), state
+
+
+def _own_sums(weights: Weights, chunks: Chunks) -> State:
+    """What each chunk adds to the state after it: the decays are known, so its largest exponent comes first."""
+    P = chunks.n[0] + weights.lags[0][1]
+    for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
+        P = torch.maximum(P, n + shift, out=P)
+    a, b = torch.zeros_like(P), torch.zeros_like(P)
+    for m, n, v, (decay, shift) in zip(*chunks, weights.lags, strict=True):
+        share = (n - P).add_(shift).exp2_().mul_(m).mul_(decay)
+        a.addcmul_(share, v)
+        b.add_(share)
+    return State(a, b, P)
+
+
+def _normal(state: State) -> State:
+    """The same with b within [0.5, 1)."""
+    b, n = torch.frexp(state.b)
+    return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
+
+
+def _shares(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The decay and e^k relative to the scales of the state before and after, and the P after."""
+    decayed = P + decay[1]
+    top = torch.maximum(decayed, n)
+    return decayed.sub_(top).exp2_().mul_(decay[0]), (n - top).exp2_().mul_(m), top
+
+
+def _advance(shares: tuple[Tensor, Tensor, Tensor], state: State, v: Tensor) -> State:
+    kept, new, P = shares
+    return State((kept * state.a).addcmul_(new, v), (kept * state.b).add_(new), P)
+
+
+def _share_now(first: tuple[Tensor, Tensor], P: Tensor, m: Tensor, n: Tensor) -> Tensor:
+    return (n - P).add_(first[1]).clamp_(-64, 64).exp2_().mul_(m).mul_(first[0])
+
+
+def _average(weights: Weights, chunks: Chunks, state: State, ys: tuple[Tensor, ...]) -> None:
+    for m, n, v, y in zip(*chunks, ys, strict=True):
+        now = _share_now(weights.first, state.P, m, n)
+        torch.div(torch.addcmul(state.a, now, v), state.b + now, out=y)
+        state = _advance(_shares(weights.decay, state.P, m, n), state, v)
+
+
+def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: State, rows: list[tuple[Tensor, ...]],
+                     grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
+    (ys, grad_ys, grad_ks, grad_vs), state, steps = rows, before, []
+    for m, n, v, y, grad_y in zip(*chunks, ys, grad_ys, strict=True):
+        now, shares = _share_now(weights.first, state.P, m, n), _shares(weights.decay, state.P, m, n)
+        over = 1 / (state.b + now)
+        grad_num = grad_y * over
+        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y, and exact where this step is most of y
+        steps.append(Step(state.a, state.b, v, *shares[:2], grad_num, grad_num * y, grad_num * now, gain))
+        state = _advance(shares, state, v)
+    rescaled = torch.exp2(state.P - torch.cat((before.P[:, 1:], after.P[:, None]), dim=1))
+    grad_after, grad_a, grad_b = _gradients_of_states(steps, rescaled, grad_a, grad_b)
+    return *_gradients_of_steps(steps, grad_ks, grad_vs, *grad_after), grad_a, grad_b
+
+
+def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
+    """To the state after each chunk, from the one after the last; and to the one before the first."""
+    own_a, own_b, kept = torch.zeros_like(rescaled), torch.zeros_like(rescaled), torch.ones_like(rescaled)
+    for step in reversed(steps):
+        own_a, own_b = torch.addcmul(step.grad_num, own_a, step.kept), torch.addcmul(-step.grad_den, own_b, step.kept)
+        kept = kept * step.kept
+    after = []
+    for a, b, k, scale in reversed([*zip(*(part.unbind(1) for part in (own_a, own_b, kept, rescaled)), strict=True)]):
+        after.append((grad_a * scale, grad_b * scale))
+        grad_a, grad_b = a + k * after[-1][0], b + k * after[-1][1]
+    return tuple(torch.stack(part, dim=1) for part in zip(*reversed(after), strict=True)), grad_a, grad_b
+
+
+def _gradients_of_steps(steps: list[Step], grad_ks: tuple[Tensor, ...], grad_vs: tuple[Tensor, ...],
+                        grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, Tensor]:
+    grad_w, grad_u = torch.zeros_like(grad_a), torch.zeros_like(grad_a)
+    for step, grad_k, grad_v in reversed([*zip(steps, grad_ks, grad_vs, strict=True)]):
+        grad_here = step.grad_now * step.gain
+        torch.addcmul(grad_here, step.new, torch.addcmul(grad_b, grad_a, step.v), out=grad_k)
+        torch.addcmul(step.grad_now, step.new, grad_a, out=grad_v)
+        grad_u += grad_here
+        grad_w += torch.addcmul(grad_a * step.a, grad_b, step.b).mul_(step.kept)
+        grad_a, grad_b = torch.addcmul(step.grad_num, grad_a, step.kept), torch.addcmul(-step.grad_den, grad_b, step.kept)
+    return grad_w.sum((0, 1)), grad_u.sum((0, 1))

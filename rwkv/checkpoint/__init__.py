@@ -1,0 +1,1 @@
+"""Checkpoints: weights in and out of files of every format."""

@@ -1,0 +1,194 @@
+"""Weights in and out of files, in every format of rwkv/formats. A pickle is never executed; nothing is half-loaded.
+
+    checkpoint = read_checkpoint(path)           # names, shapes and sizes are checked; the data stays in the file
+    checkpoint.weights["emb.weight"]             # read, and checked to be finite, when asked for
+    write_checkpoint(checkpoint, "model.safetensors", dtype="bfloat16")      # tensor by tensor; whole or not at all
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rwkv.checkpoint import formats, rwkv4
+from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing
+from rwkv.checkpoint.formats._stored import DTYPES as STORED_DTYPES
+from rwkv.checkpoint.formats._stored import Stored, dtype_for
+from rwkv.config import ModelConfig
+from rwkv.errors import CheckpointError
+
+__all__ = ["ENTRY", "Checkpoint", "CheckpointError", "Pretrained", "Weights", "checkpoint_of", "computed_in", "describe",
+           "follow", "locate", "read_checkpoint", "require_tokenizer", "write_checkpoint"]
+MOST_SPARE_ROWS = 255                    # of a vocabulary rounded up to a multiple that matrix products like
+DEFAULT_CTX_LEN = 1024                   # where a file does not say; nothing in the weights depends on it
+
+
+class Weights(Mapping[str, Tensor]):
+    """Official name -> tensor, in the model's order and shapes, each read from the file when asked for."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = dict(stored)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stored[name].get()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.stored.values())
+
+
+@dataclass
+class Checkpoint:
+    """What a file holds: weights by official name; the tokenizer's dict and the run's configuration where it has them."""
+
+    path: Path
+    config: ModelConfig
+    vocab_size: int
+    weights: Weights
+    tokenizer: dict[str, Any] | None = None
+    run: dict[str, Any] | None = None
+    step: int = 0
+    tokenizer_hash: str | None = None
+
+
+def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
+                  source: str = "the weights") -> Checkpoint:
+    """A checkpoint of tensors in memory. Raises CheckpointError where they are not RWKV-4's."""
+    stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
+    checkpoint = _understand(Content(Path(source), stored))
+    checkpoint = replace(checkpoint, config=config or checkpoint.config)
+    if tokenizer is None:
+        return checkpoint
+    _require_vocabulary(checkpoint, tokenizer)
+    return replace(checkpoint, tokenizer=tokenizer.to_dict(), tokenizer_hash=tokenizer.hash)
+
+
+def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
+    """Our entry in a .ckpt: plain containers alone, so that loading it executes nothing."""
+    known = tokenizer is not None
+    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer.to_dict() if known else None,
+            "tokenizer_hash": tokenizer.hash if known else None}
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """What the file, the Hugging Face directory, or the last checkpoint of a run's directory holds.
+
+    Raises CheckpointError, one sentence: which file or tensor, what was found, what was expected, the likely cause.
+    """
+    path = locate(path)
+    try:
+        return _understand(formats.recognise(path).read(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
+                     progress: Callable[[int, int], Any] = lambda count, total: None) -> None:
+    """Writes it tensor by tensor, so that no more than one is in memory; progress(its bytes, the bytes of all) is told of each.
+
+    Raises ValueError as save_pretrained does, before anything is written.
+    """
+    path = Path(path)
+    if dtype is not None and dtype not in STORED_DTYPES:
+        raise ValueError(f"dtype is one of {', '.join(STORED_DTYPES)}; got {dtype!r}")
+    module = formats.load(format) if format else formats.by_suffix(path)
+    choose = getattr(module, "dtype_for", dtype_for)
+    tensors = {name: tensor.cast(choose(tensor, dtype)) for name, tensor in checkpoint.weights.stored.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    told = {name: _told(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
+    entry = {"format": 1, "run": checkpoint.run or {"model": asdict(checkpoint.config)}, "vocab_size": checkpoint.vocab_size,
+             "tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash}
+    module.write(path, Outgoing(told, checkpoint.config, checkpoint.vocab_size, entry))
+
+
+def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
+    """Raises CheckpointError where `tokenizer`, called `name`, is not the one that the weights were trained with.
+
+    Known by its hash where the file has one. Elsewhere by its size: a few rows of the embedding may be spare.
+    """
+    if checkpoint.tokenizer_hash not in (None, tokenizer.hash):
+        raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
+                              f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids mean other "
+                              "texts")
+    _require_vocabulary(checkpoint, tokenizer, name)
+    if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MOST_SPARE_ROWS < checkpoint.vocab_size:
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: it is "
+                              "not the tokenizer that the weights were trained with; name that one")
+
+
+def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:
+    if tokenizer.vocab_size > checkpoint.vocab_size:
+        raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
+                              "do not belong together")
+
+
+def locate(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, the last one of a run's directory, or through a link written as text."""
+    path = follow(Path(path))
+    last = path / "checkpoints" / "last.ckpt"
+    if path.is_dir() and not (path / "config.json").is_file():
+        if not last.is_file():
+            raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face "
+                                  "directory")
+        return last
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: give checkpoint=FILE, a Hugging Face directory or a run's "
+                              "directory, or train one with train.py")
+    return path
+
+
+def follow(path: Path) -> Path:
+    """runs/latest is a link, or a one-line file with the run's directory where links need rights."""
+    if path.name == "latest" and path.is_file():
+        return path.parent / path.read_text(encoding="utf-8").strip()
+    return path
+
+
+def _understand(content: Content) -> Checkpoint:
+    """Official names and shapes, sizes read off the tensors, and everything that the file says beside them compared."""
+    path, tensors = content.path, rwkv4.to_official(content.path, content.tensors)
+    rwkv4.refuse_other_versions(path, tensors)
+    if content.tied and "emb.weight" in tensors:
+        tensors.setdefault("head.weight", tensors["emb.weight"].renamed("head.weight"))
+    ctx_len = content.declared.get("ctx_len", DEFAULT_CTX_LEN)
+    config, vocab_size = rwkv4.sizes(path, tensors, ctx_len)
+    rwkv4.require_sizes(path, content.declared, config, vocab_size)
+    weights = Weights(rwkv4.fit(path, tensors, rwkv4.shapes(config, vocab_size)))
+    checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step)
+    return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
+
+
+def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
+    """Our entry's configuration, where it agrees with the tensors, its tokenizer and the run's options."""
+    path = checkpoint.path
+    try:
+        config, vocab_size, tokenizer = ModelConfig(**entry["run"]["model"]), entry["vocab_size"], entry["tokenizer"]
+        stated = asdict(config) | {"n_att": config.n_att or config.n_embd, "n_ffn": config.n_ffn or 4 * config.n_embd}
+        hash = entry.get("tokenizer_hash")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
+                              "newer version?") from error
+    rwkv4.require_sizes(path, stated | {"vocab_size": vocab_size}, checkpoint.config, checkpoint.vocab_size)
+    if not isinstance(tokenizer, dict | None) or not isinstance(hash, str | None):
+        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer is a {type(tokenizer).__name__}: the file is "
+                              "damaged")
+    return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
+                   tokenizer_hash=hash)
+
+
+def _told(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
+    """Reading it for the writer is progress."""
+    def data() -> Tensor:
+        read = tensor.data()
+        progress(tensor.nbytes)
+        return read
+
+    return replace(tensor, data=data)

@@ -1,0 +1,61 @@
+"""Files of RWKV-4 weights: one module per format, and the folder is the registry.
+
+    pth           what torch.save writes: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
+    ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
+    safetensors   official names; the same entry in its metadata
+    huggingface   a directory of config.json, weights by RwkvForCausalLM's names, and tokenizer.json
+    ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
+
+A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing). A file is recognised by what
+it holds, whatever it is called; its suffix chooses the format that is written. Modules that begin with _ are shared.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+from rwkv.errors import CheckpointError
+
+RECOGNISED_BY = 16                       # bytes shown of a file that is none of these
+
+
+def names() -> list[str]:
+    """Every format, by its module's name."""
+    return [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+
+
+def load(name: str) -> ModuleType:
+    """The module of a format. Raises ValueError for a name that is none."""
+    if name not in names():
+        raise ValueError(f"there is no format {name!r}: choose one of {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def recognise(path: Path) -> ModuleType:
+    """The format of an existing file or directory. Raises CheckpointError where it is none of these."""
+    for format in map(load, names()):
+        if format.recognises(path):
+            return format
+    if path.is_dir():
+        raise CheckpointError(f"{path} holds no checkpoint: expected a config.json as Hugging Face's directories have")
+    start = first_bytes(path, RECOGNISED_BY)
+    what = f"begins with {start!r}" if start else "is empty (0 bytes), as an interrupted copy or download leaves it"
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {what}; expected a file of torch.save, .safetensors, or "
+                          "rwkv.cpp's ggmf")
+
+
+def by_suffix(path: Path) -> ModuleType:
+    """The format that a path's name asks for. Raises ValueError where it asks for none."""
+    suffix = "" if path.is_dir() else path.suffix
+    for format in map(load, names()):
+        if suffix in format.SUFFIXES:
+            return format
+    known = ", ".join(suffix or "no suffix" for name in names() for suffix in load(name).SUFFIXES)
+    raise ValueError(f"{path.name} does not say its format: choose one of these suffixes ({known}), or name a format "
+                     f"({', '.join(names())})")
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)

@@ -1,0 +1,174 @@
+"""The file of torch.save: read without executing its pickle, written tensor by tensor.
+
+Since torch 1.6 it is a zip of uncompressed entries: data.pkl, the structure, which names each storage; data/0, data/1, ...,
+the storages, each at a multiple of 64 bytes so that it can be mapped; version and byteorder. Source: PyTorch,
+torch/serialization.py and caffe2/serialize/inline_container.cc.
+"""
+
+import math
+import pickle
+import struct
+import sys
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import torch
+from torch import Tensor, _utils
+
+from rwkv.checkpoint.formats import first_bytes
+from rwkv.checkpoint.formats._stored import Stored, raw
+from rwkv.errors import CheckpointError
+
+ZIP, PICKLES = b"PK", tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
+ALIGNMENT, PADDING_ID = 64, 0x4246       # an extra field named FB fills up to the next multiple
+LOCAL_HEADER, FIELD_HEADER = 30, 4       # bytes of zip's local file header and of an extra field's, before what varies
+EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: the same weights give the same file
+AT_ONCE = 1 << 20
+STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
+
+
+def recognises(path: Path) -> bool:
+    """A zip, or a pickle as torch.save wrote it before there were zips."""
+    return path.is_file() and first_bytes(path, 2) in (ZIP, *PICKLES)
+
+
+def load(path: Path) -> dict[Any, Any]:
+    """What the file holds, tensors mapped where it is a zip. Raises CheckpointError; executes nothing."""
+    mapped = first_bytes(path, 2) == ZIP
+    if mapped:
+        _check_zip(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")      # torch's thoughts on foreign pickles; the sentence below says it
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:                   # torch raises whatever a damaged part leads to
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
+                              "tensors written by torch.save (other objects are refused, for loading them would execute "
+                              "code); copy or download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not an RWKV-4 checkpoint: it holds a {type(content).__name__}, not tensors by name")
+    return content
+
+
+def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
+    """The tensors of a dictionary that was loaded. Raises CheckpointError where one is something else."""
+    mapped = first_bytes(path, 2) == ZIP
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{path} is not an RWKV-4 checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
+        if not _plain(tensor):
+            raise CheckpointError(f"{path}: {name} is not a plain tensor with as much data as its shape {tuple(tensor.shape)} "
+                                  "says: the file is damaged, or was not written by training")
+    return {name: Stored.of(name, str(path), tensor, mapped) for name, tensor in content.items()}
+
+
+def save(file: BinaryIO, content: Any) -> None:
+    """Writes plain containers and Stored tensors, each read, written and let go of in turn."""
+    structure, tensors = pickled(content)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add_bytes(archive, "data.pkl", structure)
+        _add_bytes(archive, "byteorder", sys.byteorder.encode())
+        for key, tensor in enumerate(tensors):
+            with _entry(archive, f"data/{key}", tensor.nbytes) as entry:
+                tensor.pass_on(lambda data, entry=entry: entry.write(raw(data)))         # type: ignore[misc]
+        _add_bytes(archive, "version", b"3\n")
+
+
+def pickled(content: Any) -> tuple[bytes, list[Stored]]:
+    """data.pkl, and the tensors whose data it refers to by their number."""
+    buffer = bytearray()
+    pickler = _Pickler(_Appender(buffer), protocol=2)
+    pickler.dump(content)
+    return bytes(buffer), pickler.tensors
+
+
+class _Appender:
+    """A file for the pickler that grows a bytearray."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self.write = buffer.extend
+
+
+class _Storage:
+    """Stands for a tensor's data inside data.pkl."""
+
+    def __init__(self, tensor: Stored) -> None:
+        self.tensor = tensor
+
+
+class _Pickler(pickle.Pickler):
+    """Stored tensors as torch describes them: a call of _rebuild_tensor_v2 on a storage named by a persistent id."""
+
+    def __init__(self, file: Any, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.tensors: list[Stored] = []
+
+    def persistent_id(self, item: Any) -> Any:
+        if not isinstance(item, _Storage):
+            return None
+        self.tensors.append(item.tensor)
+        kind, elements = STORAGES[item.tensor.dtype], math.prod(item.tensor.shape)
+        return ("storage", kind, str(len(self.tensors) - 1), "cpu", elements)
+
+    def reducer_override(self, item: Any) -> Any:
+        if not isinstance(item, Stored):
+            return NotImplemented
+        return _utils._rebuild_tensor_v2, (_Storage(item), 0, item.shape, _strides(item.shape), False, OrderedDict())
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides[:len(shape)])
+
+
+def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    with _entry(archive, name, len(data)) as entry:
+        entry.write(data)
+
+
+def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
+    """A new entry of `size` bytes, to be written and closed."""
+    entry = zipfile.ZipInfo(f"archive/{name}", EPOCH)
+    entry.file_size = size
+    large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile's own, for 64-bit sizes
+    assert archive.fp is not None
+    start = archive.fp.tell() + LOCAL_HEADER + len(entry.filename) + large + FIELD_HEADER
+    padding = -start % ALIGNMENT
+    entry.extra = struct.pack("<HH", PADDING_ID, padding) + bytes(padding)
+    return archive.open(entry, "w")
+
+
+def _check_zip(path: Path) -> None:
+    """Every entry whole and by its checksum: torch.load looks at neither, and a flipped bit is another weight.
+
+    Nothing may be compressed: torch maps the entries, and a small file that claims to unpack into a large one is an attack.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                    raise zipfile.BadZipFile(f"{entry.filename} is compressed")
+                _read_through(archive, entry)
+    except Exception as error:           # zipfile raises whatever a damaged part leads to
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
+                              "it again") from error
+
+
+def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """zipfile compares the checksum at the end; torch can be told to write none, which is a 0."""
+    with archive.open(entry) as file:
+        while entry.CRC and file.read(AT_ONCE):
+            pass
+
+
+def _plain(tensor: Tensor) -> bool:
+    """In memory, and with an element of its storage for each of its own: a stride of 0 makes terabytes of a few bytes."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

@@ -1,0 +1,36 @@
+"""Our .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`, plain containers alone."""
+
+from pathlib import Path
+from typing import Any
+
+from rwkv.checkpoint.formats import _torch_file
+from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing, plain_entry
+from rwkv.checkpoint.formats._torch_file import load, stored
+from rwkv.errors import CheckpointError
+from rwkv.io import write_file
+
+SUFFIXES = (".ckpt",)
+PREFIX = "model."                        # Lightning's, of the model's attribute in rwkv/training/task.py
+
+
+def recognises(path: Path) -> bool:
+    return _torch_file.recognises(path) and path.suffix in SUFFIXES
+
+
+def read(path: Path) -> Content:
+    return understand(path, load(path))
+
+
+def understand(path: Path, content: dict[Any, Any]) -> Content:
+    """A checkpoint of ours, or another Lightning one, which has no entry of ours; or plain tensors after all."""
+    entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
+    tensors, step = content.get("state_dict", {} if entry else content), content.get("global_step", 0)
+    if not isinstance(tensors, dict) or not isinstance(step, int):
+        raise CheckpointError(f"{path} has a state_dict or a global_step that cannot be understood: was it written by a newer "
+                              "version?")
+    return Content(path, stored(path, tensors), entry, step=step)
+
+
+def write(path: Path, outgoing: Outgoing) -> None:
+    state_dict = {PREFIX + name: tensor for name, tensor in outgoing.tensors.items()}
+    write_file(path, lambda file: _torch_file.save(file, {"state_dict": state_dict, ENTRY: outgoing.entry}))

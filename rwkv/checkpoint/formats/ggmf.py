@@ -1,0 +1,159 @@
+"""rwkv.cpp's ggmf, FP32 and FP16, versions 100 and 101, which differ in quantised tensors alone.
+
+    header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
+    tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
+
+FP16 files keep vectors and everything named time_ in FP32; vectors are [C]. time_decay is stored as -exp(raw), rounded to
+float32 as torch.exp gives it: what torch.exp can give comes back to the bit, in ours -> ggmf -> ours too up to the raw values
+that share a float32 exponential, less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
+python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it was written for.
+"""
+
+import math
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint.formats import first_bytes
+from rwkv.checkpoint.formats._content import Content, Outgoing
+from rwkv.checkpoint.formats._stored import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.formats._stored import Stored, raw, release
+from rwkv.errors import CheckpointError
+from rwkv.io import write_file
+
+SUFFIXES = (".bin", ".ggmf")
+MAGIC, VERSIONS = 0x67676D66, (100, 101)
+HEADER, TENSOR = struct.Struct("<6I"), struct.Struct("<3I")
+DTYPES = (torch.float32, torch.float16)
+QUANTISED = {2: "Q4_0", 3: "Q4_1", 4: "Q4_1_O", 5: "Q4_2", 6: "Q4_3", 7: "Q5_0", 8: "Q5_1", 9: "Q8_0"}
+LONGEST_KEY = 256
+DECAY = ".time_decay"
+
+
+def recognises(path: Path) -> bool:
+    return path.is_file() and first_bytes(path, 4) == struct.pack("<I", MAGIC)
+
+
+def read(path: Path) -> Content:
+    with path.open("rb") as file:
+        declared = _header(path, file)
+        length = path.stat().st_size
+        bytes_ = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8)
+        tensors: dict[str, Stored] = {}
+        while file.tell() < length:
+            tensor = _tensor(path, file, bytes_)
+            if tensor.name in tensors:
+                raise CheckpointError(f"{path} holds the tensor {tensor.name} twice: the file is damaged")
+            tensors[tensor.name] = tensor
+    return Content(path, tensors, declared=declared)
+
+
+def dtype_for(tensor: Stored, dtype: str | None) -> torch.dtype:
+    """FP16 is for matrices alone. Raises ValueError for what ggmf cannot hold."""
+    matrices = DTYPES_BY_NAME.get(dtype) if dtype else tensor.dtype
+    if len(_vector_or_matrix(tensor.shape)) == 1:
+        return torch.float32
+    if matrices not in DTYPES:
+        raise ValueError(f"ggmf holds float32 or float16, and not {dtype or str(tensor.dtype).removeprefix('torch.')}: choose "
+                         "one of them as the dtype")
+    return matrices
+
+
+def write(path: Path, outgoing: Outgoing) -> None:
+    write_file(path, lambda file: _write(file, outgoing))
+
+
+def _write(file: BinaryIO, outgoing: Outgoing) -> None:
+    config, dtype = outgoing.config, outgoing.tensors["emb.weight"].dtype
+    file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
+    for tensor in outgoing.tensors.values():
+        shape, key = _vector_or_matrix(tensor.shape), tensor.name.encode()
+        file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
+        file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
+        change = stored_decay if tensor.name.endswith(DECAY) else _as_it_is
+        tensor.pass_on(lambda data, change=change: file.write(raw(change(data))))        # type: ignore[misc]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def stored_decay(decay: Tensor) -> Tensor:
+    """time_decay as rwkv.cpp keeps it."""
+    return -torch.exp(decay)
+
+
+def raw_decay(stored: Tensor) -> Tensor:
+    """The float32 of which stored_decay gives `stored`, or comes closest to it: a logarithm alone may be a rounding off."""
+    nearest = torch.log(-stored.double()).float()
+    candidates = [nearest]
+    for away in (math.inf, -math.inf):
+        step = nearest
+        for _ in range(2):
+            step = torch.nextafter(step, torch.full_like(step, away))
+            candidates.append(step)
+    several = torch.stack(candidates)
+    distance = (stored_decay(several).double() - stored.double()).abs()
+    return several.gather(0, distance.argmin(0, keepdim=True))[0]
+
+
+def _vector_or_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[1,1,C] is a vector [C]."""
+    return shape[-1:] if len(shape) == 3 else shape
+
+
+def _header(path: Path, file: BinaryIO) -> dict[str, int]:
+    magic, version, n_vocab, n_embd, n_layer, dtype = HEADER.unpack(_read(path, file, HEADER.size))
+    assert magic == MAGIC
+    if version not in VERSIONS:
+        raise CheckpointError(f"{path} is a ggmf file of version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}: damaged, "
+                              "or newer than this program")
+    _dtype(path, dtype, "the header")
+    return {"vocab_size": n_vocab, "n_embd": n_embd, "n_layer": n_layer}
+
+
+def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
+    """The header of the tensor that begins here; its data is left where it is, and stepped over."""
+    dim_count, key_length, dtype_index = TENSOR.unpack(_read(path, file, TENSOR.size))
+    if not 1 <= dim_count <= 3 or not 1 <= key_length <= LONGEST_KEY:
+        raise CheckpointError(f"{path} has at byte {file.tell() - TENSOR.size} no tensor's header ({dim_count} dimensions, a "
+                              f"name of {key_length} bytes): the file is damaged")
+    shape = struct.unpack(f"<{dim_count}I", _read(path, file, 4 * dim_count))[::-1]
+    name = _read(path, file, key_length).decode("utf-8", "backslashreplace")
+    dtype, start = _dtype(path, dtype_index, name), file.tell()
+    end = start + math.prod(shape) * dtype.itemsize
+    if end > len(bytes_) or end == start:
+        raise CheckpointError(f"{path} has {len(bytes_) - start} bytes left where {name} {shape} needs {end - start}: it is "
+                              "truncated or damaged; copy or download it again")
+    file.seek(end)
+    data = bytes_[start:end]
+    return Stored(name, str(path), shape, dtype, lambda: _data(str(path), name, data, dtype))
+
+
+def _data(path: str, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy: in the file, a tensor may begin at any byte."""
+    copy = piece.clone().view(dtype)
+    release(piece)
+    if not name.endswith(DECAY):
+        return copy
+    if not bool((copy < 0).all()):
+        raise CheckpointError(f"{path}: {name} is not below 0 throughout, and ggmf keeps -exp(time_decay): the file is "
+                              "damaged, or was converted wrongly")
+    return raw_decay(copy.float()).to(dtype)
+
+
+def _dtype(path: Path, index: int, what: str) -> torch.dtype:
+    if index < len(DTYPES):
+        return DTYPES[index]
+    found = f"quantised ({QUANTISED[index]})" if index in QUANTISED else f"of the unknown type {index}"
+    raise CheckpointError(f"{path}: {what} is {found}, expected FP32 or FP16: convert the file that it was made from")
+
+
+def _read(path: Path, file: BinaryIO, count: int) -> bytes:
+    read = file.read(count)
+    if len(read) < count:
+        raise CheckpointError(f"{path} ends in the middle of a tensor's header: it is truncated; copy or download it again")
+    return read

@@ -1,0 +1,26 @@
+"""The official .pth: a dictionary of tensors by name. Other layouts of torch.save's files are read too: see ckpt.py."""
+
+from pathlib import Path
+
+from rwkv.checkpoint.formats import _torch_file, ckpt
+from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing
+from rwkv.checkpoint.formats._torch_file import load, stored
+from rwkv.io import write_file
+
+SUFFIXES = (".pth",)
+
+
+def recognises(path: Path) -> bool:
+    return _torch_file.recognises(path) and path.suffix not in ckpt.SUFFIXES
+
+
+def read(path: Path) -> Content:
+    content = load(path)
+    if ENTRY in content or isinstance(content.get("state_dict"), dict):
+        return ckpt.understand(path, content)
+    return Content(path, stored(path, content))
+
+
+def write(path: Path, outgoing: Outgoing) -> None:
+    """The official layout has no room for our entry."""
+    write_file(path, lambda file: _torch_file.save(file, outgoing.tensors))

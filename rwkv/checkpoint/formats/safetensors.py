@@ -1,0 +1,90 @@
+""".safetensors: official names, and our entry as JSON in the metadata.
+
+    8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
+
+Source: huggingface/safetensors, README. Read by its library, which checks the header; written here, tensor by tensor.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rwkv.checkpoint.formats import first_bytes
+from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing, plain_entry
+from rwkv.checkpoint.formats._stored import Stored, raw
+from rwkv.errors import CheckpointError
+from rwkv.io import write_file
+
+SUFFIXES = (".safetensors",)
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def recognises(path: Path) -> bool:
+    return path.is_file() and (path.suffix in SUFFIXES or first_bytes(path, 9)[8:] == b"{")
+
+
+def read(path: Path) -> Content:
+    try:
+        file = safe_open(path, "pt")
+        metadata = file.metadata() or {}
+        tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    except CheckpointError:
+        raise
+    except Exception as error:           # the library has an error of its own, and passes on others
+        raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
+                              "it again") from error
+    return Content(path, tensors, _entry(path, metadata))
+
+
+def write(path: Path, outgoing: Outgoing) -> None:
+    write_file(path, lambda file: write_tensors(file, outgoing.tensors.values(), {ENTRY: json.dumps(outgoing.entry)}))
+
+
+def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
+    """The widest dtypes first, so that each tensor begins at a multiple of its elements' size."""
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for tensor in ordered:
+        tensor.pass_on(lambda data: file.write(raw(data)))
+
+
+def _stored(path: Path, file: Any, name: str) -> Stored:
+    part = file.get_slice(name)
+    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {', '.join(DTYPES)}: quantised weights are not read")
+    return Stored(name, str(path), shape, DTYPES[dtype], _reader(path, file, name), mapped=True)
+
+
+def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
+    def tensor() -> Tensor:
+        try:
+            return file.get_tensor(name)
+        except Exception as error:       # what it finds at fault only now
+            raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
+
+    return tensor
+
+
+def _entry(path: Path, metadata: dict[str, str]) -> dict[str, Any] | None:
+    if ENTRY not in metadata:
+        return None
+    try:
+        return plain_entry(path, json.loads(metadata[ENTRY]))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
+                              "damaged") from error

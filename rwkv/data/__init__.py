@@ -1,0 +1,1 @@
+"""Training data: sources, preparation, shards, windows, documents and loaders."""

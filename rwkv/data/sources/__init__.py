@@ -1,0 +1,39 @@
+"""Text for training and for validation, document by document: the standard library, text files, JSON lines, Hugging Face.
+
+    source = open_source(config.data, cache)
+    for document in source.documents():
+        document.val, document.where, "".join(document.chunks)
+
+A source is read in order, as often as wanted, and never kept: only what a reader holds is in memory. Each kind of data is one
+file of this folder. data=binidx is tokens already, and no Source (rwkv/data/binidx.py).
+"""
+
+from pathlib import Path
+
+from rwkv.config import DataConfig
+from rwkv.data.sources import huggingface, jsonl, stdlib, text
+from rwkv.data.sources.source import Document, Source
+from rwkv.data.sources.stdlib import read_stdlib
+
+__all__ = ["Document", "Source", "open_source", "read_stdlib"]
+
+
+def open_source(config: DataConfig, cache: Path) -> Source:
+    """What data.name and data.path name. `cache`: where hashes of files are remembered.
+
+    Raises ValueError where there is nothing, or it cannot be read.
+    """
+    if config.name == "stdlib" and config.path:
+        raise ValueError(f"data=stdlib takes no data.path: to train on {config.path}, give data=text as well")
+    if config.name == "stdlib":
+        return stdlib.source(config)
+    if not config.path:
+        raise ValueError(f"data={config.name} needs data.path: {KINDS[config.name][1]}")
+    return KINDS[config.name][0](config, cache)
+
+
+KINDS = {
+    "text": (text.source, "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"),
+    "jsonl": (jsonl.source, "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"),
+    "hf": (huggingface.source, "a folder that save_to_disk made, a .parquet, .arrow, .json or .csv file, or a dataset's name"),
+}

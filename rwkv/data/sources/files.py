@@ -1,0 +1,133 @@
+"""Files that data.path names, their text as it comes, and hashes of their contents that are not computed at every start."""
+
+import codecs
+import glob
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rwkv.data.sources.source import CHUNK, sha256
+from rwkv.io import read_json, write_json
+
+SETTLED = 2_000_000_000                  # ns: a file's time of change tells changes apart that lie further apart than this
+BLOCK = 1 << 20                          # bytes read at a time, where they are only hashed
+
+
+class Content(NamedTuple):
+    """characters: 0 where the file was not read as text."""
+
+    sha256: str
+    characters: int
+
+
+def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
+    """(name, file) of the file `path`, of those under a folder that have one of the endings, or of those that match a pattern.
+
+    Sorted by name, which is relative to the folder. Raises ValueError where there is none.
+    """
+    if Path(path).is_file():
+        return [(Path(path).name, Path(path))]
+    patterns = [f"{glob.escape(path)}/**/*{ending}" for ending in endings] if Path(path).is_dir() else [path]
+    found = sorted({Path(match) for pattern in patterns for match in glob.glob(pattern, recursive=True)})  # noqa: PTH207
+    files = [file for file in found if file.is_file()]
+    if not files:
+        raise ValueError(_no_files(path, endings))
+    root = _folder_of(path)
+    return [(file.relative_to(root).as_posix(), file) for file in files]
+
+
+def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
+    """The text of a file, piece by piece; `seen` is called with all its bytes.
+
+    Raises ValueError where it cannot be read or is not UTF-8, with the place.
+    """
+    rest, before, more = b"", 0, True
+    with open_file(path) as file:
+        while more:
+            read = file.read(CHUNK)
+            seen(read)
+            data, more = rest + read, bool(read)
+            try:
+                text, used = codecs.utf_8_decode(data, "strict", not more)
+            except UnicodeDecodeError as error:
+                raise ValueError(_not_utf8(path, before + error.start, data[error.start])) from None
+            if text:
+                yield text
+            rest, before = data[used:], before + used
+
+
+def open_file(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ValueError(f"cannot read data.path={path}: {error.strerror}") from None
+
+
+def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
+    """What is in each file. One whose size and time of change are those of the last start is not read again.
+
+    A file that was changed within two seconds of its reading is, since its time may not show a second change.
+    `text`: the files must be UTF-8, and ValueError says where one is not.
+    """
+    remembered = cache / f"contents-{sha256([str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
+    known = read_json(remembered) or {}
+    entries = {str(path): _entry(path, known.get(str(path)), text) for path in paths}
+    if entries != known:
+        write_json(remembered, entries)
+    return [Content(entry["sha256"], entry["characters"]) for entry in entries.values()]
+
+
+def stamp(path: Path) -> list[int]:
+    """What a change of the file changes: its size, and its time of change in ns. Raises ValueError where it is not there."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ValueError(f"cannot read data.path={path}: {error.strerror}") from None
+    return [status.st_size, status.st_mtime_ns]
+
+
+def unchanged(path: Path, entry: dict[str, Any]) -> bool:
+    """Whether `path` is certain to be what it was when `entry` was made, with its stamp and the time."""
+    return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
+
+
+def _entry(path: Path, known: dict[str, Any] | None, text: bool) -> dict[str, Any]:
+    if known and unchanged(path, known):
+        return known
+    now = time.time_ns()
+    return {"stamp": stamp(path), "time": now, **_go_through(path, text)._asdict()}
+
+
+def _go_through(path: Path, text: bool) -> Content:
+    hashed, characters = hashlib.sha256(), 0
+    if text:
+        characters = sum(map(len, chunks(path, hashed.update)))
+    else:
+        with open_file(path) as file:
+            while block := file.read(BLOCK):
+                hashed.update(block)
+    return Content(hashed.hexdigest(), characters)
+
+
+def _folder_of(path: str) -> Path:
+    """The folder itself, or what stands before the first wildcard of a pattern."""
+    plain = Path(path)
+    while glob.has_magic(str(plain)) and not plain.exists():
+        plain = plain.parent
+    return plain
+
+
+def _no_files(path: str, endings: Sequence[str]) -> str:
+    if Path(path).is_dir():
+        return (f"data.path={path} has no {' or '.join(endings)} files in it: name others by a pattern, "
+                f"data.path={path.rstrip('/')}/**/*.ending")
+    if glob.has_magic(path):
+        return f"data.path={path} matches no file"
+    return f"cannot read data.path={path}: No such file or directory"
+
+
+def _not_utf8(path: Path, place: int, value: int) -> str:
+    return (f"data.path={path} is not UTF-8: its byte {place} is {value:#04x}; convert it, "
+            f"for instance with: iconv -f latin1 -t utf-8 {path.name} > {path.stem}.utf8.txt")

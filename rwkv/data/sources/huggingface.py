@@ -1,0 +1,79 @@
+"""Datasets through Hugging Face's `datasets` library: a column of texts, each a document."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rwkv.config import DataConfig
+from rwkv.data.sources.files import contents
+from rwkv.data.sources.source import Source, sha256, split_documents
+
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+ROWS = 256                               # read at a time
+INSTALL = 'data=hf needs the library `datasets`: pip install "timemix[hf]"'
+
+
+def source(config: DataConfig, cache: Path) -> Source:
+    """The first document and one of every 1/val_fraction are for validation. Raises ValueError where it cannot be loaded,
+    or has no column data.field of strings."""
+    dataset = _load(str(config.path), config.split)
+    _require_texts(dataset, config)
+
+    def documents() -> Iterator[Any]:
+        return split_documents(_texts(dataset, config), config.val_fraction, str(config.path))
+
+    about = f"{config.path}, split {config.split}, {len(dataset):,} rows, column {config.field}"
+    identity = sha256([config.field, config.split, str(len(dataset)), *_content(dataset, config, cache)])
+    return Source(documents, about, identity, int(dataset.data.nbytes))
+
+
+def _load(path: str, split: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(INSTALL) from None
+    try:
+        found = _open(datasets, path, split)
+    except Exception as error:           # the library raises nothing more specific than its many sources do
+        raise ValueError(f"cannot load data.path={path} with the library `datasets`: {_line(error)}") from None
+    if isinstance(found, dict):
+        if split not in found:
+            raise ValueError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
+        return found[split]
+    return found
+
+
+def _open(datasets: Any, path: str, split: str) -> Any:
+    if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
+        return datasets.load_from_disk(path)
+    if Path(path).suffix in FORMATS:
+        return datasets.load_dataset(FORMATS[Path(path).suffix], data_files={split: path}, split=split)
+    return datasets.load_dataset(path, split=split)
+
+
+def _require_texts(dataset: Any, config: DataConfig) -> None:
+    if not len(dataset):
+        raise ValueError(f"data.path={config.path} is empty")
+    texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    if config.field not in texts:
+        raise ValueError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
+                         f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
+
+
+def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | None]]:
+    only = dataset.select_columns([config.field])
+    for start in range(0, len(only), ROWS):
+        for number, text in enumerate(only[start:start + ROWS][config.field], start=start):
+            yield text or "", f"{config.path}, row {number}", None
+
+
+def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
+    """Hashes of the files behind the dataset; of its texts, where it is in memory or its rows were chosen from a file's."""
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    if files and getattr(dataset, "_indices", None) is None:
+        return [content.sha256 for content in contents(files, cache)]
+    return [sha256(text for text, _, _ in _texts(dataset, config))]
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

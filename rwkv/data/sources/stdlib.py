@@ -1,0 +1,62 @@
+"""The sources of the running Python's standard library: always there, nothing to download, 11 MB, read whole."""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rwkv.config import DataConfig
+from rwkv.data.sources.source import Document, Source, chunks_of, count_reaching, rank, sha256
+
+SKIPPED = {"site-packages", "dist-packages", "encodings", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """The documents of both splits, none empty."""
+
+    train: list[str]
+    val: list[str]
+
+
+def source(config: DataConfig) -> Source:
+    """Raises ValueError where this Python comes without sources."""
+    text = read_stdlib(Path(sysconfig.get_path("stdlib")), config.val_fraction)
+    about = (f"{len(text.train) + len(text.val)} .py files of this Python's standard library, "
+             f"{len(text.val)} of them for validation")
+    train, val = (sum(len(document.encode()) + 1 for document in split) for split in (text.train, text.val))
+    return Source(lambda: _documents(text), about, sha256(text.val + text.train), train + val, (train, val))
+
+
+def read_stdlib(root: Path, val_fraction: float) -> Text:
+    """The .py sources under `root`, each a document; the first ones in a fixed random order are for validation.
+
+    A file's place in that order hangs on its own name alone: another Python version has nearly the same split.
+    """
+    documents = {path.relative_to(root).as_posix(): _source(path) for path in _python_files(root)}
+    shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]
+    if len(shuffled) < 2:
+        raise ValueError(f"the standard library in {root} has no .py sources: use data=text data.path=FILE")
+    count = count_reaching(val_fraction, [len(document.encode()) for document in shuffled])
+    return Text(shuffled[count:], shuffled[:count])
+
+
+def _documents(text: Text) -> Iterator[Document]:
+    for split, val in ((text.train, False), (text.val, True)):
+        yield from (Document(chunks_of(document), val, "the standard library") for document in split)
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and entry.name not in SKIPPED:
+            yield from _python_files(entry)
+        elif entry.suffix == ".py" and entry.is_file():
+            yield entry
+
+
+def _source(path: Path) -> str:
+    """The file's text, every line end a newline; nothing where it is in another encoding."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""

@@ -1,0 +1,61 @@
+"""Text files, each a document: a single one gives its last part to validation, of several some whole ones are for that."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rwkv.config import DataConfig
+from rwkv.data.sources.files import chunks, contents, matching
+from rwkv.data.sources.source import Document, Source, count_reaching, rank, sha256, validation_begins
+
+
+def source(config: DataConfig, cache: Path) -> Source:
+    """Raises ValueError where data.path matches no file, or nothing but empty ones."""
+    found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
+    if not found:
+        raise ValueError(f"data.path={config.path} is empty")
+    if len(found) == 1:
+        return _one(found[0][1], config.val_fraction, cache)
+    return _several(sorted(found, key=lambda pair: rank(pair[0])), config, cache)
+
+
+def _one(path: Path, val_fraction: float, cache: Path) -> Source:
+    """The last val_fraction of its characters is for validation. `sha256` is that of the file."""
+    ((digest, characters),) = contents([path], cache, text=True)
+    cut = validation_begins(characters, val_fraction, f"data.path={path}")
+
+    def documents() -> Iterator[Document]:
+        yield Document(_between(path, 0, cut), False, str(path))
+        yield Document(_between(path, cut, characters), True, str(path))
+
+    size = path.stat().st_size
+    bounds = (size - (characters - cut) + 1, size - cut + 1)
+    return Source(documents, f"{path.name}, the last {100 * val_fraction:g} % for validation", digest, size, bounds)
+
+
+def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> Source:
+    """The first files, in a random order that hangs on their names alone, are for validation."""
+    paths = [path for _, path in found]
+    sizes = [path.stat().st_size for path in paths]
+    count = count_reaching(config.val_fraction, sizes)
+
+    def documents() -> Iterator[Document]:
+        for group, val in ((paths[count:], False), (paths[:count], True)):
+            yield from (Document(chunks(path), val, str(path)) for path in group)
+
+    read = contents(paths, cache, text=True)
+    names = (part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256))
+    about = f"{len(found)} files of {config.path}, {count} of them for validation"
+    bounds = (sum(sizes[count:]) + len(found) - count, sum(sizes[:count]) + count)
+    return Source(documents, about, sha256(names), sum(sizes), bounds)
+
+
+def _between(path: Path, start: int, stop: int) -> Iterator[str]:
+    """The characters from `start` to `stop` of a file."""
+    at = 0
+    for chunk in chunks(path):
+        part = chunk[max(start - at, 0):max(stop - at, 0)]
+        if part:
+            yield part
+        at += len(chunk)
+        if at >= stop:
+            return

@@ -1,0 +1,1 @@
+"""Generation: the engine, prefill, decoding, sampling, stopping and saved states."""

@@ -1,0 +1,112 @@
+"""Which tokenizer goes with a checkpoint: the one that it carries, or a named one that may be it."""
+
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kernels.select import select
+from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
+from rwkv.checkpoint.formats._stored import dtype_for
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+DTYPES = ("float32", "bfloat16", "int8")         # that a model is run in; int8 is for its matrices, on a CPU
+
+
+class Unfilled(TorchFunctionMode):
+    """Random initialisation is left out: on the meta device it does nothing, and importing what does it takes seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        skipped = getattr(function, "__module__", None) == torch.nn.init.__name__
+        return None if skipped else function(*args, **(kwargs or {}))
+
+
+class Pretrained:
+    """from_pretrained and save_pretrained of the model, kept apart from what it computes."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32") -> Self:
+        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
+
+        On a CPU, weights that the file holds in `dtype` already are the mapped file, not a copy. Raises CheckpointError (a
+        ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where the kernel cannot
+        run on `device`.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+        wkv = select(kernel, device, computed_in(dtype))
+        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
+        """The model of a checkpoint already read, in evaluation mode."""
+        if dtype == "int8":
+            return cls._in_int8(checkpoint, wkv, device)
+        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get().to(device)
+                   for name, tensor in checkpoint.weights.stored.items()}
+        return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
+
+    @classmethod
+    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str) -> Any:
+        """The matrices go from the file to int8 one at a time; all else is computed in float32."""
+        from rwkv.model.quantized import to_int8  # which imports the model, which imports this file
+
+        if device != "cpu":
+            raise ValueError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
+        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get()
+                   for name, tensor in checkpoint.weights.stored.items()}
+        return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
+
+    @classmethod
+    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any) -> Self:
+        """The same on the CPU in float32, in memory of its own and ready for training."""
+        stored = checkpoint.weights.stored
+        return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get().clone() for name, tensor in stored.items()})
+
+    @classmethod
+    def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Any:
+        """Built without memory or random numbers, then given the weights: all, once each has been read."""
+        with torch.device("meta"), Unfilled():
+            model: Any = cls(checkpoint.config, checkpoint.vocab_size, wkv)  # type: ignore[call-arg]
+        model.load_state_dict(weights, assign=True)
+        return model
+
+    def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
+                        format: str | None = None) -> None:
+        """Writes the weights, and what the format has room for of configuration and tokenizer.
+
+        The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, none for a Hugging Face
+        directory), or `format` names it. dtype: None as in the model, or float32, float16, bfloat16. Raises ValueError for
+        another suffix, a dtype that the format lacks, and a tokenizer with more tokens than the model.
+        """
+        model = cast(Any, self)
+        checkpoint = checkpoint_of(model.state_dict(), tokenizer, model.config, "the model")
+        write_checkpoint(checkpoint, path, dtype, format)
+
+
+def computed_in(dtype: str) -> torch.dtype:
+    """The dtype of k and v in a model that is run in `dtype`."""
+    return torch.float32 if dtype == "int8" else getattr(torch, dtype)
+
+
+SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)",
+             65536: "world (a vocabulary of 65536 is that of the World models)"}
+
+
+def tokenizer_of(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer:
+    """The tokenizer that a checkpoint carries, or the one of that name (as in `Tokenizer.named`).
+
+    Raises ValueError where there is none, where its hash is not the one that the checkpoint was saved with, and where it does
+    not fit the vocabulary.
+    """
+    if name is not None:
+        tokenizer, what = Tokenizer.named(name), f"tokenizer={name}"
+    elif checkpoint.tokenizer is not None:
+        tokenizer, what = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
+    else:
+        suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json")
+        raise ValueError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer={suggested}")
+    require_tokenizer(checkpoint, tokenizer, what)
+    return tokenizer

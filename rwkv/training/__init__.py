@@ -1,0 +1,1 @@
+"""Training: setup, task, optimisers, callbacks, resuming, planning and sweeps."""

@@ -1,0 +1,55 @@
+"""TODO."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rwkv.config import ORTHOGONAL, SCALED, OptimConfig
+from rwkv.training.muon import Muon
+
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Weight decay on matrices alone; the rate scaled by the parameter's name. muon and normuon have matrices in blocks."""
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        orthogonal = optim.name in ORTHOGONAL and _in_the_stream(name, parameter)
+        lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
+        decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
+        groups.setdefault((lr, decay, orthogonal), []).append(parameter)
+    theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
+            for (lr, decay, orthogonal), parameters in groups.items()]
+
+
+def _in_the_stream(name: str, parameter: Tensor) -> bool:
+    """Of a block's matrices, those whose products are not gates: gates learn as well by AdamW, which costs less."""
+    return parameter.dim() == 2 and name.startswith("blocks.") and not name.endswith("receptance.weight")
+
+
+def lr_scale(name: str, optim: OptimConfig) -> float:
+    """The rate of a parameter, as a multiple of optim.lr; `name` without its module's."""
+    return next((float(getattr(optim, f"{scaled}_lr_scale")) for scaled in SCALED if name.startswith(scaled)), 1.0)
+
+
+def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
+    """The learning rate at a step as a multiple of optim.lr: a linear rise, then the fall to min_lr at max_steps."""
+    lowest = optim.min_lr / optim.lr
+
+    def factor(step: int) -> float:
+        if step < optim.warmup_steps:
+            return (step + 1) / optim.warmup_steps
+        progress = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
+        if optim.schedule == "cosine":
+            return lowest + (1 - lowest) * (1 + math.cos(math.pi * progress)) / 2
+        if optim.schedule == "linear":
+            return lowest + (1 - lowest) * (1 - progress)
+        return lowest ** progress if optim.schedule == "exponential" else 1.0
+
+    return factor

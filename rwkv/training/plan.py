@@ -1,0 +1,115 @@
+"""What a run will do and what it takes, said before it begins; what cannot fit is refused before anything long is begun.
+
+Sizes come from formulas (rwkv/training/memory.py), so that a model that is too large is never built, nor its data tokenised; the time
+comes from two steps, which leave nothing behind.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from rwkv.config import TrainConfig
+from rwkv.data import documents
+from rwkv.data.prepare import Corpus
+from rwkv.distributed import rank, say, world_size
+from rwkv.model.rwkv4 import Block
+from rwkv.training.device import dtype_for
+from rwkv.training.memory import disk, free_disk, free_memory, in_words, memory, n_checkpoints, n_parameters, with_options
+from rwkv.training.run import Run
+from rwkv.training.task import LanguageModel
+
+ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
+FORWARD = 1 / 3                          # of a step's time: what a step of validation takes
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # the first of which there are two
+
+
+def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> None:
+    """What will happen, on standard error; ends the program there where plan=true."""
+    if rank() == 0:
+        if run.config.resume == "auto" and run.resume_from is None:
+            say("resume=auto: no run to continue, starting a new one")
+        for subject, what in _lines(run, kernel, device, task, data):
+            say(f"{subject:<11}{what}")
+    if run.config.plan:
+        sys.exit(0)
+
+
+def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
+    config, model, V = run.config, run.config.model, task.model.vocab_size
+    yield "data", data.describe()
+    if config.trainer.tbptt:
+        yield "lanes", documents.describe(config, data)
+    yield "model", (f"RWKV-4, {model.n_layer} layers, {model.n_embd} wide, {n_parameters(model, V):,} parameters, "
+                    f"vocabulary {V}")
+    if run.beginning is not None and run.resume_from is None:
+        yield "weights", f"from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew"
+    yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
+                     f"threads of each {torch.get_num_threads()}")
+    yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device)
+    yield "disk", (f"{in_words(disk(config, V))} for {n_checkpoints(config)} checkpoints; "
+                   f"{in_words(free_disk(run.out_dir))} is free")
+    yield "training", _training(run, device, task, data)
+    yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
+
+
+def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device) -> Iterator[tuple[str, str]]:
+    """What one process needs and can have: the weights, which are in the machine's memory by now, are in both."""
+    need, free = memory(config, vocab_size, kernel, world_size()), free_memory(device)
+    checkpointing = config.trainer.activation_checkpointing
+    other = memory(with_options(config, activation_checkpointing=not checkpointing), vocab_size, kernel, world_size())
+    there = need.weights if free is not None and device.type == "cpu" else 0
+    yield "memory", f"about {in_words(need.total)} for each process; {in_words(free and free + there)} is free"
+    yield "", (f"weights {in_words(need.weights)}, gradients {in_words(need.gradients)}, optimiser {in_words(need.optimiser)}, "
+               f"loss {in_words(need.loss)}" + (f", data workers {in_words(need.workers)}" if need.workers else ""))
+    yield "", (f"activations {in_words(need.activations)}; {in_words(other.activations)} with "
+               f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
+
+
+def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> str:
+    config, tokens = run.config, run.config.tokens_per_step
+    steps = config.trainer.max_steps - (run.resume_step or 0)
+    epochs = steps * tokens * _not_padding(config, data) / data.sizes.train_tokens
+    through = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
+    return (f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens, {_duration(config, steps, device, task, data)}; "
+            f"{through}")
+
+
+def _not_padding(config: TrainConfig, data: Corpus) -> float:
+    """Of the positions that a step reads, those that hold a token."""
+    return 1 - documents.pieces_of(config, data).padding() if config.trainer.tbptt else 1.0
+
+
+def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
+    """Of all steps and validations. A model that lies in shares is not timed: one process may have no room for all of it."""
+    if config.trainer.strategy == "fsdp":
+        return "for a time that will be seen"
+    validation = FORWARD * data.sizes.val_tokens / config.tokens_per_step
+    whole = steps * (1 + FORWARD * _twice(config)) + validation * -(-steps // config.trainer.val_every)
+    seconds = _seconds_per_step(task, config, device) * whole
+    name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
+    return f"about {seconds / unit:.1f} {name}"
+
+
+def _twice(config: TrainConfig) -> float:
+    """Of the segments, those that go forward twice: all but the last."""
+    return 1 - 1 / max(1, config.trainer.tbptt)
+
+
+def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
+    """Forward and backward of one batch, timed; it compiles the kernels on the way and leaves nothing behind."""
+    x = torch.zeros(config.data.batch_size // world_size(), config.model.ctx_len, dtype=torch.long, device=device)
+    task.to(device)
+    since = 0.0
+    for step in range(1 + ESTIMATED_STEPS):
+        if step == 1:
+            since = time.perf_counter()
+        dtype = dtype_for(config.trainer.precision)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = task.loss(x, x)
+        loss.backward()
+    _: Any = loss.item()                 # waits for the device
+    task.zero_grad(set_to_none=True)
+    return (time.perf_counter() - since) / ESTIMATED_STEPS * config.tokens_per_step / (x.numel() * world_size())

@@ -1,0 +1,222 @@
+"""A run's directory: the resolved configuration, checkpoints/, metrics.csv; runs/latest points to the newest.
+
+Also what a run continues from, and what it may not change when it does.
+"""
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from datetime import datetime
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
+from rwkv.config import TrainConfig
+from rwkv.io import write_file
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.checkpoints import FOLDER, newest_sound, settle
+from rwkv.training.device import with_precision
+from rwkv.training.init_from import begin
+from rwkv.training.lock import NAME, RunLock
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.yaml"
+FREE = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # what may change when a run is continued
+
+
+@dataclass(frozen=True)
+class Run:
+    """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run).
+
+    beginning, tokenizer: of a run that began with init_from=, the file that its weights come from and what reads its data.
+    lock: held for a run that is continued, and for a new one from `create` on.
+    """
+
+    out_dir: Path
+    config: TrainConfig
+    resume_from: Path | None = None
+    resume_step: int | None = None
+    beginning: Checkpoint | None = None
+    tokenizer: Tokenizer | None = None
+    lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
+
+
+def open_run(config: TrainConfig, given: Collection[str] = ()) -> Run:
+    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line.
+
+    Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, where another
+    process is training that run, and where a given key of model or data differs from the run's, or from the file that
+    `init_from` names.
+    """
+    if config.resume is not None and config.init_from is not None:
+        raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+    if config.resume is not None:
+        resumed = _resumed(config, given)
+        if resumed is not None:
+            return resumed
+    out_dir = Path(config.out_dir) if config.out_dir else RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
+        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
+    if config.init_from is None:
+        return Run(out_dir, decided(config, given))
+    sized, beginning, tokenizer = begin(config, given)
+    return Run(out_dir, decided(sized, given), beginning=beginning, tokenizer=tokenizer)
+
+
+def decided(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """With what it leaves open: steps where it says tokens, and a precision where that is auto."""
+    return with_precision(in_steps(config, given))
+
+
+def in_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """With trainer.max_tokens in steps, as many as it takes to read them. Raises ValueError where `given` has steps as well."""
+    trainer = config.trainer
+    if trainer.max_tokens is None:
+        return config
+    if "trainer.max_steps" not in given:
+        return replace(config, trainer=replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step)))
+    if "trainer.max_tokens" in given:
+        raise ValueError("trainer.max_steps and trainer.max_tokens both say how long to train: give one of them")
+    return replace(config, trainer=replace(trainer, max_tokens=None))
+
+
+def create(run: Run, resolved: dict[str, Any]) -> None:
+    """Makes the directory, writes the resolved configuration into it and lets runs/latest point to it.
+
+    Raises ValueError where it cannot be made, and where another process was quicker.
+    """
+    try:
+        run.out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
+    run.lock.hold(run.out_dir)
+    write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
+    _point_latest(run.out_dir)
+
+
+def as_plain(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as plain containers that YAML, checkpoints and W&B take."""
+    plain = asdict(config)
+    plain["optim"]["betas"] = list(plain["optim"]["betas"])
+    return plain
+
+
+def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
+    """The run that `resume` names, from its newest sound checkpoint or the one named; None where resume=auto finds no run."""
+    auto = config.resume == "auto"
+    path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
+    lock = _held(path.resolve().parent.parent if path.is_file() else path)
+    try:
+        run = _found(config, given, path, auto)
+    except ValueError:
+        lock.release()                   # its traceback refers to it
+        raise
+    return run and replace(run, lock=lock)
+
+
+def _held(out_dir: Path) -> RunLock:
+    """The lock of a run's directory; of any other, one that nobody holds."""
+    lock = RunLock()
+    if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
+        lock.hold(out_dir)
+    return lock
+
+
+def _found(config: TrainConfig, given: Collection[str], path: Path, auto: bool) -> Run | None:
+    if path.is_file() and not auto:
+        return _continue(config, given, path.resolve().parent.parent, read_checkpoint(path))
+    if (path / FOLDER).is_dir():
+        settle(path)
+        found = newest_sound(path)
+        if found is not None:
+            return _continue(config, given, path.resolve(), found)
+    if (path / CONFIG_FILE).is_file():
+        return _begin_again(config, given, path.resolve())
+    if auto:
+        return None
+    raise ValueError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
+
+
+def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: Checkpoint) -> Run:
+    saved = read.run or {}
+    if "trainer" not in saved or read.path.parent.name != FOLDER:
+        raise ValueError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
+    merged = _merged(config, given, out_dir, saved)
+    if read.step >= merged.trainer.max_steps:
+        raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
+    resumed = Run(out_dir, merged, read.path, read.step)
+    if merged.init_from is None:
+        return resumed
+    return replace(resumed, beginning=read, tokenizer=Tokenizer.from_dict(read.tokenizer or {}))
+
+
+def _begin_again(config: TrainConfig, given: Collection[str], out_dir: Path) -> Run:
+    """A run that was killed before its first checkpoint, from its start."""
+    saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    merged = _merged(config, given, out_dir, saved)
+    if merged.init_from is None:
+        return Run(out_dir, merged)
+    sized, beginning, tokenizer = begin(merged, given)
+    return Run(out_dir, sized, beginning=beginning, tokenizer=tokenizer)
+
+
+def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
+    """The run's own configuration, with what the user gave anew, save what would make it another run."""
+    merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
+    for key in _options_given(given):
+        old, new = _look_up(merged, key), _look_up(config, key)
+        if key.split(".")[0] in ("model", "data", "seed") and key not in FREE and old != new:
+            raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
+        for option in _set_by(key, new):
+            _put(merged, option, _look_up(config, option))
+    return decided(replace(merged, resume=config.resume, out_dir=str(out_dir)), given)
+
+
+def _options_given(given: Collection[str]) -> list[str]:
+    """The keys to compare or take anew; an experiment= or debug= sets options of every group but the kernel and the logger."""
+    if any(key in ("experiment", "debug") for key in given):
+        given = ["model", "data", "optim", "trainer", *given]
+    return [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+
+
+def _set_by(key: str, value: Any) -> list[str]:
+    """The key itself; of a group, as in trainer=cpu, its options that are not what they are by default."""
+    if not is_dataclass(value):
+        return [key]
+    kind: Any = type(value)
+    default = kind()
+    return [f"{key}.{item.name}" for item in fields(value) if getattr(value, item.name) != getattr(default, item.name)]
+
+
+def _restore(default: Any, value: Any) -> Any:
+    if not is_dataclass(default):
+        return value
+    kind: Any = type(default)
+    return kind(**{name: tuple(item) if isinstance(item, list) else item for name, item in value.items()})
+
+
+def _look_up(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _put(config: Any, key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    setattr(_look_up(config, ".".join(parents)) if parents else config, last, value)
+
+
+def _point_latest(out_dir: Path) -> None:
+    """A symlink, or a one-line file where links need rights."""
+    latest = RUNS / "latest"
+    latest.parent.mkdir(exist_ok=True)
+    target = out_dir.resolve()
+    if target.is_relative_to(RUNS.resolve()):
+        target = target.relative_to(RUNS.resolve())
+    latest.unlink(missing_ok=True)
+    try:
+        latest.symlink_to(target, target_is_directory=True)
+    except OSError:
+        latest.write_text(f"{target}\n", encoding="utf-8")

@@ -1,0 +1,123 @@
+"""What Lightning trains: the loss, the metrics, the optimiser's groups and the schedule.
+
+Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
+split in windows, the state reset at each.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+
+from rwkv.checkpoint.files import describe
+from rwkv.checkpoint.formats._content import ENTRY
+from rwkv.config import OptimConfig
+from rwkv.data.documents import Segments
+from rwkv.distributed import rank, summed, world_size
+from rwkv.model.loss import IGNORED, head_loss
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups
+from rwkv.training.tbptt import Carried, hidden_of_segments
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's lanes
+
+
+class LanguageModel(lightning.LightningModule):
+    """Batches are (x, y), (B,T) int64 each; y is x one token on, -100 where nothing is to be predicted.
+
+    With trainer.tbptt those of training are Segments, which carry their rows' state on from the step before.
+    """
+
+    def __init__(self, model: RWKV, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
+        super().__init__()
+        self.model, self.optim, self.max_steps = model, optim, max_steps
+        self.val_bytes_per_token = val_bytes_per_token
+        self.entry: dict[str, Any] = {}
+        self.carried = Carried()
+        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None where nothing clips
+        self._nats, self._tokens = 0.0, 0
+
+    def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
+        """What every checkpoint carries beside the weights, so that generate.py needs nothing else."""
+        self.entry = describe(run, self.model.vocab_size, tokenizer)
+
+    def training_step(self, batch: tuple[Tensor, Tensor] | Segments, batch_idx: int) -> Tensor:
+        if isinstance(batch, Segments):
+            return self.loss_of_segments(batch)
+        return self.loss(*batch)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._head_loss(self.model.hidden_alone(x), y)
+
+    def loss_of_segments(self, batch: Segments) -> Tensor:
+        """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""
+        hidden, state = hidden_of_segments(self.model, batch.x, batch.opens,
+                                           self.carried.before(batch.part, self.model, len(batch.x)))
+        self.carried.after(batch.part, state)
+        return batch.weight * self._head_loss(hidden, batch.y)
+
+    def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
+        """What the options add to its gradient is not in its value."""
+        optim = self.optim
+        return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
+
+    def on_validation_epoch_start(self) -> None:
+        self._nats, self._tokens = 0.0, 0
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Of several processes, each takes every so many-th batch; they add up at the end."""
+        if batch_idx % world_size() != rank():
+            return
+        n_tokens = int((batch[1] != IGNORED).sum())
+        self._nats += self.loss(*batch).item() * n_tokens
+        self._tokens += n_tokens
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("step", float(self.trainer.global_step))
+        nats, tokens = summed(self._nats, self._tokens)
+        loss = nats / max(tokens, 1)
+        self.log("val/loss", loss)
+        self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
+
+    def configure_optimizers(self) -> Any:
+        optim = self.optim
+        groups = parameter_groups(self.model, optim)
+        scaled = self._trainer is not None and getattr(self._trainer.precision_plugin, "scaler", None) is not None
+        optimizer = OPTIMISERS[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=not scaled)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
+                                    gradient_clip_algorithm: str | None = None) -> None:
+        """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have.
+
+        With fp16's the optimiser is not fused, and gradients come here unscaled.
+        """
+        if gradient_clip_val and isinstance(self.trainer.strategy, FSDPStrategy):
+            sharded = cast("FullyShardedDataParallel", self.trainer.strategy.model)
+            self.grad_norm = sharded.clip_grad_norm_(gradient_clip_val)      # of all shares: here are one process's
+        elif gradient_clip_val:
+            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients)
+            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # elsewhere, looking would wait for the device
+                torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[ENTRY] = self.entry
+        checkpoint.update({CARRIED: carried} if (carried := self.carried.state_dict()) else {})
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises ValueError where a run would go on with ids that mean other text."""
+        before = checkpoint.get(ENTRY, {}).get("tokenizer")
+        if self.entry and before and before != self.entry["tokenizer"]:
+            hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]
+            raise ValueError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
+                             f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
+        self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

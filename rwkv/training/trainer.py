@@ -1,0 +1,130 @@
+"""Lightning's Trainer as this program uses it, and what is shown after a run.
+
+What lets a run grow: over several processes, with less memory for activations, and compiled.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.utils.checkpoint import checkpoint
+
+from kernels.backends.allocator import keep_large_blocks
+from kernels.registry import missing_compiler
+from rwkv import report
+from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.distributed import launched, rank, say, world_size
+from rwkv.generation.engine import generate
+from rwkv.model.rwkv4 import RWKV, Block
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.callbacks import Bar, Metrics, StopCleanly
+from rwkv.training.checkpoints import Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.kernel_probe import Probe
+from rwkv.training.run import Run
+from rwkv.training.samples import Samples, sample_every
+from rwkv.training.task import LanguageModel
+
+LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
+                   "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
+
+
+def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers: list[Logger]) -> lightning.Trainer:
+    """A Trainer that counts optimiser steps, validates on the whole split and after the last step, and stops cleanly.
+
+    `tokenizer` is for the samples during training. Raises ValueError where their prompt cannot be encoded.
+    """
+    quiet()
+    config, out_dir = run.config, run.out_dir
+    options, precision = config.trainer, precision_for(config.trainer, device)
+    if options.malloc == "tuned":
+        keep_large_blocks()
+    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last)
+    metrics = Metrics(options.log_every, options.grad_norms)
+    probe = Probe(out_dir, options, metrics.leave_out)
+    samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
+    return lightning.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
+        **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
+        max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
+        val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        overfit_batches=options.overfit_batches, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
+        log_every_n_steps=1, callbacks=[probe, metrics, Bar(metrics), *samples, saved, StopCleanly(saved), RandomState()],
+        default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+
+
+def quiet() -> None:
+    """Leaves out what libraries say of their own insides: advice that a user of this program cannot follow."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in LIBRARY_CHATTER:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
+    """A sample on standard output, and the command for more."""
+    if rank() > 0:
+        return
+    task.model.eval()
+    say("\nsample:")
+    prompt = config.data.sample_prompt
+    print(prompt, end="")
+    for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
+
+
+def leave_report(out_dir: Path) -> None:
+    """What the run has come to, as a page: no reason for a run to fail, whatever becomes of it."""
+    if rank() > 0:
+        return
+    try:
+        say(f"report: {report.write(out_dir)}")
+    except Exception as error:
+        say(f"no report: {error!r}")
+
+
+def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
+    say(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
+        f"(gzip -9 of the same text: {gzip_bpb:.4f})")
+
+
+def strategy_for(config: TrainerConfig) -> dict[str, Any]:
+    """Lightning's arguments for the processes there are."""
+    shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
+    if config.strategy == "fsdp":
+        return shared | {"strategy": FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="full")}
+    return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and launched() else {})
+
+
+def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
+    """Lightning's arguments for the precision. Its own fp16 on a CPU would silently be bf16."""
+    if config.precision == "fp16-mixed" and config.strategy != "fsdp":
+        return {"plugins": [MixedPrecision("16-mixed", device.type)]}
+    return {"precision": config.precision.replace("fp16", "16")}
+
+
+def prepare_blocks(model: RWKV, config: TrainerConfig) -> RWKV:
+    """trainer.activation_checkpointing and trainer.compile, block by block; names and values of the weights stay."""
+    if config.compile and (compiler := missing_compiler()):
+        raise ValueError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
+                         "leave trainer.compile out")
+    for block in model.blocks:
+        if config.activation_checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if config.compile:
+            block.forward = _compiled(block.forward)
+    return model
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For training alone: where no gradients are wanted, torch 2.13 cannot trace functions that have their own."""
+    compiled = torch.compile(forward)
+    return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

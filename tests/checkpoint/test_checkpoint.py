@@ -1,0 +1,274 @@
+"""Checkpoints of torch.save, ours and the official ones: what is read, what is refused, and with which sentence."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import kernels, small_model, tokens
+from torch import Tensor
+
+from rwkv.checkpoint.files import locate, read_checkpoint, require_tokenizer
+from rwkv.config import ModelConfig
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
+
+Weights = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model() -> RWKV:
+    return small_model("conv1d", n_att=8, n_ffn=24)
+
+
+@pytest.fixture
+def saved(model: RWKV, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path / "model.pth")
+    return tmp_path / "model.pth"
+
+
+def same_weights(one: RWKV, other: RWKV) -> bool:
+    expected = other.state_dict()
+    return list(one.state_dict()) == list(expected) and all(
+        torch.equal(weight, expected[name]) for name, weight in one.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("suffix", [".pth", ".ckpt"])
+def test_what_is_saved_is_loaded_to_the_bit(model: RWKV, tmp_path: Path, suffix: str) -> None:
+    model.save_pretrained(tmp_path / f"model{suffix}")
+    loaded = RWKV.from_pretrained(tmp_path / f"model{suffix}", kernel="conv1d")
+    assert same_weights(loaded, model)
+    assert (loaded.config.n_layer, loaded.config.n_embd, loaded.config.n_att, loaded.config.n_ffn) == (3, 16, 8, 24)
+    assert torch.equal(loaded(tokens(model))[0], model(tokens(model))[0])
+    assert not loaded.training
+    assert not any(weight.requires_grad for weight in loaded.parameters())
+    assert [path.name for path in tmp_path.iterdir()] == [f"model{suffix}"]
+
+
+def test_a_pth_holds_the_official_names_alone(model: RWKV, saved: Path) -> None:
+    content = torch.load(saved, weights_only=True)
+    assert list(content) == list(model.state_dict())
+    assert all(type(weight) is Tensor for weight in content.values())
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("abc ü"), JsonTokenizer.train(["some text"] * 9, 280)])
+def test_a_ckpt_carries_configuration_and_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = small_model("conv1d", tokenizer.vocab_size)
+    model.save_pretrained(str(tmp_path / "model.ckpt"), tokenizer)
+    read = read_checkpoint(tmp_path / "model.ckpt")
+    assert read.config == model.config
+    assert read.vocab_size == tokenizer.vocab_size
+    assert Tokenizer.from_dict(read.tokenizer).hash == tokenizer.hash
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@torch.no_grad()
+def test_a_checkpoint_runs_under_every_kernel(kernel: str, model: RWKV, saved: Path) -> None:
+    logits = RWKV.from_pretrained(saved, kernel)(tokens(model))[0]
+    torch.testing.assert_close(logits, model(tokens(model))[0], rtol=0, atol=1e-5)
+
+
+def test_saving_and_loading_leave_the_original_alone(model: RWKV, saved: Path) -> None:
+    loaded = RWKV.from_pretrained(saved)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in loaded.parameters():
+            weight.zero_()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert same_weights(RWKV.from_pretrained(saved), model)
+    RWKV.from_pretrained(saved).save_pretrained(saved)       # onto the file that its weights lie in
+    assert same_weights(RWKV.from_pretrained(saved), model)
+
+
+# Files of others
+
+
+def older_shapes(name: str, weight: Tensor) -> Tensor:
+    if "time_mix" in name:
+        return weight.flatten()
+    return weight[:, None] if name.endswith("time_decay") else weight
+
+
+@pytest.mark.parametrize("change", [
+    older_shapes, lambda name, weight: weight.bfloat16(), lambda name, weight: weight.half(),
+    lambda name, weight: torch.nn.Parameter(weight)], ids=["older shapes", "bfloat16", "float16", "parameters"])
+def test_official_files_come_in_several_forms(model: RWKV, tmp_path: Path, change: Callable[[str, Tensor], Tensor]) -> None:
+    weights = {name: change(name, weight) for name, weight in model.state_dict().items()}
+    torch.save(weights, tmp_path / "official.pth")
+    loaded = RWKV.from_pretrained(tmp_path / "official.pth")
+    for name, weight in loaded.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, weights[name].float().view(weight.shape))
+
+
+def test_an_old_format_without_zip_is_read(model: RWKV, tmp_path: Path) -> None:
+    torch.save(model.state_dict(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    assert same_weights(RWKV.from_pretrained(tmp_path / "old.pth"), model)
+
+
+@torch.no_grad()
+def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved: Path) -> None:
+    loaded = RWKV.from_pretrained(saved, dtype="bfloat16")
+    for name, weight in loaded.state_dict().items():
+        assert weight.dtype == (torch.float32 if name.endswith(("time_decay", "time_first")) else torch.bfloat16)
+    assert (loaded(tokens(model))[0] - model(tokens(model))[0]).abs().max() < 0.3
+
+
+# Where a checkpoint is
+
+
+def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) -> None:
+    last = tmp_path / "runs" / "one" / "checkpoints" / "last.ckpt"
+    model.save_pretrained(last)
+    assert locate(tmp_path / "runs" / "one") == last
+    (tmp_path / "runs" / "latest").write_text("one\n")       # where links need rights
+    assert locate(tmp_path / "runs" / "latest") == last
+    (tmp_path / "runs" / "latest").unlink()
+    (tmp_path / "runs" / "latest").symlink_to("one", target_is_directory=True)
+    assert locate(tmp_path / "runs" / "latest").samefile(last)
+
+
+# What is no checkpoint
+
+
+class Harmful:
+    """Unpickling it makes the file `executed` in the current directory."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch executed",)
+
+
+def refuses(path: Path, *said: str) -> None:
+    """One sentence that names the file and says the rest."""
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        RWKV.from_pretrained(path, "conv1d")
+    for part in (path.name, *said):
+        assert part in str(error.value)
+
+
+def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
+    refuses(tmp_path / "absent.pth", "no checkpoint at", "checkpoint=FILE")
+    refuses(tmp_path, "no checkpoint in", "last.ckpt")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello world\n", b"PK", b"PK\x03\x04" + 50 * b"x", "Köln".encode(), b"\x80\x02.",
+                                     b"\x80\x04K\x05.", pickle.dumps([1, 2]), b"{\"a\": 1}", bytes(range(256)) * 40])
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "foreign.ckpt").write_bytes(content)
+    refuses(tmp_path / "foreign.ckpt")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_truncated_anywhere_is_refused(saved: Path, share: float) -> None:
+    content = saved.read_bytes()
+    short = saved.with_name("short.pth")
+    short.write_bytes(content[:int(share * len(content))])
+    refuses(short, "truncated")
+
+
+@pytest.mark.parametrize("content", [Harmful(), {"emb.weight": Harmful()}], ids=["alone", "among weights"])
+def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "harmful.pkl").write_bytes(pickle.dumps(content))
+    torch.save(content, tmp_path / "harmful.pth")
+    torch.save(content, tmp_path / "harmful.old.pth", _use_new_zipfile_serialization=False)
+    for path in tmp_path.glob("harmful*"):
+        refuses(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def without(name: str) -> Callable[[Weights], None]:
+    return lambda weights: weights.pop(name)
+
+
+def holding(**changed: Any) -> Callable[[Weights], None]:
+    return lambda weights: weights.update({name.replace("__", "."): value for name, value in changed.items()})
+
+
+def like_rwkv5(weights: Weights) -> None:
+    """Its time mixing has heads: time_faaaa for time_first, a gate and a group norm."""
+    for layer in range(3):
+        att = f"blocks.{layer}.att."
+        weights[f"{att}time_faaaa"] = weights.pop(f"{att}time_first").view(2, 4)
+        weights[f"{att}time_decay"] = weights[f"{att}time_decay"].view(2, 4)
+        weights[f"{att}gate.weight"] = weights[f"{att}key.weight"].clone()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda weights: weights.clear(), "holds nothing"),
+    (without("emb.weight"), "lacks emb.weight"),
+    (without("head.weight"), "head.weight"),
+    (without("blocks.2.ffn.time_mix_r"), "blocks.2.ffn.time_mix_r"),
+    (without("blocks.0.att.time_first"), "blocks.0.att.time_first"),
+    (without("blocks.0.ln0.bias"), "blocks.0.ln0.bias"),
+    (holding(blocks__1__att__gate__weight=torch.zeros(3)), "blocks.1.att.gate.weight"),
+    (holding(step=3), "step"),
+    (holding(head__weight=torch.zeros(50, 15)), "head.weight"),
+    (holding(emb__weight=torch.zeros(50)), "emb.weight"),
+    (holding(blocks__1__att__time_mix_k=torch.zeros(15)), "blocks.1.att.time_mix_k"),
+    (holding(blocks__0__att__key__weight=torch.zeros(())), "blocks.0.att.key.weight"),
+    (holding(blocks__0__ln1__weight="a word"), "blocks.0.ln1.weight"),
+    (holding(blocks__0__att__time_mix_k=7), "blocks.0.att.time_mix_k"),
+    (like_rwkv5, "RWKV-5"),
+])
+def test_weights_that_do_not_fit_are_named(model: RWKV, tmp_path: Path, change: Callable[[Weights], None], said: str) -> None:
+    weights = dict(model.state_dict())
+    change(weights)
+    torch.save(weights, tmp_path / "odd.pth")
+    refuses(tmp_path / "odd.pth", said)
+
+
+@pytest.mark.parametrize("change", [
+    lambda content: content.pop("state_dict"), lambda content: content["timemix"].pop("run"),
+    lambda content: content.update(timemix="a word"), lambda content: content["timemix"]["run"]["model"].update(n_head=3),
+    lambda content: content.update(state_dict=[]), lambda content: content["state_dict"].update(step=3),
+    lambda content: content["state_dict"].pop("model.head.weight"), lambda content: content["timemix"].update(vocab_size=51)])
+def test_an_entry_that_cannot_be_understood_is_refused(model: RWKV, tmp_path: Path, change: Callable[[Weights], None]) -> None:
+    model.save_pretrained(tmp_path / "model.ckpt", CharTokenizer("abc"))
+    content = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    change(content)
+    torch.save(content, tmp_path / "odd.ckpt")
+    refuses(tmp_path / "odd.ckpt")
+
+
+# Saving
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.onnx", "model.pth.gz"])
+def test_another_suffix_is_refused_before_anything_is_written(model: RWKV, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"does not say its format: choose one of these suffixes .*\.pth"):
+        model.save_pretrained(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_configuration_of_a_pth_is_read_off_its_tensors(saved: Path) -> None:
+    assert read_checkpoint(saved).config == ModelConfig(n_layer=3, n_embd=16, n_att=8, n_ffn=24, ctx_len=1024)
+
+
+def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the tokenizer has 256 tokens and the model 50"):
+        model.save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_tokenizer_than_the_files_is_refused(tmp_path: Path) -> None:
+    model, own = small_model("conv1d"), CharTokenizer("abc")
+    model.save_pretrained(tmp_path / "own.ckpt", own)
+    model.save_pretrained(tmp_path / "none.pth")
+    with_own, with_none = read_checkpoint(tmp_path / "own.ckpt"), read_checkpoint(tmp_path / "none.pth")
+    require_tokenizer(with_own, own, "it")
+    require_tokenizer(with_none, own, "it")
+    with pytest.raises(ValueError, match=f"it is not the tokenizer that .*{own.hash[:12]}"):
+        require_tokenizer(with_own, CharTokenizer("abd"), "it")
+    with pytest.raises(ValueError, match=r"it has 256 tokens and .*pth 50: they do not belong together"):
+        require_tokenizer(with_none, ByteTokenizer(), "it")
+    small_model("conv1d", 600).save_pretrained(tmp_path / "large.pth")
+    with pytest.raises(ValueError, match=r"it has 256 tokens and .*pth 600: it is not"):
+        require_tokenizer(read_checkpoint(tmp_path / "large.pth"), ByteTokenizer(), "it")

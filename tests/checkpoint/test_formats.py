@@ -1,0 +1,436 @@
+"""Every format to ours to every format: names, shapes, bits, and what the formats' own libraries and documents say of them."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import NAMES, hugging_face_tensors, same_tensors, shard
+from models import small_model, tokens
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kernels.select import select
+from rwkv.checkpoint import formats, rwkv4
+from rwkv.checkpoint.files import checkpoint_of, describe, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats import ggmf
+from rwkv.config import ModelConfig
+from rwkv.errors import CheckpointError
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer
+from rwkv.tools import convert
+
+ROOT = Path(__file__).parent.parent.parent
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def model() -> RWKV:
+    return small_model("reference", n_att=8, n_ffn=24)
+
+
+def refuses(path: Path, *said: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^[^\n]+$") as error:
+        RWKV.from_pretrained(path, "reference")
+    for part in (path.name, *said):
+        assert part in str(error.value)
+
+
+def test_the_folder_is_the_registry() -> None:
+    assert set(formats.names()) == set(NAMES)
+    for name, file in NAMES.items():
+        assert formats.by_suffix(Path(file)) is formats.load(name)
+    with pytest.raises(ValueError, match="choose one of ckpt, ggmf"):
+        formats.load("onnx")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"n_att": 8, "n_ffn": 24}, {"n_layer": 1, "n_embd": 1}])
+def test_the_shapes_are_the_models(sizes: dict[str, int]) -> None:
+    model = small_model("reference", **sizes)
+    assert rwkv4.shapes(model.config, 50) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", NAMES)
+def test_from_every_format_to_every_format_to_the_bit(model: RWKV, tmp_path: Path, source: str, dtype: str) -> None:
+    if source == "ggmf" and dtype == "bfloat16":
+        pytest.skip("ggmf holds no bfloat16")
+    model.save_pretrained(tmp_path / NAMES[source], dtype=dtype)
+    first = read_checkpoint(tmp_path / NAMES[source])
+    for target, name in NAMES.items():
+        if target == "ggmf" and dtype == "bfloat16":
+            continue
+        (tmp_path / target).mkdir()
+        write_checkpoint(first, tmp_path / target / name)
+        second = read_checkpoint(tmp_path / target / name)
+        write_checkpoint(second, tmp_path / target / NAMES["pth"])
+        if target == "ggmf":                 # whose vectors are float32, and whose decays are rounded once
+            assert stored_alike(first.weights, second.weights)
+        else:
+            assert same_tensors(first.weights, second.weights)
+        assert same_tensors(read_checkpoint(tmp_path / target / NAMES["pth"]).weights, second.weights)
+
+
+def stored_alike(one: Any, other: Any) -> bool:
+    def as_ggmf(name: str, tensor: Tensor) -> Tensor:
+        return ggmf.stored_decay(tensor.float()) if name.endswith("time_decay") else tensor.float()
+
+    return all(torch.equal(as_ggmf(name, one[name]), as_ggmf(name, other[name])) for name in one)
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_a_loaded_model_computes_the_same(model: RWKV, tmp_path: Path, name: str) -> None:
+    model.save_pretrained(tmp_path / name)
+    loaded = RWKV.from_pretrained(tmp_path / name, "reference")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens(model))[0], model(tokens(model))[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer("abü"), JsonTokenizer.train(["some text"] * 9, 280)])
+@pytest.mark.parametrize("name", [NAMES["ckpt"], NAMES["safetensors"], NAMES["huggingface"]])
+def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    model = small_model("reference", tokenizer.vocab_size)
+    model.save_pretrained(tmp_path / name, tokenizer)
+    read = read_checkpoint(tmp_path / name)
+    assert (read.config, read.tokenizer, read.tokenizer_hash) == (model.config, tokenizer.to_dict(), tokenizer.hash)
+
+
+def test_a_directorys_own_tokenizer_is_read(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer.train(["some text"] * 9, 280)
+    small_model("reference", tokenizer.vocab_size).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(tokenizer.definition)
+    assert read_checkpoint(tmp_path / "model").tokenizer == tokenizer.to_dict()
+
+
+# .pth
+
+
+def test_a_pth_is_what_torch_and_unzip_expect(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "one.pth", dtype="bfloat16")
+    model.save_pretrained(tmp_path / "two.pth", dtype="bfloat16")
+    assert (tmp_path / "one.pth").read_bytes() == (tmp_path / "two.pth").read_bytes()
+    for mmap in (False, True):
+        loaded = torch.load(tmp_path / "one.pth", weights_only=True, mmap=mmap)
+        assert list(loaded) == list(model.state_dict())
+        assert all(tensor.data_ptr() % 64 == 0 and tensor.is_contiguous() for tensor in loaded.values())
+        assert torch.equal(loaded["head.weight"], model.head.weight.bfloat16())
+    with zipfile.ZipFile(tmp_path / "one.pth") as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("prefix", ["_forward_module.", "module.", "model.", "_forward_module.model."])
+def test_a_prefix_is_taken_off(model: RWKV, tmp_path: Path, prefix: str) -> None:
+    torch.save({prefix + name: tensor for name, tensor in model.state_dict().items()}, tmp_path / "model.pth")
+    assert list(read_checkpoint(tmp_path / "model.pth").weights) == list(model.state_dict())
+
+
+def test_a_foreign_lightning_checkpoint_is_read(model: RWKV, tmp_path: Path) -> None:
+    content = {"state_dict": {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, "global_step": 7}
+    torch.save(content, tmp_path / "model.ckpt")
+    read = read_checkpoint(tmp_path / "model.ckpt")
+    assert (read.step, read.tokenizer, read.vocab_size) == (7, None, 50)
+
+
+def test_a_flipped_bit_is_found_by_the_checksum(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model.pth")
+    content = bytearray((tmp_path / "model.pth").read_bytes())
+    content[content.index(model.head.weight.detach().numpy().tobytes())] ^= 1
+    (tmp_path / "model.pth").write_bytes(content)
+    refuses(tmp_path / "model.pth", "Bad CRC-32")
+
+
+def test_a_few_bytes_that_claim_terabytes_are_refused(model: RWKV, tmp_path: Path) -> None:
+    weights = dict(model.state_dict()) | {"emb.weight": torch.zeros(1).expand(2 ** 21, 2 ** 20)}
+    torch.save(weights, tmp_path / "model.pth")
+    refuses(tmp_path / "model.pth", "emb.weight", "(2097152, 1048576)")
+
+
+def test_a_compressed_zip_is_refused(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model.pth")
+    with zipfile.ZipFile(tmp_path / "model.pth") as archive, \
+            zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name in archive.namelist():
+            bomb.writestr(name, archive.read(name))
+    refuses(tmp_path / "bomb.pth", "is compressed")
+
+
+# .safetensors and Hugging Face directories
+
+
+def test_safetensors_own_library_agrees(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "ours.safetensors", dtype="float16")
+    read = read_checkpoint(tmp_path / "ours.safetensors").weights
+    theirs = load_file(tmp_path / "ours.safetensors")
+    assert theirs.keys() == set(read)
+    assert all(torch.equal(tensor, read[name]) for name, tensor in theirs.items())
+    save_file(theirs, tmp_path / "theirs.safetensors")
+    assert same_tensors(read_checkpoint(tmp_path / "theirs.safetensors").weights, read)
+
+
+def test_a_directory_has_the_names_and_the_configuration_of_transformers(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    names = set(hugging_face_tensors(tmp_path / "model"))
+    assert {"rwkv.embeddings.weight", "rwkv.blocks.0.pre_ln.bias", "rwkv.blocks.2.attention.time_mix_receptance",
+            "rwkv.blocks.1.feed_forward.time_mix_key", "rwkv.ln_out.weight", "head.weight"} < names
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    sizes = {"vocab_size": 50, "context_length": 32, "hidden_size": 16, "num_hidden_layers": 3, "attention_hidden_size": 8,
+             "intermediate_size": 24, "rescale_every": 0, "model_type": "rwkv", "torch_dtype": "float32"}
+    assert sizes.items() <= config.items()
+    model.save_pretrained(tmp_path / "half", dtype="float16")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["rescale_every"] == 6
+
+
+@pytest.mark.parametrize(("save", "suffix", "stem"), [
+    (save_file, ".safetensors", "model"), (torch.save, ".bin", "pytorch_model")])
+def test_shards_are_put_together(model: RWKV, tmp_path: Path, save: Callable[..., None], suffix: str, stem: str) -> None:
+    model.save_pretrained(tmp_path / "model")
+    expected = {name: tensor.clone() for name, tensor in read_checkpoint(tmp_path / "model").weights.items()}
+    shard(tmp_path / "model", save, suffix, stem)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read_checkpoint(tmp_path / "model").weights.items())
+    (tmp_path / "model" / f"{stem}-00002-of-00002{suffix}").unlink()
+    refuses(tmp_path / "model", "lacks the shard", "00002-of-00002")
+
+
+def test_a_bin_and_a_tied_head_are_read(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    tensors, config = hugging_face_tensors(tmp_path / "model"), tmp_path / "model" / "config.json"
+    del tensors["head.weight"]
+    torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    refuses(tmp_path / "model", "head.weight")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    assert torch.equal(read_checkpoint(tmp_path / "model").weights["head.weight"], model.emb.weight)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"model_type": "rwkv5"}, "an RWKV-5 checkpoint"), ({"model_type": "llama"}, "no RWKV-4 checkpoint"),
+    ({"hidden_size": 17}, "says n_embd=17 and its tensors have 16"), ({"vocab_size": 51}, "vocab_size=51"),
+    ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon")])
+def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    model.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    refuses(tmp_path / "model", said)
+
+
+# ggmf
+
+
+def test_ggmf_is_laid_out_as_documented(tmp_path: Path) -> None:
+    model = small_model("reference", vocab_size=3, n_layer=1, n_embd=2)
+    model.save_pretrained(tmp_path / "model.bin", dtype="float16")
+    content = (tmp_path / "model.bin").read_bytes()
+    emb, ln = as_bytes(model.emb.weight.half()), as_bytes(model.blocks[0].ln0.weight)
+    start = struct.pack("=6i", 0x67676D66, 101, 3, 2, 1, 1) + struct.pack("=5i", 2, 10, 1, 2, 3) + b"emb.weight" + emb
+    assert content.startswith(start + struct.pack("=4i", 1, 19, 0, 2) + b"blocks.0.ln0.weight" + ln)
+    decay = as_bytes(-torch.exp(model.blocks[0].att.time_decay))
+    assert struct.pack("=4i", 1, 23, 0, 2) + b"blocks.0.att.time_decay" + decay in content
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_ggmf_comes_back_byte_for_byte(model: RWKV, tmp_path: Path, dtype: str) -> None:
+    model.save_pretrained(tmp_path / "one.bin", dtype=dtype)
+    write_checkpoint(read_checkpoint(tmp_path / "one.bin"), tmp_path / "two.bin")
+    assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "two.bin").read_bytes()
+    old = bytearray((tmp_path / "one.bin").read_bytes())
+    old[4] = 100                             # the version
+    (tmp_path / "old.bin").write_bytes(old)
+    assert same_tensors(read_checkpoint(tmp_path / "old.bin").weights, read_checkpoint(tmp_path / "one.bin").weights)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 1), (-5, 3), (-80, 80)])
+def test_a_decay_stored_comes_back_to_the_bit(low: float, high: float) -> None:
+    """A million of each: a plain logarithm is a rounding off for some hundreds of them."""
+    raw = torch.empty(1_000_000).uniform_(low, high, generator=torch.Generator().manual_seed(0))
+    stored = ggmf.stored_decay(raw)
+    back = ggmf.raw_decay(stored)
+    assert torch.equal(ggmf.stored_decay(back), stored)
+    assert bool(((back - raw).abs() < 1e-7 * raw.abs().clamp(1)).all())
+
+
+@pytest.mark.parametrize(("place", "value", "said"), [
+    (4, 99, "version 99, expected 100 or 101"), (20, 8, "quantised (Q5_1)"), (24, 9, "no tensor's header"),
+    (36, 10 ** 9, "bytes left"), (12, 17, "n_embd=17")])
+def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, place: int, value: int, said: str) -> None:
+    model.save_pretrained(tmp_path / "model.bin")
+    content = bytearray((tmp_path / "model.bin").read_bytes())
+    content[place:place + 4] = struct.pack("=i", value)
+    (tmp_path / "model.bin").write_bytes(content)
+    refuses(tmp_path / "model.bin", said)
+
+
+def test_ggmf_has_no_bfloat16(model: RWKV, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ggmf holds float32 or float16, and not bfloat16"):
+        model.save_pretrained(tmp_path / "model.bin", dtype="bfloat16")
+    assert not list(tmp_path.iterdir())
+
+
+# What other versions are called, and what no weight may be
+
+
+@pytest.mark.parametrize(("version", "name"), [
+    ("RWKV-1", "blocks.0.attn.time_w"), ("RWKV-1", "tok_emb.weight"), ("RWKV-2", "blocks.0.att.time_mix"),
+    ("RWKV-5", "blocks.0.att.ln_x.weight"), ("RWKV-5", "blocks.0.att.time_faaaa"), ("RWKV-6", "blocks.0.att.time_maa_w1"),
+    ("RWKV-7", "blocks.0.att.r_k"), ("RWKV-7", "blocks.0.att.x_rwkvag"), ("RWKV-5", "rwkv.blocks.0.attention.gate.weight")])
+@pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
+def test_other_versions_are_refused_by_name(tmp_path: Path, save: Callable[..., None], version: str, name: str) -> None:
+    save({"emb.weight": torch.zeros(5, 4), name: torch.zeros(4)}, tmp_path / "other.pth")
+    refuses(tmp_path / "other.pth", f"is an {version} checkpoint", "RWKV-4 alone")
+
+
+def test_rwkv3_is_told_by_the_shape_of_time_first(model: RWKV, tmp_path: Path) -> None:
+    weights = {name: tensor[:, None] if name.endswith(("time_first", "time_decay")) else tensor
+               for name, tensor in model.state_dict().items()}
+    torch.save(weights, tmp_path / "three.pth")
+    refuses(tmp_path / "three.pth", "is an RWKV-3 checkpoint")
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(model: RWKV, tmp_path: Path, name: str, value: float) -> None:
+    model.save_pretrained(tmp_path / name)
+    path = tmp_path / name / "model.safetensors" if name == NAMES["huggingface"] else tmp_path / name
+    content, old = path.read_bytes(), model.blocks[1].ffn.value.weight.detach().numpy().tobytes()
+    assert content.count(old) == 1
+    content = content.replace(old, old[:40] + struct.pack("<f", value) + old[44:])
+    path.write_bytes(content)
+    checked = name.endswith(("pth", "ckpt"))
+    refuses(tmp_path / name, "Bad CRC-32" if checked else "blocks.1.ffn.value.weight is not finite in 1 of 384 values")
+
+
+def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp_path: Path) -> None:
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["ln_out.weight"][3] = 7e4
+    with pytest.raises(CheckpointError, match=r"ln_out.weight reaches 70000, more than torch.float16"):
+        write_checkpoint(checkpoint_of(weights), tmp_path / "model.pth", "float16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_a_dtype_that_is_no_weights_is_named(model: RWKV, tmp_path: Path, dtype: torch.dtype) -> None:
+    for save, name in ((torch.save, "model.pth"), (save_file, "model.safetensors")):
+        save(dict(model.state_dict()) | {"head.weight": torch.zeros(50, 16, dtype=dtype)}, tmp_path / name)
+        refuses(tmp_path / name, "head.weight", "expected one of")
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_a_save_that_fails_leaves_what_was_there(model: RWKV, tmp_path: Path, name: str) -> None:
+    model.save_pretrained(tmp_path / name)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    broken = checkpoint_of(model.state_dict())
+    broken.weights.stored["head.weight"] = replace(broken.weights.stored["head.weight"], data=disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint(broken, tmp_path / name)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def disk_full() -> Tensor:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_what_is_there_is_replaced_even_by_itself(model: RWKV, tmp_path: Path, name: str) -> None:
+    model.save_pretrained(tmp_path / name)
+    write_checkpoint(read_checkpoint(tmp_path / name), tmp_path / name)
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+    assert same_tensors(read_checkpoint(tmp_path / name).weights, read_checkpoint(tmp_path / name).weights)
+    small_model("reference", 60).save_pretrained(tmp_path / name)
+    assert read_checkpoint(tmp_path / name).vocab_size == 60
+
+
+def test_a_directory_with_other_files_is_left_alone(model: RWKV, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(ValueError, match=r"holds thesis\.tex"):
+        model.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+SAVING = """
+import sys, torch; sys.path[:0] = [{root!r}, {tests!r}]
+from models import small_model
+models = [small_model("reference", size) for size in (50, 60)]
+for path in {paths!r}: models[0].save_pretrained(path)
+print("ready", flush=True)
+while True:
+    for model in models:
+        for path in {paths!r}: model.save_pretrained(path)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    paths = [str(tmp_path / NAMES["pth"]), str(tmp_path / NAMES["safetensors"])]
+    code = SAVING.format(root=str(ROOT), tests=str(ROOT / "tests"), paths=paths)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(10):                  # a file is whole while it is replaced, too
+            assert read_checkpoint(paths[0]).vocab_size in (50, 60)
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+    assert [read_checkpoint(path).vocab_size in (50, 60) for path in paths] == [True, True]
+
+
+def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
+    """A model that is the mapped file may change; the same file read into another dtype after that leaves it as it is."""
+    small_model("reference", n_embd=64).save_pretrained(tmp_path / "model.pth")
+    checkpoint = read_checkpoint(tmp_path / "model.pth")
+    used = RWKV.from_checkpoint(checkpoint, select("reference"))
+    used.head.weight.zero_()
+    used.blocks[0].ffn.key.weight.zero_()
+    RWKV.from_checkpoint(checkpoint, select("reference"), dtype="bfloat16")
+    write_checkpoint(checkpoint, tmp_path / "other.pth")
+    assert not used.head.weight.any()
+    assert not used.blocks[0].ffn.key.weight.any()
+
+
+# python -m rwkv.tools.convert
+
+
+def test_convert_says_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_model("reference", 50).save_pretrained(tmp_path / "in.ckpt", CharTokenizer("abc"))
+    convert.main([str(tmp_path / "in.ckpt"), str(tmp_path / "out.pth"), "--dtype", "bfloat16"])
+    output, errors = capsys.readouterr()
+    assert output == ""
+    for part in ("3 layers, 16 wide", "vocabulary 50", "100%", "written:", "tokenizer that"):
+        assert part in errors
+    assert read_checkpoint(tmp_path / "out.pth").weights["emb.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["absent.pth", "out.pth"], "no checkpoint at absent.pth"), (["in.pth", "out.xyz"], "out.xyz does not say its format"),
+    (["in.pth", "out.bin", "--dtype", "bfloat16"], "ggmf holds float32 or float16")])
+def test_converts_errors_are_one_sentence(model: RWKV, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("in.pth")
+    with pytest.raises(SystemExit) as exit:
+        convert.main(arguments)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert exit.value.code == 2
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_our_entry_holds_plain_containers_alone() -> None:
+    assert json.loads(json.dumps(describe({"model": vars(ModelConfig())}, 5, CharTokenizer("ab"))))["vocab_size"] == 5

@@ -1,0 +1,178 @@
+"""data=binidx: files as Megatron and RWKV-LM write them, read without a copy, and a sentence for what does not fit."""
+
+import dataclasses
+import itertools
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rwkv.config import DataConfig
+from rwkv.data import binidx
+from rwkv.data.loaders import DataModule
+from rwkv.data.prepare import prepare
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+
+CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
+DOCUMENTS = [list(f"document {number}, {'again ' * (number % 5)}\n".encode()) for number in range(40)]
+
+
+def write(base: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16", sentences: int = 1,
+          modes: bool = False) -> Path:
+    """The two files as the formats' own writers lay them out; each document in up to `sentences` sequences."""
+    parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sentences)]
+    places = itertools.accumulate((part.nbytes for part in parts[:-1]), initial=0)
+    base.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))
+    base.with_suffix(".idx").write_bytes(b"".join([
+        b"MMIDIDX\0\0", struct.pack("<QBQQ", 1, CODES[dtype], len(parts), len(documents) + 1),
+        np.array([len(part) for part in parts], np.int32).tobytes(), np.array(list(places), np.int64).tobytes(),
+        np.arange(0, len(parts) + 1, sentences, dtype=np.int64).tobytes(), b"\0" * len(parts) * modes]))
+    return base
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    return DataConfig(name="binidx", path=str(tmp_path / "data"), tokenizer="byte", batch_size=2,
+                      cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_ids_are_read_as_they_are(config: DataConfig, tmp_path: Path, dtype: str, suffix: str) -> None:
+    write(tmp_path / "data", [[*document, 0] for document in DOCUMENTS], dtype)
+    prepared = prepare(dataclasses.replace(config, path=f"{config.path}{suffix}"), 16)
+    ids = [*prepared.train[:].tolist(), *prepared.val[:].tolist()]
+    assert ids == [index for document in DOCUMENTS for index in (*document, 0)]
+    assert {part.path for part in (*prepared.train.parts, *prepared.val.parts)} == {tmp_path / "data.bin"}
+    assert 0.1 <= len(prepared.val) / len(ids) + 0.01 < 0.13
+    assert prepared.sizes.val_bytes == pytest.approx(len(prepared.val), rel=0.05)
+    assert sum(path.stat().st_size for path in Path(config.cache_dir).iterdir()) < 2000
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=20), sentences=st.integers(1, 3), ended=st.booleans(),
+       modes=st.booleans())
+def test_documents_begin_at_the_end_of_text_before_them(tmp_path_factory: pytest.TempPathFactory, lengths: list[int],
+                                                        sentences: int, ended: bool, modes: bool) -> None:
+    """RWKV-LM ends each document with it; Megatron has none, unless asked."""
+    base = tmp_path_factory.getbasetemp() / "documents"
+    documents = [[7] * length + [0] * ended for length in lengths]
+    write(base, documents, sentences=sentences, modes=modes)
+    index = binidx.read_index(base.with_suffix(".idx"))
+    begins = [0, *itertools.accumulate(map(len, documents[:-1]))]
+    assert (index.tokens, index.starts.tolist()) == (sum(map(len, documents)), begins)
+    found = binidx.read(str(base), ByteTokenizer(), 0.4, base.parent / "cache")
+    starts = [*found.train.starts.tolist(), *(found.val.starts + len(found.train)).tolist()]
+    assert starts == [0, *(begin - ended for begin in begins[1:])]
+    assert found.val.starts[0] == 0
+
+
+def test_one_document_gives_its_last_part(config: DataConfig, tmp_path: Path) -> None:
+    write(tmp_path / "data", [list(range(1, 251)) * 4])
+    prepared = prepare(config, 16)
+    assert (len(prepared.train), len(prepared.val)) == (900, 100)
+    assert prepared.train.starts.tolist() == [0]
+
+
+def test_batches_come_from_it(config: DataConfig, tmp_path: Path) -> None:
+    write(tmp_path / "data", DOCUMENTS)
+    data = DataModule(prepare(config, 16), config, 16, 0)
+    seen = torch.cat([y.flatten() for _, y in data.train_dataloader()])
+    assert len(seen) >= 16 * ((len(data.corpus.train) - 1) // 16)
+    assert torch.cat([x.flatten() for x, _ in data.val_dataloader()])[:9].tolist() == data.corpus.val[:9].tolist()
+
+
+def test_the_ids_are_gone_through_once(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data", DOCUMENTS)
+    first = prepare(config, 16)
+    for path in tmp_path.glob("data.*"):
+        os.utime(path, (1e9, 1e9))
+    assert prepare(config, 16).sha256 == first.sha256
+    monkeypatch.setattr(binidx, "_go_through", None)
+    assert prepare(config, 16).sha256 == first.sha256
+
+
+@pytest.mark.parametrize("victim", ["bin", "idx", "starts"])
+def test_a_change_is_noticed(config: DataConfig, tmp_path: Path, victim: str) -> None:
+    write(tmp_path / "data", DOCUMENTS)
+    before = prepare(config, 16)
+    starts = before.train.starts.tolist()
+    if victim == "bin":
+        write(tmp_path / "data", [[66, *document[1:]] for document in DOCUMENTS])
+    elif victim == "idx":
+        write(tmp_path / "data", [DOCUMENTS[0] + DOCUMENTS[1], *DOCUMENTS[2:]])
+    else:
+        (path,) = Path(config.cache_dir).glob("*starts.npy")
+        path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8)
+    after = prepare(config, 16)
+    assert (after.sha256 == before.sha256) == (victim == "starts")
+    assert after.train.starts.tolist() == ([0, *starts[2:]] if victim == "idx" else starts)
+
+
+def change(suffix: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    def apply(base: Path) -> None:
+        file = base.with_suffix(suffix)
+        file.write_bytes(edit(file.read_bytes()))
+
+    return apply
+
+
+WRONG = {
+    "no idx": (lambda base: base.with_suffix(".idx").unlink(), r"there is no data\.idx; data=binidx needs NAME\.bin and"),
+    "no files": (lambda base: [base.with_suffix(end).unlink() for end in (".bin", ".idx")], "no data.bin and no data.idx"),
+    "empty idx": (change(".idx", lambda data: b""), r"data\.idx is not the index of a \.bin file"),
+    "another file": (change(".idx", lambda data: b"PK" + data[2:]), r"data\.idx is not the index of a \.bin file"),
+    "version": (change(".idx", lambda data: data[:9] + b"\2" + data[10:]), "has version 2 and ids of type 8: known are"),
+    "floats": (change(".idx", lambda data: data[:17] + b"\6" + data[18:]), "ids of type 6: known are version 1 and the types"),
+    "cut idx": (change(".idx", lambda data: data[:-8]), r"data\.idx has \d+ bytes, and 40 sequences in 41 entries need \d+"),
+    "long idx": (change(".idx", lambda data: data + b"\0" * 3), r"data\.idx has \d+ bytes, and 40 sequences in 41 entries"),
+    "cut bin": (change(".bin", lambda data: data[:-2]), r"data\.bin has \d+ bytes, and its \.idx file says \d+: the two"),
+    "places": (change(".idx", lambda data: data[:200] + b"\7" * 8 + data[208:]), "sequences do not lie end to end"),
+    "documents": (change(".idx", lambda data: data[:-8] + b"\7" * 8), "documents do not go from sequence 0 to sequence 40"),
+    "ids": (change(".bin", lambda data: b"\0\1" + data[2:]), r"has the id 256, and data\.tokenizer has the ids 0 to 255: name"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_gets_a_sentence(config: DataConfig, tmp_path: Path, spoil, message: str) -> None:
+    spoil(write(tmp_path / "data", DOCUMENTS))
+    with pytest.raises(ValueError, match=message):
+        prepare(config, 16)
+
+
+@given(data=st.data())
+def test_no_index_that_is_cut_off_or_altered_ends_in_anything_but_a_sentence(tmp_path_factory: pytest.TempPathFactory,
+                                                                             data: st.DataObject) -> None:
+    base = write(tmp_path_factory.getbasetemp() / "altered", DOCUMENTS[:3])
+    file, right = base.with_suffix(".idx"), base.with_suffix(".idx").read_bytes()
+    place = data.draw(st.integers(0, len(right) - 1))
+    wrong = data.draw(st.sampled_from([right[:place], right[:place] + bytes([right[place] ^ 0x80]) + right[place + 1:]]))
+    file.write_bytes(wrong)
+    with pytest.raises(ValueError, match="altered"):
+        binidx.read(str(base), ByteTokenizer(), 0.4, base.parent / "cache-altered")
+
+
+def test_negative_ids_and_nothing_get_a_sentence(config: DataConfig, tmp_path: Path) -> None:
+    write(tmp_path / "data", [[1, -1, 2]], "int32")
+    with pytest.raises(ValueError, match="has the id -1"):
+        prepare(config, 1)
+    write(tmp_path / "data", [[]])
+    with pytest.raises(ValueError, match=r"data\.bin is empty"):
+        prepare(config, 1)
+    write(tmp_path / "data", [[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"training text is shorter than one context: it has 2 tokens"):
+        prepare(config, 16)
+
+
+def test_its_tokenizer_must_be_named(config: DataConfig, tmp_path: Path) -> None:
+    write(tmp_path / "data", [[300, *document] for document in DOCUMENTS])
+    with pytest.raises(ValueError, match=r"data=binidx holds ids, not text to make a bpe tokenizer from: name the one"):
+        prepare(dataclasses.replace(config, tokenizer="bpe"), 16)
+    given_one = JsonTokenizer.train(["some text"], 400)
+    with pytest.raises(ValueError, match="has the id 300"):
+        prepare(dataclasses.replace(config, tokenizer="bpe"), 16, given_one)

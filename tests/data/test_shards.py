@@ -1,0 +1,328 @@
+"""Tokenised once: what is in the shards, that they are the same however they were made, and what becomes of damage."""
+
+import dataclasses
+import errno
+import gzip
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rwkv.config import DataConfig
+from rwkv.data import shards
+from rwkv.data.prepare import Corpus, prepare
+from rwkv.data.sources import open_source
+from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+
+TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
+ROOT = Path(__file__).parent.parent.parent
+SHARD = 2000
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    (tmp_path / "text.txt").write_bytes(TEXT.encode())
+    return DataConfig(name="text", path=str(tmp_path / "text.txt"), tokenizer="bpe", vocab_size=300,
+                      cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """50 small files, in shards of a few."""
+    monkeypatch.setattr(shards, "SHARD", SHARD)
+    (tmp_path / "library").mkdir()
+    for number in range(50):
+        (tmp_path / "library" / f"{number}.txt").write_text(f"{number}\n" + TEXT[:number * 40])
+    return DataConfig(name="text", path=str(tmp_path / "library"), tokenizer="bpe", vocab_size=300,
+                      cache_dir=str(tmp_path / "cache"))
+
+
+def with_text(config: DataConfig, text: str) -> DataConfig:
+    Path(str(config.path)).write_bytes(text.encode())
+    return config
+
+
+def tokens_of(prepared: Corpus) -> tuple[list[int], list[int]]:
+    return prepared.train[:].tolist(), prepared.val[:].tolist()
+
+
+def splits_of(config: DataConfig) -> tuple[list[str], list[str]]:
+    found = [("".join(document.chunks), document.val)
+             for document in open_source(config, Path(config.cache_dir)).documents()]
+    return [text for text, val in found if not val], [text for text, val in found if val]
+
+
+def shards_in(cache: Path) -> dict[str, bytes]:
+    """The ids, by file."""
+    return {path.name: path.read_bytes() for path in sorted(cache.glob("tokens-*/*.ids"))}
+
+
+# What is in them
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe", "world"])
+def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokenizer: str) -> None:
+    library = dataclasses.replace(library, tokenizer=tokenizer)
+    prepared = prepare(library, 16)
+    assert len(shards_in(Path(library.cache_dir))) > 10
+    for split, stream in zip(splits_of(library), (prepared.train, prepared.val), strict=True):
+        documents = [[0, *prepared.tokenizer.encode(text)] for text in split]
+        assert stream[:].tolist() == [index for document in documents for index in document]
+        assert stream.starts.tolist() == np.cumsum([0, *map(len, documents)])[:-1].tolist()
+
+
+def test_sizes_are_those_of_tokens_and_text(config: DataConfig) -> None:
+    prepared, (train, val) = prepare(config, 16), splits_of(config)
+    sizes = prepared.sizes
+    assert (sizes.train_tokens, sizes.val_tokens) == tuple(map(len, tokens_of(prepared)))
+    assert (sizes.train_bytes, sizes.val_bytes) == (len(train[0].encode()), len(val[0].encode()))
+    assert sizes.gzip_bpb == 8 * len(gzip.compress(val[0].encode(), 9)) / sizes.val_bytes
+
+
+def test_every_document_of_the_standard_library_follows_an_end_of_text(tmp_path: Path) -> None:
+    prepared = prepare(DataConfig(tokenizer="byte", cache_dir=str(tmp_path)), 128)
+    text = read_stdlib(Path(os.__file__).parent, 0.1)
+    train, val = (split[:].astype(np.uint8).tobytes() for split in (prepared.train, prepared.val))
+    assert train == b"".join(b"\0" + document.encode() for document in text.train)
+    assert val == b"".join(b"\0" + document.encode() for document in text.val)
+    assert f"{len(text.val)} of them for validation" in prepared.describe()
+    assert len(prepared.train.starts) == len(text.train)
+
+
+def test_bits_per_byte_of_a_uniform_guess_over_bytes_is_eight(config: DataConfig) -> None:
+    prepared = prepare(dataclasses.replace(config, tokenizer="byte"), 16)
+    assert prepared.bits_per_byte(math.log(256)) == pytest.approx(8)
+
+
+def test_a_wide_vocabulary_takes_wider_integers(config: DataConfig) -> None:
+    config = dataclasses.replace(config, tokenizer="char")
+    assert prepare(config, 16).train[:].dtype == np.uint16
+    with_text(config, "".join(map(chr, range(0x20000, 0x20000 + 70_000))))
+    assert prepare(config, 16).train[:].dtype == np.uint32
+
+
+def test_a_bpe_tokenizer_of_much_text_is_made_from_all_over_it(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    train = JsonTokenizer.train
+    monkeypatch.setattr("rwkv.tokens.BPE_BYTES", len(TEXT.encode()) // 4)
+    monkeypatch.setattr("rwkv.corpus.files.CHUNK", 100)
+    monkeypatch.setattr(JsonTokenizer, "train", lambda texts, size: train(seen.extend(texts) or seen, size))
+    prepare(config, 16)
+    assert 0.15 < sum(map(len, seen)) / len(TEXT) < 0.3
+    assert seen[0] in TEXT[:300]
+    assert seen[-1] in TEXT[int(0.85 * len(TEXT)):]
+
+
+# Made once, and again where anything has changed
+
+
+def test_what_is_cached_is_not_made_again(library: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(library, 16)
+    for made in ("rwkv.shards._shard", "rwkv.shards._gzip_bpb", "rwkv.tokenizer.JsonTokenizer.train"):
+        monkeypatch.setattr(made, None)
+    second = prepare(library, 16)
+    assert (second.sizes, second.tokenizer.hash, second.train) == (first.sizes, first.tokenizer.hash, first.train)
+
+
+def test_files_unchanged_for_a_while_are_not_read_again(library: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in Path(str(library.path)).iterdir():
+        os.utime(path, (1e9, 1e9))
+    first = prepare(library, 16)
+    monkeypatch.setattr("rwkv.corpus.files._go_through", None)
+    assert prepare(library, 16).sha256 == first.sha256
+
+
+@pytest.mark.parametrize("change", ["tokenizer", "split", "text", "one file of many", "a name"])
+def test_a_change_is_another_entry(library: DataConfig, change: str) -> None:
+    """The text is one of the same length, written at once, which sizes and coarse times cannot tell apart."""
+    before, file = prepare(library, 16), Path(str(library.path)) / "49.txt"
+    if change == "tokenizer":
+        library = dataclasses.replace(library, tokenizer="byte")
+    elif change == "split":
+        library = dataclasses.replace(library, val_fraction=0.3)
+    elif change == "a name":
+        file.rename(file.with_name("50.txt"))
+    else:
+        file.write_text(file.read_text().replace("fox", "cat"))
+    after = prepare(library, 16)
+    assert after.train.parts[0].path.parent != before.train.parts[0].path.parent
+
+
+@pytest.mark.parametrize("victim", ["a text", "a shard"])
+def test_a_change_that_no_time_shows_is_noticed_where_it_is_young(library: DataConfig, victim: str) -> None:
+    file = Path(str(library.path)) / "49.txt"
+    os.utime(file)
+    before = prepare(library, 16)
+    expected = tokens_of(before)
+    if victim == "a shard":
+        file = before.train.parts[0].path
+    status, content = file.stat(), file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = prepare(library, 16)
+    assert (after.sha256 != before.sha256) == (victim == "a text")
+    assert (tokens_of(after) == expected) == (victim == "a shard")
+
+
+DAMAGE = {
+    "truncated": lambda content: content[:-10],
+    "a bit flipped": lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:],
+    "longer": lambda content: content + b"\0" * 64,
+    "removed": None,
+}
+VICTIMS = ("bpe-*.json", "contents-*.json", "tokens-*/manifest.json", "tokens-*/00003-train.ids", "tokens-*/00003.json",
+           "tokens-*/00000-val.ids", "tokens-*/train-starts.npy")
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_damaged_file_is_made_again(library: DataConfig, victim: str, damage) -> None:
+    library = dataclasses.replace(library, val_fraction=0.5)
+    before = prepare(library, 16)
+    expected, starts = tokens_of(before), before.train.starts.tolist()
+    path = sorted(Path(library.cache_dir).glob(victim.replace("00000-val", "*-val")))[0]
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    after = prepare(library, 16)
+    assert (tokens_of(after), after.train.starts.tolist()) == (expected, starts)
+    assert after.sizes == before.sizes
+
+
+def test_only_the_damaged_shard_is_made_again(library: DataConfig) -> None:
+    prepare(library, 16)
+    files = sorted(Path(library.cache_dir).glob("tokens-*/*.ids"))
+    before = {path: path.stat().st_ino for path in files}
+    files[3].write_bytes(b"?" * files[3].stat().st_size)
+    prepare(library, 16)
+    assert [path for path in files if path.stat().st_ino != before[path]] == [files[3]]
+
+
+# The same, however they were made
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_shards_are_the_same_with_any_number_of_workers(library: DataConfig, tmp_path: Path, workers: int) -> None:
+    prepare(library, 16)
+    prepare(dataclasses.replace(library, cache_dir=str(tmp_path / "other"), tokenize_workers=workers), 16)
+    assert shards_in(tmp_path / "other") == shards_in(Path(library.cache_dir))
+
+
+SCRIPT = """
+import signal, sys, time
+from pathlib import Path
+from rwkv import shards
+from rwkv.config import DataConfig
+from rwkv.tokens import prepare
+shards.SHARD, shards.SHOWN_AFTER, write = {shard}, 0.0, shards.write_json
+if {slowly}:
+    shards.write_json = lambda path, content: (time.sleep(0.1), write(path, content))
+signal.signal(signal.SIGINT, signal.default_int_handler)     # which a process in the background begins without
+Path(sys.argv[1]).touch()
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+print(prepare(DataConfig(name="text", path={path!r}, vocab_size=300, cache_dir={cache!r}), 16).sizes)
+"""
+
+
+def start(config: DataConfig, ready: Path, go: Path, slowly: bool = False) -> subprocess.Popen[str]:
+    script = SCRIPT.format(shard=SHARD, slowly=slowly, path=config.path, cache=config.cache_dir)
+    return subprocess.Popen([sys.executable, "-c", script, ready, go], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_run_leaves_what_it_finished(library: DataConfig, tmp_path: Path, number: int) -> None:
+    whole = dataclasses.replace(library, cache_dir=str(tmp_path / "whole"))
+    prepare(whole, 16)
+    (tmp_path / "go").touch()
+    process, cache = start(library, tmp_path / "ready", tmp_path / "go", slowly=True), Path(library.cache_dir)
+    wait_for(lambda: len(list(cache.glob("tokens-*/00*.json"))) >= 3)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert "tokenising:" in said
+    assert "finishing the shards under way" in said or number == signal.SIGKILL
+    kept = {path: path.stat().st_ino for path in cache.glob("tokens-*/00*.json")}
+    assert 3 <= len(kept) < len(list((tmp_path / "whole").glob("tokens-*/00*.json")))
+    prepare(library, 16)
+    assert shards_in(cache) == shards_in(tmp_path / "whole")
+    assert {path: path.stat().st_ino for path in kept} == kept
+    assert not list(cache.glob("tokens-*/.*"))
+
+
+def test_two_runs_may_start_at_once(library: DataConfig, tmp_path: Path) -> None:
+    ready, go = [tmp_path / "ready0", tmp_path / "ready1"], tmp_path / "go"
+    runs = [start(library, mark, go, slowly=True) for mark in ready]
+    wait_for(lambda: all(mark.exists() for mark in ready))
+    go.touch()
+    printed, said = zip(*(run.communicate(timeout=60) for run in runs), strict=True)
+    alone = dataclasses.replace(library, cache_dir=str(tmp_path / "alone"))
+    assert list(printed) == [f"{prepare(alone, 16).sizes}\n"] * 2
+    assert ["waiting for it" in text for text in said].count(True) == 1
+    assert shards_in(Path(library.cache_dir)) == shards_in(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("writes", range(0, 24, 4))
+def test_a_full_disk_stops_with_a_sentence(library: DataConfig, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """Wherever it is noticed, nothing half-written stays, and what was finished is used once there is room."""
+    fsync, left = os.fsync, iter(range(writes))
+
+    def full(handle: int) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match=r"cannot write .*: No space left on device; data\.cache_dir"):
+        prepare(library, 16)
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert not list(Path(library.cache_dir).rglob(".*"))
+    prepared = prepare(library, 16)
+    documents = [prepared.tokenizer.encode(text) for text in splits_of(library)[0]]
+    assert prepared.train[:].tolist() == [index for document in documents for index in (0, *document)]
+
+
+def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces under way at a time: those of a shard per worker, one more that waits, and one that is read."""
+    monkeypatch.setattr(shards, "SHARD", 1 << 16)
+    monkeypatch.setattr("rwkv.encoding.BATCH", 1 << 14)
+    alive, most, encode = 0, 0, ByteTokenizer.encode_batch
+
+    class Counted(shards.Piece):
+        def __new__(cls, *values: object) -> "Counted":
+            nonlocal alive, most
+            alive += len(values[0])
+            most = max(most, alive)
+            return super().__new__(cls, *values)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= len(self.text)
+
+    monkeypatch.setattr(shards, "Piece", Counted)
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda *given: (time.sleep(0.001), encode(*given))[1])
+    (tmp_path / "long.txt").write_text(TEXT * 200)
+    config = DataConfig(name="text", path=str(tmp_path / "long.txt"), tokenizer="byte", cache_dir=str(tmp_path / "cache"),
+                        tokenize_workers=2)
+    assert prepare(config, 16).sizes.train_tokens > 2_000_000
+    assert most < 5 * ((1 << 16) + (1 << 17))
+
+
+def test_text_too_short_once_tokenised_gets_a_sentence(config: DataConfig) -> None:
+    with_text(config, "the same line again\n" * 300)
+    with pytest.raises(ValueError, match=r"the validation text is shorter .* has \d+ tokens, .*=500 needs 501"):
+        prepare(config, 500)

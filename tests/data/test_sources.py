@@ -1,0 +1,288 @@
+"""What is read, for data=stdlib, text, jsonl and hf: which documents, in which split, and a sentence for what cannot be."""
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rwkv.config import DataConfig
+from rwkv.data.prepare import Corpus, prepare
+from rwkv.data.sources import open_source
+from rwkv.data.sources.source import Document, in_validation
+from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.tokenizer.split import cutter, last_line_end, pieces
+from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer, build
+
+TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
+WORDS = [f"document {number} says {'again ' * (number % 7)}{number * number}\nand — ends" for number in range(60)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    return DataConfig(name="text", path=str(tmp_path / "text.txt"), tokenizer="byte", cache_dir=str(tmp_path / "cache"))
+
+
+def of_kind(config: DataConfig, name: str, path: Path, **options: object) -> DataConfig:
+    return dataclasses.replace(config, name=name, path=str(path), **options)
+
+
+def texts(config: DataConfig) -> tuple[list[str], list[str]]:
+    """The documents of both splits."""
+    found = list(open_source(config, Path(config.cache_dir)).documents())
+    return (["".join(document.chunks) for document in found if not document.val],
+            ["".join(document.chunks) for document in found if document.val])
+
+
+def bytes_of(prepared: Corpus) -> tuple[list[str], list[str]]:
+    """The documents of both splits, from the ids of the byte tokenizer."""
+    train, val = ("".join(map(chr, split[:])).encode("latin1") for split in (prepared.train, prepared.val))
+    return train.decode()[1:].split("\0"), val.decode()[1:].split("\0")
+
+
+# The standard library
+
+
+def test_the_standard_library_is_split_by_file() -> None:
+    config = DataConfig()
+    train, val = texts(config)
+    sizes = [sum(len(document.encode()) for document in split) for split in (train, val)]
+    assert 5e6 < sum(sizes) < 20e6
+    assert 0.1 <= sizes[1] / sum(sizes) < 0.13
+    assert any("class HTTPServer" in document for document in train + val)
+    assert texts(config) == (train, val)
+
+
+def test_only_sources_of_the_library_itself_are_read(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "sub/c.py", "test/d.py", "sub/tests/e.py", "encodings/f.py", "site-packages/g.py", "h.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(f"# {name}\r\n".encode())
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "empty.py").write_bytes(b"")
+    text = read_stdlib(tmp_path, 0.1)
+    assert sorted(text.train + text.val) == ["# a.py\n", "# b.py\n", "# sub/c.py\n"]
+    assert (len(text.train), len(text.val)) == (2, 1)
+
+
+def test_a_new_file_leaves_the_order_of_the_others(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text(name * 100)
+    before = read_stdlib(tmp_path, 0.5)
+    (tmp_path / "i.py").write_text("i")
+    after = read_stdlib(tmp_path, 0.5)
+    assert [document for document in after.val + after.train if document != "i"] == before.val + before.train
+
+
+# Text files
+
+
+def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkv.corpus.files.CHUNK", 97)   # cuts through characters of several bytes
+    Path(str(config.path)).write_bytes(TEXT.encode())
+    cut = int(len(TEXT) * 0.9)
+    assert texts(config) == ([TEXT[:cut]], [TEXT[cut:]])
+    assert open_source(config, Path(config.cache_dir)).sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("path", ["", "books/**/*.txt", "books"])
+def test_several_files_are_documents(config: DataConfig, tmp_path: Path, path: str) -> None:
+    for number, words in enumerate(WORDS):
+        file = tmp_path / "books" / f"shelf [{number % 3}]" / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(words.encode() + b"\r\n")
+    (tmp_path / "books" / "empty.txt").touch()
+    (tmp_path / "books" / "other.md").write_text("not a text file by its name")
+    train, val = bytes_of(prepare(of_kind(config, "text", tmp_path / path), 16))
+    assert sorted(train + val) == sorted(words + "\r\n" for words in WORDS)
+    assert 0.1 <= sum(map(len, val)) / sum(map(len, train + val)) < 0.13
+    assert {text.split()[1] for text in val} != {str(number) for number in range(len(val))}
+
+
+def test_a_file_with_wildcards_in_its_name_is_that_file(config: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "[a]*.txt").write_text(TEXT)
+    (tmp_path / "a.txt").write_text("another")
+    train, val = texts(of_kind(config, "text", tmp_path / "[a]*.txt"))
+    assert train[0] + val[0] == TEXT
+
+
+# JSON lines
+
+
+def write_lines(path: Path, documents: list[str], field: str = "text") -> Path:
+    lines = [json.dumps({"id": number, field: text}, ensure_ascii=bool(number % 2)) + "\n" * (1 + number % 2)
+             for number, text in enumerate(documents)]
+    content = "".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "lines.jsonl.gz"])
+def test_lines_are_documents(config: DataConfig, tmp_path: Path, name: str) -> None:
+    path = write_lines(tmp_path / name, [*WORDS, ""])
+    train, val = bytes_of(prepare(of_kind(config, "jsonl", path), 16))
+    assert [words for words in WORDS if words in val] == val
+    assert [words for words in WORDS if words not in val] == train
+    assert len(val) == 6
+
+
+def test_a_folder_of_lines_and_another_field(config: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write_lines(tmp_path / "sub" / "a.jsonl", WORDS[:20], "content")
+    write_lines(tmp_path / "sub" / "b.jsonl.gz", WORDS[20:], "content")
+    train, val = texts(of_kind(config, "jsonl", tmp_path / "sub", field="content"))
+    assert sorted(train + val) == sorted(WORDS)
+
+
+def test_a_single_line_is_cut_in_two(config: DataConfig, tmp_path: Path) -> None:
+    train, val = texts(of_kind(config, "jsonl", write_lines(tmp_path / "one.jsonl", [TEXT])))
+    assert (train, val) == ([TEXT[:int(len(TEXT) * 0.9)]], [TEXT[int(len(TEXT) * 0.9):]])
+
+
+@given(fraction=st.floats(0.01, 0.9), count=st.integers(2, 400))
+def test_a_fixed_share_of_documents_is_for_validation(fraction: float, count: int) -> None:
+    chosen = list(islice(in_validation(fraction), count))
+    assert chosen[0]
+    assert abs(sum(chosen) - fraction * count) <= 1
+    assert list(islice(in_validation(fraction), count + 1))[:count] == chosen
+
+
+# Hugging Face
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason='the library `datasets` is missing: "timemix[hf]"')
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+@pytest.mark.parametrize("form", ["folder", "dictionary", "parquet", "json"])
+def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": WORDS, "number": list(range(len(WORDS)))})
+    path = tmp_path / {"folder": "rows", "dictionary": "rows", "parquet": "rows.parquet", "json": "rows.json"}[form]
+    write = {"folder": rows.save_to_disk, "dictionary": datasets.DatasetDict({"train": rows}).save_to_disk,
+             "parquet": rows.to_parquet, "json": rows.to_json}[form]
+    write(str(path))
+    wanted = of_kind(config, "hf", path)
+    train, val = bytes_of(prepare(wanted, 16))
+    assert sorted(train + val) == sorted(WORDS)
+    assert [words for words in WORDS if words in val] == val
+    with pytest.raises(ValueError, match=r"no column 'body' of strings; it has text: choose with data\.field"):
+        prepare(dataclasses.replace(wanted, field="body"), 16)
+
+
+def test_without_the_library_a_sentence_says_so(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r'data=hf needs the library `datasets`: pip install "timemix\[hf\]"'):
+        prepare(of_kind(config, "hf", Path("somewhere")), 16)
+
+
+# Pieces of long texts
+
+LINES = st.lists(st.text("ab1。…， \n\t—漢.;()", max_size=12), max_size=40).map("\n".join)
+
+
+@pytest.fixture(scope="module", params=["byte", "char", "bpe", "world"])
+def cut(request: pytest.FixtureRequest) -> tuple[Tokenizer, Callable[[str], int]]:
+    tokenizer = build(request.param, ["ab1。…， \n\t—漢.;()\n a b" * 9], 300)
+    return tokenizer, cutter(tokenizer)
+
+
+@given(text=LINES, size=st.integers(1, 30))
+def test_pieces_have_the_ids_of_the_whole(cut: tuple[Tokenizer, Callable[[str], int]], text: str, size: int) -> None:
+    tokenizer, place = cut
+    found = list(pieces((text[start:start + size] for start in range(0, len(text), size)), place))
+    assert "".join(found) == text
+    assert [index for piece in found for index in tokenizer.encode(piece)] == tokenizer.encode(text)
+
+
+def test_a_bpe_tokenizer_made_from_pieces_is_that_of_the_whole() -> None:
+    text = "".join(f"if a{number % 5}:\n\n    b = {number}  \n\n\n\n" for number in range(200))
+    parts = list(pieces((text[start:start + 7] for start in range(0, len(text), 7)), last_line_end))
+    assert len(parts) > 100
+    assert JsonTokenizer.train(parts, 300).hash == JsonTokenizer.train([text], 300).hash
+
+
+def test_a_tokenizer_that_looks_across_lines_gets_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = json.loads(JsonTokenizer.train([TEXT], 300).definition)
+    definition["pre_tokenizer"]["add_prefix_space"] = True
+    place = cutter(JsonTokenizer(json.dumps(definition)))
+    assert list(pieces([TEXT] * 3, place)) == [TEXT * 3]
+    monkeypatch.setattr("rwkv.cutting.LONGEST", len(TEXT))
+    assert list(pieces([TEXT] * 3, place)) == [TEXT] * 3
+
+
+# What is refused
+
+TOO_SHORT = r"the validation text is shorter .* at most 11 tokens, and model\.ctx_len=16 needs 17"
+WRONG_TEXT = {
+    "missing": (None, r"cannot read data\.path=.*text\.txt: No such file or directory"),
+    "empty": (b"", r"data\.path=.*text\.txt is empty"),
+    "one character": (b"a", "has 1 characters: too few to split"),
+    "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, r"not UTF-8: its byte 12 is 0xe9; convert it, .* iconv"),
+    "half a character": (("a" * 70_000 + "é").encode()[:-1], "its byte 70000 is 0xc3"),
+    "short": (b"abcdefghij" * 10, TOO_SHORT),
+    "U+0000": (b"ab\0c" * 99, r"text\.txt: character 2 of the text is U\+0000"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_TEXT.values(), ids=WRONG_TEXT)
+def test_a_wrong_file_gets_a_sentence(config: DataConfig, content: bytes | None, message: str) -> None:
+    if content is not None:
+        Path(str(config.path)).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare(config, 16)
+
+
+WRONG_LINES = {
+    "not JSON": (b'{"text": "a"}\n\n{"text": \n', r"wrong\.jsonl, line 3 is not JSON"),
+    "no object": (b'{"text": "a"}\n["b"]\n', r"wrong\.jsonl, line 2 is not an object such as \{\"text\""),
+    "no field": (b'{"body": "a", "n": 1}\n', r"line 1 has no 'text': name the field of the text, data\.field=body"),
+    "no string": (b'{"text": 7}\n', r"line 1 has no string in 'text', but 7"),
+    "latin-1": (b'{"text": "a"}\n{"text": "\xe9"}\n', r"line 2 is not UTF-8: its byte 10 is 0xe9"),
+    "half a pair": (b'{"text": "a"}\n{"text": "\\ud800"}\n', r"wrong\.jsonl, line 2.*half a surrogate"),
+    "empty": (b"", "is empty"),
+    "blank": (b"\n\n", "has no text: all its documents are empty"),
+    "cut off": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "cannot read data.path=.*wrong.jsonl.gz: Compressed file ended"),
+    "not gzip": (b'{"text": "a"}\n\x1f\x8b', "not JSON|not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_LINES.values(), ids=WRONG_LINES)
+def test_a_wrong_line_gets_a_sentence_with_its_place(config: DataConfig, tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / ("wrong.jsonl.gz" if content[:2] == b"\x1f\x8b" else "wrong.jsonl")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare(of_kind(config, "jsonl", path), 16)
+
+
+def test_no_match_no_path_and_a_useless_cache_dir_get_a_sentence(config: DataConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no \.txt files in it: name others by a pattern"):
+        prepare(of_kind(config, "text", tmp_path), 16)
+    with pytest.raises(ValueError, match=r"data\.path=.*\*\.md matches no file"):
+        prepare(of_kind(config, "text", tmp_path / "*.md"), 16)
+    for name in ("text", "jsonl", "hf", "binidx"):
+        with pytest.raises(ValueError, match=rf"data={name} needs data\.path"):
+            prepare(dataclasses.replace(config, name=name, path=None), 16)
+    Path(str(config.path)).write_text(TEXT)
+    with pytest.raises(ValueError, match=r"cannot write .*data\.cache_dir must be a folder"):
+        prepare(dataclasses.replace(config, cache_dir=str(config.path)), 16)
+    with pytest.raises(ValueError, match=r"no \.py sources: use data=text"):
+        read_stdlib(tmp_path, 0.1)
+
+
+def test_documents_are_read_as_they_come(config: DataConfig, tmp_path: Path) -> None:
+    """A wrong line at the end is not met before the ones in front of it were."""
+    path = write_lines(tmp_path / "a.jsonl", WORDS)
+    path.write_bytes(path.read_bytes() + b"wrong\n")
+    documents = open_source(of_kind(config, "jsonl", path), tmp_path).documents()
+    assert all(isinstance(document, Document) for document in islice(documents, len(WORDS)))
+    with pytest.raises(ValueError, match="not JSON"):
+        next(documents)

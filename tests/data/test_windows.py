@@ -1,0 +1,248 @@
+"""Data as batches: windows over a stream of tokens in many files, the order of training, and going on from any place."""
+
+import dataclasses
+import io
+import pickle
+from itertools import islice
+from pathlib import Path
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from streams import stream_of
+from torch import Tensor
+
+from rwkv.config import DataConfig
+from rwkv.data.loaders import DataModule
+from rwkv.data.prepare import prepare
+from rwkv.data.token_array import Part, Starts, Stream
+from rwkv.data.windows import EndlessPermutations, Windows
+from rwkv.model.loss import IGNORED
+
+TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    (tmp_path / "text.txt").write_bytes(TEXT.encode())
+    return DataConfig(name="text", path=str(tmp_path / "text.txt"), tokenizer="char", batch_size=4,
+                      cache_dir=str(tmp_path / "cache"))
+
+
+def module(config: DataConfig, ctx_len: int = 16, seed: int = 0) -> DataModule:
+    return DataModule(prepare(config, ctx_len), config, ctx_len, seed)
+
+
+# Streams
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=6), bounds=st.tuples(st.integers(0, 60), st.integers(0, 60)))
+def test_a_stream_reads_as_one_array(tmp_path_factory: pytest.TempPathFactory, sizes: list[int],
+                                     bounds: tuple[int, int]) -> None:
+    numbers = iter(range(1000))
+    parts = [np.array([next(numbers) for _ in range(size)], np.uint16) for size in sizes]
+    whole, stream = np.arange(sum(sizes)), stream_of(tmp_path_factory.getbasetemp(), *parts)
+    assert len(stream) == len(whole)
+    assert stream[slice(*bounds)].tolist() == whole[slice(*bounds)].tolist()
+    assert pickle.loads(pickle.dumps(stream))[:].tolist() == whole.tolist()
+
+
+def test_a_part_of_a_file_is_a_stream(tmp_path: Path) -> None:
+    np.arange(10, dtype=np.int32).tofile(tmp_path / "ids")
+    np.save(tmp_path / "starts.npy", np.array([0, 3, 6, 8]))
+    stream = Stream([Part(tmp_path / "ids", "int32", 6, 4)], Starts(tmp_path / "starts.npy", 2, 2, 6))
+    assert (stream[:].tolist(), stream[1:3].tolist(), stream.starts.tolist()) == ([6, 7, 8, 9], [7, 8], [0, 2])
+
+
+# Windows
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4), ctx_len=st.integers(1, 20))
+def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], ctx_len: int) -> None:
+    random = np.random.default_rng(sum(sizes))
+    parts = [random.integers(0, 1000, size).astype(np.uint16) for size in sizes]
+    tokens = np.concatenate(parts)
+    stream = stream_of(tmp_path_factory.getbasetemp(), *parts)
+    whole, every = Windows(stream, ctx_len), Windows(stream, ctx_len, partial=True)
+    assert len(whole) == (len(tokens) - 1) // ctx_len
+    targets = [target for index in range(len(every)) for target in every[index][1].tolist()]
+    assert [target for target in targets if target != IGNORED] == tokens[1:].tolist()
+    for index in range(len(whole)):
+        x, y = whole[index]
+        start = index * ctx_len
+        assert x.tolist() == tokens[start:start + ctx_len].tolist()
+        assert y.tolist() == tokens[start + 1:start + ctx_len + 1].tolist()
+
+
+@given(size=st.integers(2, 60), ctx_len=st.integers(1, 20), seed=st.integers(0, 3), epoch=st.integers(0, 3))
+def test_every_epoch_has_the_same_pairs_cut_elsewhere(tmp_path_factory: pytest.TempPathFactory, size: int, ctx_len: int,
+                                                      seed: int, epoch: int) -> None:
+    """Each token of the windows predicts its own successor, once an epoch, wherever the cuts are."""
+    windows = Windows(stream_of(tmp_path_factory.getbasetemp(), np.arange(size, dtype=np.uint16)), ctx_len, seed=seed)
+    drawn = [windows[epoch * len(windows) + index] for index in range(len(windows))]
+    x, y = (torch.cat(part).tolist() for part in zip(*drawn, strict=True)) if drawn else ([], [])
+    assert sorted(x) == list(range(len(windows) * ctx_len))
+    assert y == [token + 1 for token in x]
+
+
+def test_epochs_and_seeds_are_cut_elsewhere(config: DataConfig) -> None:
+    tokens = prepare(config, 16).train
+    first = {(seed, epoch): Windows(tokens, 16, seed=seed)[epoch * ((len(tokens) - 1) // 16)][0].tolist()
+             for seed in range(3) for epoch in range(4)}
+    assert first[0, 0] == first[1, 0] == first[2, 0]
+    assert len({tuple(x) for x in first.values()}) > 5
+
+
+def test_windows_travel_to_a_worker_as_paths(config: DataConfig) -> None:
+    windows = Windows(prepare(config, 16).train, 16)
+    sent = pickle.dumps(windows)
+    assert len(sent) < 1000
+    assert torch.equal(pickle.loads(sent)[3][0], windows[3][0])
+
+
+def test_a_batch_is_int64_and_contiguous(config: DataConfig) -> None:
+    x, y = next(iter(module(config).train_dataloader()))
+    assert (x.shape, y.shape, x.dtype, y.dtype) == ((4, 16), (4, 16), torch.int64, torch.int64)
+    assert x.is_contiguous()
+    assert y.is_contiguous()
+
+
+def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> None:
+    data = module(config)
+    batches = list(data.val_dataloader())
+    targets = torch.cat([y.flatten() for _, y in batches])
+    assert targets[targets != IGNORED].tolist() == data.corpus.val[1:].tolist()
+    assert all(x.shape[0] <= 4 for x, _ in batches)
+
+
+# Order
+
+
+@given(size=st.integers(1, 40), batch_size=st.integers(1, 9), seed=st.integers(0, 5))
+def test_every_number_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
+    drawn = [number for batch in EndlessPermutations(size, batch_size, 3 * size, seed) for number in batch]
+    for start in range(0, len(drawn) - size + 1, size):
+        assert sorted(drawn[start:start + size]) == list(range(start, start + size))
+
+
+def test_the_order_hangs_on_the_seed_and_the_epoch() -> None:
+    first, again, other = ([[number % 50 for number in batch] for batch in EndlessPermutations(50, 50, 2, seed)]
+                           for seed in (0, 0, 1))
+    assert first == again
+    assert len({tuple(batch) for batch in [*first, *other, list(range(50))]}) == 5
+
+
+@given(size=st.integers(1, 50), batch_size=st.integers(1, 4), world=st.integers(1, 5), seed=st.integers(0, 3))
+def test_processes_share_one_order(size: int, batch_size: int, world: int, seed: int) -> None:
+    """Each step, all processes together have what one process with the whole batch has."""
+    together = list(EndlessPermutations(size, batch_size * world, 9, seed))
+    apart = [list(EndlessPermutations(size, batch_size, 9, seed, rank, world)) for rank in range(world)]
+    for common, *each in zip(together, *apart, strict=True):
+        assert common == [index for place in zip(*each, strict=True) for index in place]
+
+
+@given(taken=st.integers(0, 60))
+def test_a_sampler_continues_from_any_place(taken: int) -> None:
+    sampler = EndlessPermutations(17, 3, 60, 0)
+    iterator = iter(sampler)
+    assert len(list(islice(iterator, taken))) == taken
+    resumed = iter(sampler)
+    resumed.load_state_dict(iterator.state_dict())
+    assert list(resumed) == list(iterator)
+
+
+# macOS starts workers afresh, Linux by a fork, which Python 3.12 and later warn of in a process with threads.
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, workers: int) -> None:
+    alone = [x for x, _ in module(config).train_dataloader()]
+    data = module(dataclasses.replace(config, num_workers=workers))
+    loader = data.train_dataloader()
+    iterator = iter(loader)
+    taken = [next(iterator)[0] for _ in range(7)]
+    stored = io.BytesIO()
+    torch.save(loader.state_dict(), stored)
+    resumed = data.train_dataloader()
+    resumed.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
+    assert_equal([*taken, *(x for x, _ in resumed)], alone)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_one_epoch_predicts_every_token_of_the_windows_once(config: DataConfig, world: int) -> None:
+    corpus = prepare(config, 16)
+    windows = Windows(corpus.train, 16)
+    ranks = [EndlessPermutations(len(windows), 1, len(windows), 0, rank, world) for rank in range(world)]
+    drawn = [windows[batch[0]][1] for batches in zip(*ranks, strict=True) for batch in batches][:len(windows)]
+    expected = corpus.train[1:16 * len(windows) + 1]
+    assert sorted(torch.cat(drawn).tolist()) == sorted(expected.tolist())
+
+
+def assert_equal(batches: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(batches) == len(expected)
+    assert all(torch.equal(*pair) for pair in zip(batches, expected, strict=True))
+
+
+def test_loaders_leave_the_global_random_state_alone(config: DataConfig) -> None:
+    data, before = module(config), torch.get_rng_state()
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Recorder(lightning.LightningModule):
+    """Learns nothing, and notes the batches that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch[0].tolist())
+        return self.weight * 1
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class SaveAfter(lightning.Callback):
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: object) -> None:
+        if args[-1] == self.batches - 1:
+            trainer.save_checkpoint(self.path)
+
+
+def seen_in(data: DataModule, steps: int, accumulate: int, save: SaveAfter | None = None, resume: Path | None = None) -> list:
+    recorder = Recorder()
+    trainer = lightning.Trainer(max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, accelerator="cpu",
+                                logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                                enable_model_summary=False, callbacks=save)
+    trainer.fit(recorder, data, ckpt_path=resume, weights_only=True)
+    return recorder.seen
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:GPU available but not used")
+@pytest.mark.parametrize(("saved", "stopped", "steps", "accumulate"), [(13, 13, 300, 1), (5, 9, 9, 3), (300, 300, 310, 1)])
+def test_lightning_resumes_where_the_checkpoint_was_saved(config: DataConfig, tmp_path: Path, saved: int, stopped: int,
+                                                          steps: int, accumulate: int) -> None:
+    """Across the end of an epoch, with accumulation, and on to more steps than were first asked for."""
+    data, checkpoint = module(config), tmp_path / "saved.ckpt"
+    whole = seen_in(data, steps, accumulate)
+    before = seen_in(data, stopped, accumulate, SaveAfter(saved, checkpoint))
+    assert before[:saved] + seen_in(data, steps, accumulate, resume=checkpoint) == whole
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:GPU available but not used")
+def test_a_run_does_not_go_on_with_other_data(config: DataConfig, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "saved.ckpt"
+    seen_in(module(config), 3, 1, SaveAfter(2, checkpoint))
+    Path(str(config.path)).write_bytes(TEXT.replace("fox", "oxf").encode())
+    with pytest.raises(ValueError, match=r"the data have changed since the run began.* begin a new run with init_from="):
+        seen_in(module(config), 5, 1, resume=checkpoint)

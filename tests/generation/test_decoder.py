@@ -1,0 +1,101 @@
+"""The decoder's single steps are the model's own, in every dtype, and cost the same however much was read."""
+
+import copy
+
+import pytest
+import torch
+from models import small_model, tokens
+
+from rwkv.generation.decoder import Decoder
+from rwkv.model.quantized import Int8Linear, to_int8
+from rwkv.model.rwkv4 import RWKV
+from rwkv.model.state import State
+
+SIZES = {"n_att": 24, "n_ffn": 40}
+
+
+def model_in(dtype: str) -> RWKV:
+    model = small_model("reference", **SIZES).requires_grad_(False).eval()
+    return to_int8(model) if dtype == "int8" else model.to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("float64", 1e-5), ("int8", 1e-4), ("bfloat16", 0.1)])
+@torch.no_grad()
+def test_steps_are_the_models_own(dtype: str, allowed: float) -> None:
+    """In bfloat16 rounding differs from operation to operation: 2^-8 of logits of order 1, a few times."""
+    model = model_in(dtype)
+    several = tokens(model, B=3, T=20)
+    logits, state = model.prefill(several[:, :5])
+    decoder = Decoder(model, state)
+    for t in range(5, 20):
+        logits, state = model.prefill(several[:, t:t + 1], state)
+        torch.testing.assert_close(decoder.step(several[:, t]), logits, rtol=0, atol=allowed)
+    assert_same(decoder.state(), state, allowed)
+
+
+def assert_same(actual: State, expected: State, allowed: float) -> None:
+    for one, other in ((actual.a / actual.b, expected.a / expected.b), (actual.att_x, expected.att_x),
+                       (actual.p + actual.b.log(), expected.p + expected.b.log()), (actual.ffn_x, expected.ffn_x)):
+        torch.testing.assert_close(one, other, rtol=0, atol=10 * allowed)
+
+
+@torch.no_grad()
+def test_rows_can_be_dropped_and_reordered() -> None:
+    model = model_in("float32")
+    several = tokens(model, B=4, T=6)
+    decoder = Decoder(model, model.prefill(several[:, :4])[1])
+    decoder.step(several[:, 4])
+    decoder.keep([3, 1])
+    torch.testing.assert_close(decoder.step(several[[3, 1], 5]), model(several)[0][[3, 1], -1], rtol=0, atol=1e-5)
+
+
+def test_the_state_that_it_was_given_is_not_changed() -> None:
+    model = model_in("float32")
+    _, state = model.prefill(tokens(model))
+    before = copy.deepcopy(state)
+    decoder = Decoder(model, state)
+    decoder.step(torch.tensor([1, 2]))
+    taken = decoder.state()
+    kept = copy.deepcopy(taken)
+    decoder.step(torch.tensor([3, 4]))
+    assert all(map(torch.equal, state, before))
+    assert all(map(torch.equal, taken, kept))
+
+
+def test_memory_is_the_same_after_any_number_of_tokens() -> None:
+    model = model_in("float32")
+    decoder = Decoder(model, model.empty_state(2))
+    sizes = set()
+    for _ in range(50):
+        decoder.step(torch.tensor([1, 2]))
+        sizes.add(sum(part.untyped_storage().nbytes() for part in decoder.state()))
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(("bits", "allowed"), [(8, 0.015), (7, 0.025)])
+@pytest.mark.parametrize("non_negative", [False, True])
+def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: int, allowed: float) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 64), torch.randn(5, 3, 64) * torch.logspace(-3, 3, 5)[:, None, None]
+    x = x.relu() if non_negative else x
+    layer, exact = Int8Linear(weight, non_negative, bits), x @ weight.T
+    found = layer(x)
+    assert ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < allowed
+    assert torch.equal(layer(x[2, 1]), found[2, 1])
+    assert torch.equal(layer(torch.zeros(2, 64)), torch.zeros(2, 40))
+
+
+def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkv.int8.ENGINES", ())
+    with pytest.raises(ValueError, match="dtype=int8 needs a torch with FBGEMM"):
+        to_int8(small_model("reference"))
+
+
+@torch.no_grad()
+def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit() -> None:
+    model = small_model("reference", n_embd=64).requires_grad_(False)
+    several, exact = tokens(model, B=3, T=16), model(tokens(model, B=3, T=16))[0]
+    quantized = to_int8(model)
+    logits = quantized(several)[0]
+    assert (logits - exact).norm() / exact.norm() < 0.05
+    torch.testing.assert_close(quantized(several[1:2])[0][0], logits[1], rtol=0, atol=1e-5)

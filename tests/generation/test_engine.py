@@ -1,0 +1,275 @@
+"""Text from a model: a text depends on its prompt, its seed and the options alone; it is streamed whole, at constant cost."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import small_model, tokens
+
+from rwkv.generation import prefill
+from rwkv.generation.engine import Sample, Writer, generate, generate_batch
+from rwkv.generation.prefill import Context, PrefixCache, read, read_prompts
+from rwkv.generation.sampling import Sampling, next_tokens
+from rwkv.generation.stopping import Ending
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
+
+PROMPT = "naïve — 你好\n"
+BYTES = ByteTokenizer()
+TOKENIZERS = {"byte": BYTES, "char": CharTokenizer(PROMPT + "abcdefghij"), "bpe": JsonTokenizer.train([PROMPT * 20], 300)}
+KERNELS = ("conv1d", "torch_scan", "reference")
+MODELS = {kernel: small_model(kernel, vocab_size=256) for kernel in KERNELS}
+PROMPTS = st.lists(st.text("ab\n", max_size=12), min_size=1, max_size=5)
+OPTIONS = st.fixed_dictionaries({"temperature": st.sampled_from([0.0, 0.7, 1.3]), "top_p": st.sampled_from([0.5, 1.0]),
+                                 "repetition_penalty": st.sampled_from([1.0, 1.2])})
+
+
+def model_for(tokenizer: Tokenizer, kernel: str = "conv1d") -> RWKV:
+    return small_model(kernel, vocab_size=tokenizer.vocab_size)
+
+
+def constant(model: RWKV, token: int) -> RWKV:
+    """The model, made to say `token` whatever it reads."""
+    with torch.no_grad():
+        model.ln_out.weight.zero_()
+        model.ln_out.bias.fill_(1)
+        model.head.weight.zero_()
+        model.head.weight[token] = 100
+    return model
+
+
+def saying(*rows: str) -> RWKV:
+    """A byte model that, after each character of a row, says the next one."""
+    model = constant(model_for(BYTES), ord("."))
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.ln_out.weight.fill_(1)
+        model.ln_out.bias.zero_()
+        for block in model.blocks:
+            block.att.output.weight.zero_()
+            block.ffn.value.weight.zero_()
+        model.emb.weight.normal_(generator=torch.Generator().manual_seed(0))
+        hidden = model.hidden(torch.arange(256)[:, None])[0][:, 0]
+        for row in rows:
+            for here, following in zip(row.encode(), row.encode()[1:], strict=False):
+                model.head.weight[following] += 10 * hidden[here]
+    return model
+
+
+def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -> list[int]:
+    """One token after the other through the model itself."""
+    generator, written = torch.Generator().manual_seed(seed), []
+    logits, state = model.prefill(torch.tensor([ids]))
+    while len(written) < n:
+        token = next_tokens(logits, torch.rand(1, generator=generator, dtype=torch.float64), options)
+        if token == 0:
+            break
+        written.append(int(token))
+        logits, state = model.prefill(token[:, None], state)
+    return written
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, ""])
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str) -> None:
+    model, options = model_for(tokenizer), Sampling(0.9, 20, 0.95, banned=(0,))
+    written = by_hand(model, tokenizer.encode(prompt) or [tokenizer.end_of_text], 40, 3, options)
+    assert len(written) == 40
+    pieces = list(generate(model, tokenizer, prompt, 40, temperature=0.9, top_k=20, top_p=0.95, banned=(0,), seed=3))
+    assert all(pieces)
+    assert "".join(pieces) == tokenizer.decode(written)
+
+
+@given(st.sampled_from(KERNELS), PROMPTS, st.lists(st.integers(0, 3), min_size=5, max_size=5), OPTIONS,
+       st.lists(st.text("ab", min_size=1, max_size=2), max_size=2))
+@settings(max_examples=40, deadline=None)
+def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], seeds: list[int], options: dict[str, float],
+                                             stop: list[str]) -> None:
+    """The same tokens and endings at any batch size and position, under each kernel, with rows that end at different times."""
+    model, seeds = MODELS[kernel], seeds[:len(prompts)]
+    together = generate_batch(model, BYTES, prompts, 12, seeds=seeds, stop=stop, **options)
+    for prompt, seed, sample in zip(prompts, seeds, together, strict=True):
+        alone, = generate_batch(model, BYTES, [prompt], 12, seeds=[seed], stop=stop, **options)
+        assert (sample.tokens, sample.text, sample.finish) == (alone.tokens, alone.text, alone.finish)
+        assert "".join(generate(model, BYTES, prompt, 12, seed=seed, stop=stop, **options)) == sample.text
+
+
+@given(st.sampled_from(KERNELS), PROMPTS)
+@settings(max_examples=30, deadline=None)
+def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]) -> None:
+    model, ids = MODELS[kernel], [[*prompt.encode()] or [0] for prompt in prompts]
+    together = read_prompts(model, ids)
+    for row, each in enumerate(ids):
+        assert_close(together.rows([row]), read(model, torch.tensor([each])))
+
+
+@given(st.sampled_from(KERNELS), st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=6),
+       st.integers(0, 40_000))
+@settings(max_examples=40, deadline=None)
+def test_a_prefix_cache_changes_the_cost_alone(kernel: str, prompts: list[str], max_bytes: int) -> None:
+    model, cache = MODELS[kernel], PrefixCache[Context](max_bytes)
+    for prompt in prompts:
+        assert_close(read_prompts(model, [[*prompt.encode()]], cache=cache), read(model, torch.tensor([[*prompt.encode()]])))
+        assert cache.bytes <= max_bytes
+
+
+def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, passes = MODELS["conv1d"], PrefixCache[Context](), watch(monkeypatch)
+    shared = [*b"a long prompt that all begin with; "]
+    read_prompts(model, [shared], cache=cache)
+    read_prompts(model, [[*shared, 1], [*shared, 2, 3]], cache=cache)
+    read_prompts(model, [[*shared, 2, 3]], cache=cache)
+    assert passes == [(1, len(shared)), (2, 1), (1, 1)]
+
+
+def test_the_cache_forgets_what_was_used_longest_ago() -> None:
+    context = read(MODELS["conv1d"], torch.tensor([[1]]))
+    one = sum(part.untyped_storage().nbytes() for part in (context.logits, *context.state))
+    cache = PrefixCache[Context](2 * one)
+    for key in ((1,), (2,)):
+        cache.put(key, context)
+    assert cache.longest((1, 5))[0] == 1
+    cache.put((3,), context)
+    assert [cache.longest(key)[0] for key in ((1,), (2,), (3,))] == [1, 0, 1]
+
+
+def test_samples_of_one_prompt_share_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = watch(monkeypatch)
+    samples = generate_batch(MODELS["conv1d"], BYTES, ["a prompt"] * 3, 5, seeds=[0, 1, 0])
+    assert passes == [(1, 8)]
+    assert samples[0].tokens == samples[2].tokens != samples[1].tokens
+
+
+def test_rows_end_on_their_own() -> None:
+    model = saying("abcdefgh", "xy.", "12345678")
+    first, second, third = generate_batch(model, BYTES, ["a", "x", "1"], 5, stop=["d", "y."], temperature=0)
+    assert (first.text, first.finish) == ("bc", "stop")
+    assert (second.text, second.finish) == ("", "stop")
+    assert (third.text, third.finish, third.tokens) == ("23456", "length", [*b"23456"])
+
+
+def test_a_stop_that_was_none_is_shown_at_the_end() -> None:
+    assert list(generate(saying("abcdef"), BYTES, "a", 3, stop=["cdefg"], temperature=0)) == ["b", "cd"]
+
+
+def test_stop_tokens_end_a_text_and_are_not_shown() -> None:
+    sample, = generate_batch(saying("abcdef"), BYTES, ["a"], 9, stop_tokens=[ord("d")], temperature=0)
+    assert (sample.text, sample.finish) == ("bc", "stop")
+
+
+def test_a_context_goes_on_as_if_there_had_been_no_break() -> None:
+    model, options = MODELS["torch_scan"], Sampling(temperature=0)
+    whole = "".join(generate(model, BYTES, "The ", 20, temperature=0))
+    writer = Writer(model, BYTES, ["The "], [0], Ending(8), options)
+    first = "".join(piece for _, piece in writer)
+    context = writer.context()
+    rest = "".join(generate(model, BYTES, "", 12, temperature=0, context=context))
+    assert (first + rest).encode(errors="replace") == whole.encode(errors="replace")
+    branches = {"".join(generate(model, BYTES, prompt, 5, temperature=0, context=context)) for prompt in ("a", "b", "a")}
+    assert len(branches) == 2
+    assert "".join(generate(model, BYTES, "", 12, temperature=0, context=context)) == rest
+
+
+def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
+    model = MODELS["conv1d"]
+    writer = Writer(model, BYTES, ["ab"], [0], Ending(30), Sampling(banned=(0,)))
+    for count, _ in enumerate(writer, 1):
+        if count == 7:
+            break
+    assert_close(writer.context(), read(model, torch.tensor([[*b"ab", *writer.samples[0].tokens]])))
+
+
+@torch.no_grad()
+def test_logprobs_are_kept_for_each_token() -> None:
+    model = MODELS["conv1d"]
+    sample, = generate_batch(model, BYTES, ["ab"], 4, logprobs=3, banned=(0,))
+    expected = torch.log_softmax(model(torch.tensor([[*b"ab", *sample.tokens]]))[0][0, 1:-1], -1)
+    assert [entry["token"] for entry in sample.logprobs] == sample.tokens
+    for entry, row in zip(sample.logprobs, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(float(row[entry["token"]]), abs=1e-4)
+        assert [other["token"] for other in entry["top"]] == row.topk(3).indices.tolist()
+
+
+def test_pieces_come_before_the_text_is_finished() -> None:
+    pieces = generate(constant(model_for(TOKENIZERS["char"]), 5), TOKENIZERS["char"], max_new_tokens=10 ** 9)
+    assert next(pieces) == next(pieces) != ""
+
+
+def test_a_character_of_several_tokens_is_one_piece() -> None:
+    """Incomplete ones at the end are U+FFFD."""
+    assert list(generate(constant(model_for(BYTES), 0xE4), BYTES, max_new_tokens=2)) == ["��"]
+
+
+def test_a_seed_is_a_text_and_no_other_random_state_is_touched() -> None:
+    model, before = MODELS["conv1d"], torch.get_rng_state()
+    first, again, other = ("".join(generate(model, BYTES, "x", 30, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_end_of_text_ends_a_text() -> None:
+    model = constant(model_for(BYTES), 0)
+    assert list(generate(model, BYTES, "a")) == []
+    assert generate_batch(model, BYTES, ["a"]) == [Sample("a", 0, "", "end_of_text")]
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_no_more_tokens_than_asked_for(n: int) -> None:
+    assert "".join(generate(constant(model_for(BYTES), ord("a")), BYTES, "a", n)) == n * "a"
+
+
+def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, passes = MODELS["conv1d"], watch(monkeypatch)
+    several = tokens(model, B=2, T=23)
+    whole = read(model, several)
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 8)
+    assert_close(read(model, several), whole)
+    assert passes == [(2, 23), *[(2, 4)] * 5, (2, 3)]
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"prompt": "az!"}, r"'!', 'z': not among the \d+ characters"), ({"stop": [""]}, "stop holds an empty string"),
+    ({"max_new_tokens": -1}, "max_new_tokens is 0 or more; got -1"), ({"top_p": 2}, "top_p is above 0"),
+    ({"banned": (999,)}, "banned is token ids"), ({"seed": 2 ** 70}, "seed is")], ids=str)
+def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[str, Any], sentence: str,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    model, passes = model_for(TOKENIZERS["char"]), watch(monkeypatch)
+    with pytest.raises(ValueError, match=f"^{sentence}") as error:
+        generate(model, TOKENIZERS["char"], **options)
+    assert "\n" not in str(error.value)
+    assert passes == []
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="the tokenizer has 256 tokens and the model 255: they do not belong together"):
+        generate(small_model(vocab_size=255), BYTES, "a")
+
+
+@torch.no_grad()
+def test_a_model_with_spare_tokens_never_says_them() -> None:
+    """Vocabularies are often padded: a token that the tokenizer lacks has no text."""
+    model = constant(small_model("conv1d", vocab_size=300), 299)
+    model.head.weight[ord("a")] = 50
+    assert "".join(generate(model, BYTES, "a", 3)) == "aaa"
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what the model reads in parallel passes from now on."""
+    passes, whole = [], RWKV.prefill
+
+    def watched(self: RWKV, several: torch.Tensor, state: object = None) -> object:
+        passes.append(tuple(several.shape))
+        return whole(self, several, state)
+
+    monkeypatch.setattr(RWKV, "prefill", watched)
+    return passes
+
+
+def assert_close(actual: Context, expected: Context) -> None:
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-5)
+    for one, other in ((actual.state.a / actual.state.b, expected.state.a / expected.state.b),
+                       (actual.state.att_x, expected.state.att_x), (actual.state.ffn_x, expected.state.ffn_x),
+                       (actual.state.p + actual.state.b.log(), expected.state.p + expected.state.b.log())):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)

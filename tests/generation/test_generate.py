@@ -1,0 +1,154 @@
+"""generate.py as a user calls it: text on standard output, a user's mistake in one sentence, files that go on later."""
+
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from models import small_model
+from programs import Run, one_sentence
+
+from rwkv.generation.engine import Writer
+from rwkv.tokenizer.tokenizers import CharTokenizer
+
+CHECKPOINT = ("checkpoint=model.ckpt", "kernel=conv1d")
+CHARACTERS = "abc ü,=\"'\n"
+
+
+@pytest.fixture(autouse=True)
+def checkpoint(tmp_path: Path) -> Path:
+    tokenizer = CharTokenizer(CHARACTERS)
+    small_model("conv1d", tokenizer.vocab_size).save_pretrained(tmp_path / "model.ckpt", tokenizer)
+    return tmp_path / "model.ckpt"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ((), "no checkpoint at runs/latest"),
+    (("checkpoint=absent.ckpt",), "no checkpoint at absent.ckpt"),
+    (("checkpoint=.",), "no checkpoint in ."),
+    (("kernel=nonsense",), "unknown kernel 'nonsense'"),
+    (("prompt=zebra!",), "'!', 'e', 'r', 'z': not among the"),
+    (("tokenizer=absent.json",), "cannot read the tokenizer file absent.json"),
+    (("temperature=-1",), "temperature is 0 or more; got -1"),
+    (("top_p=2",), "top_p is above 0 and at most 1"),
+    (("top_p=high",), "top_p: Value 'high'"),
+    (("max_tokens=3",), "did you mean max_new_tokens?"),
+    (("max_new_tokens=-1",), "max_new_tokens is at least 0"),
+    (("dtype=int4",), "dtype is one of float32, bfloat16, int8"),
+    (("stop=",), "stop holds an empty string"),
+    (("state=absent.safetensors",), "no state file at absent.safetensors"),
+    (("state=model.ckpt",), "model.ckpt cannot be read as a state file"),
+    (("prompts=absent.txt",), "no file of prompts at absent.txt"),
+    (("prompts=empty.txt",), "empty.txt holds no prompt"),
+    (("prompts=wrong.jsonl",), 'wrong.jsonl, line 2: expected an object with a "prompt" string'),
+    (("prompts=wrong.jsonl", "prompt=a"), "prompt= and prompts= are both given"),
+    (("num_samples=2", "save_state=x"), "save_state= keeps what one text has read"),
+    (("logit_bias=99:1",), "logit_bias is token ids from 0 to"),
+    (("logit_bias=a:1",), "logit_bias is TOKEN_ID:NUMBER"),
+])
+def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    Path("empty.txt").write_text("\n")
+    Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
+    given = "checkpoint=" in "".join(arguments) or not arguments
+    one_sentence(run("generate", *(() if given else CHECKPOINT[:1]), *arguments), said)
+
+
+def test_a_damaged_checkpoint_is_one_sentence(run: Run, checkpoint: Path) -> None:
+    checkpoint.write_bytes(checkpoint.read_bytes()[:2000])
+    one_sentence(run("generate", "checkpoint=model.ckpt"), "model.ckpt cannot be read as a checkpoint: it is truncated")
+    small_model(vocab_size=256).save_pretrained("bare.pth")
+    one_sentence(run("generate", "checkpoint=bare.pth"), "bare.pth carries no tokenizer: name its file with tokenizer=")
+
+
+@pytest.mark.parametrize("prompt", ["abc\n", "", "a b, c", "a=b,\"c'\n"])
+def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str) -> None:
+    status, output, error = run("generate", *CHECKPOINT, f"prompt={prompt}", "max_new_tokens=20")
+    assert status == 0
+    assert error.startswith(f"read {max(1, len(prompt))} tokens")
+    assert output.startswith(prompt)
+    assert set(output) <= set(CHARACTERS)
+    again = run("generate", "checkpoint=model.ckpt", f"prompt={prompt}", "max_new_tokens=20", "stream=false")
+    assert again[1] == output
+
+
+def test_a_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("cab\nü"))
+    assert run("generate", *CHECKPOINT, "prompt=-", "max_new_tokens=0")[:2] == (0, "cab\nü\n")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_smaller_dtypes_write_too(run: Run, dtype: str) -> None:
+    status, output, _ = run("generate", *CHECKPOINT, "prompt=a", f"dtype={dtype}", "max_new_tokens=10", "banned=[0]")
+    assert (status, len(output)) == (0, 12)
+
+
+def test_many_prompts_are_the_same_texts_as_one_by_one(run: Run) -> None:
+    Path("prompts.txt").write_text("ab\nc, a\n", encoding="utf-8")
+    Path("prompts.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "c, a"}\n', encoding="utf-8")
+    several = ("num_samples=2", "seed=5", "max_new_tokens=15", "banned=[0]")
+    _, from_text, _ = run("generate", *CHECKPOINT, "prompts=prompts.txt", *several, "out=texts.jsonl", "logprobs=2")
+    _, from_json, _ = run("generate", *CHECKPOINT, "prompts=prompts.jsonl", *several, "batch_size=1")
+    assert from_text == from_json
+    samples = [json.loads(line) for line in Path("texts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(sample["prompt"], sample["seed"]) for sample in samples] == [("ab", 5), ("ab", 6), ("c, a", 5), ("c, a", 6)]
+    assert from_text == "---\n".join(f"{sample['prompt']}{sample['text']}\n" for sample in samples)
+    for sample in samples:
+        alone = run("generate", *CHECKPOINT, f"prompt={sample['prompt']}", f"seed={sample['seed']}", *several[2:])[1]
+        assert alone == f"{sample['prompt']}{sample['text']}\n"
+        assert [len(entry["top"]) for entry in sample["logprobs"]] == [2] * 15
+
+
+def test_stop_strings_are_taken_as_typed_and_may_be_several(run: Run) -> None:
+    options = (*CHECKPOINT, "prompt=a", "banned=[0]", "max_new_tokens=200", "temperature=2", "seed=3")
+    whole = run("generate", *options)[1]
+    stopped = run("generate", *options, "stop=, ", "stop=\n")[1]
+    end = min(place for place in (whole.find(", ", 1), whole.find("\n", 1)) if place >= 0)
+    assert end < len(whole) - 1
+    assert stopped == whole[:end] + "\n"
+
+
+def test_a_biased_token_is_all_that_comes(run: Run) -> None:
+    b, c = CharTokenizer(CHARACTERS).encode("bc")
+    biases = (f"logit_bias={b}:1000", f"logit_bias={c}:900")
+    assert run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=5", *biases)[1] == "abbbbb\n"
+
+
+def test_a_saved_state_goes_on_as_without_the_break(run: Run) -> None:
+    options = (*CHECKPOINT, "temperature=0", "banned=[0]")
+    whole = run("generate", *options, "prompt=ab", "max_new_tokens=30")[1]
+    first = run("generate", *options, "prompt=ab", "max_new_tokens=12", "save_state=kept.safetensors")[1]
+    rest = run("generate", *options, "state=kept.safetensors", "max_new_tokens=18")[1]
+    assert first.removesuffix("\n") + rest == whole
+    small_model("conv1d", len(CHARACTERS) + 1, seed=1).save_pretrained("other.ckpt", CharTokenizer(CHARACTERS))
+    one_sentence(run("generate", "checkpoint=other.ckpt", "state=kept.safetensors"), "was written with another model")
+
+
+def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, push, count = run("generate", *CHECKPOINT, "prompt=ab", "max_new_tokens=40", "banned=[0]")[1], Writer._draw, []
+
+    def interrupted(self: Writer, *arguments: object) -> object:
+        count.append(1)
+        if len(count) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return push(self, *arguments)
+
+    monkeypatch.setattr(Writer, "_draw", interrupted)
+    status, output, _ = run("generate", *CHECKPOINT, "prompt=ab", "max_new_tokens=40", "banned=[0]", "out=text.jsonl",
+                            "save_state=kept.safetensors")
+    assert status == 130
+    assert output == whole[:2 + 10] + "\n"
+    assert json.loads(Path("text.jsonl").read_text())["finish"] is None
+    monkeypatch.undo()
+
+
+def test_the_end_of_the_reader_is_not_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python generate.py | head`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed, monkeypatch.context() as patch:  # noqa: PTH123 (a descriptor)
+        patch.setattr(sys, "stdout", closed)
+        status, _, error = run("generate", *CHECKPOINT, "prompt=a")
+    assert (status, error) == (0, "")

@@ -1,0 +1,185 @@
+"""Drawing the next token: which tokens can come, how often, and in which order the options act."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rwkv.generation.sampling import SHORTLIST, Sampling, Seen, adjusted, distribution, logprobs, next_tokens
+
+PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
+DRAWS = 20_000
+PLAIN = {"temperature": 1.0, "top_p": 1.0}
+
+
+def draws(logits: Tensor, n: int = DRAWS, seed: int = 0, **options: Any) -> Tensor:
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return next_tokens(logits.expand(n, -1), uniform, Sampling(**PLAIN | options))
+
+
+def support(**options: Any) -> set[int]:
+    return set(draws(torch.tensor(PROBABILITIES).log(), **options).tolist())
+
+
+def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
+    """The probabilities of a row's tokens, by the order that rwkv/generation/sampling.py states, one token after the other, in float64."""
+    def softmax(x: np.ndarray) -> np.ndarray:
+        return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+
+    hf = options.order == "hf"
+    before = softmax(logits / options.temperature) if hf else softmax(logits)
+    likeliest = sorted(range(len(logits)), key=lambda token: -before[token])
+    by_k = set(likeliest[:options.top_k or len(logits)])
+    nucleus = before / sum(before[token] for token in by_k) if hf else before
+    kept, total = set(), 0.0
+    for token in likeliest:
+        if total < options.top_p and (token in by_k or not hf):
+            kept.add(token)
+            total += nucleus[token]
+    kept = {token for token in kept & by_k if before[token] >= options.min_p * before[likeliest[0]]}
+    after = before if hf else softmax(logits / options.temperature)
+    after = np.array([probability if token in kept else 0.0 for token, probability in enumerate(after)])
+    return after / after.sum()
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    wanted = counts.sum() * probabilities
+    assert not counts[wanted == 0].any()
+    return float((((counts - wanted) ** 2)[wanted > 0] / wanted[wanted > 0]).sum())
+
+
+def test_temperature_zero_takes_the_most_likely() -> None:
+    assert support(temperature=0) == {1}
+    assert next_tokens(torch.tensor([[0.0, 2.0], [3.0, -1.0]]), torch.zeros(2), Sampling(temperature=0)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(0, {0, 1, 2, 3}), (1, {1}), (2, {1, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3}),
+                                             (9, {0, 1, 2, 3})])
+def test_top_k_keeps_so_many(top_k: int, kept: set[int]) -> None:
+    assert support(top_k=top_k) == kept
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {1}), (0.39, {1}), (0.41, {1, 3}), (0.69, {1, 3}), (0.71, {1, 2, 3}),
+                                             (0.91, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})])
+@pytest.mark.parametrize("order", ["hf", "rwkv"])
+def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: set[int], order: str) -> None:
+    assert support(top_p=top_p, order=order) == kept
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.26, {1, 2, 3}), (0.51, {1, 3}), (0.76, {1}), (1.0, {1})])
+def test_min_p_keeps_a_share_of_the_likeliest(min_p: float, kept: set[int]) -> None:
+    assert support(min_p=min_p) == kept
+
+
+def test_hugging_face_tempers_first_chatrwkv_last() -> None:
+    """At temperature 0.5 token 1 has 0.53 of the mass; of the two most likely it has 0.57: both cover a top_p of 0.5."""
+    assert support(top_p=0.5) == {1, 3}
+    assert support(top_p=0.5, temperature=0.5) == {1}
+    assert support(top_p=0.5, top_k=2) == {1}
+    assert support(top_p=0.5, temperature=0.5, order="rwkv") == {1, 3}
+    assert support(top_p=0.5, top_k=2, order="rwkv") == {1, 3}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.8},
+                                     {"min_p": 0.3}, {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("order", ["hf", "rwkv"])
+def test_tokens_come_as_often_as_they_should(options: dict[str, Any], order: str) -> None:
+    """Chi-square, at most 7 degrees of freedom: below 24.3 with probability 0.999; the seed is fixed."""
+    logits = np.random.default_rng(0).normal(0, 1, 8)
+    counts = np.bincount(draws(torch.tensor(logits), order=order, **options), minlength=8)
+    assert chi_square(counts, exact(logits, Sampling(**PLAIN | options | {"order": order}))) < 24.3
+
+
+@given(st.integers(1, 3 * SHORTLIST), st.floats(0.05, 20), st.integers(0, 400), st.floats(0.01, 1.0), st.floats(0, 1),
+       st.sampled_from(["hf", "rwkv"]), st.integers(0, 5))
+def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: int, top_p: float, min_p: float, order: str,
+                                            seed: int) -> None:
+    """Whatever the shortlist holds; where a bound falls within rounding of a token's, that token may go either way."""
+    logits = np.random.default_rng(seed).normal(0, 2, V)
+    options = Sampling(temperature, top_k, top_p, min_p, order=order)
+    ids, kept = distribution(adjusted(torch.tensor(logits)[None], options, None), options)
+    found = np.zeros(V)
+    found[slice(None) if ids is None else ids[0].numpy()] = kept[0].numpy()
+    wanted, near = exact(logits, options), [exact(logits, Sampling(temperature, top_k, min(1, max(1e-9, top_p + p)),
+                    min(1, max(0, min_p + m)), order=order)) for p in (-1e-5, 1e-5) for m in (-1e-5, 1e-5)]
+    assert min(np.abs(found - each).max() for each in (wanted, *near)) < 1e-5
+
+
+def test_rows_are_drawn_with_their_own_numbers() -> None:
+    logits = torch.tensor(PROBABILITIES).log().expand(4, -1)
+    uniform = torch.tensor([0.05, 0.3, 0.6, 0.9])
+    assert next_tokens(logits, uniform, Sampling(**PLAIN)).tolist() == [0, 1, 2, 3]
+    assert next_tokens(logits.flip(0), uniform.flip(0), Sampling(**PLAIN)).tolist() == [3, 2, 1, 0]
+
+
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20), st.floats(1e-30, 1e30), st.integers(0, 25),
+       st.floats(1e-6, 1.0), st.floats(0, 1), st.sampled_from(["hf", "rwkv"]), st.integers(0, 5))
+def test_any_options_give_a_token_again_for_the_same_seed(values: list[float], temperature: float, top_k: int, top_p: float,
+                                                          min_p: float, order: str, seed: int) -> None:
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order}
+    logits = torch.tensor(values)
+    before = logits.clone()
+    first, second = (draws(logits, 3, seed, **options) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(logits, before)
+    assert first.dtype == torch.int64
+    assert all(0 <= token < len(values) for token in first)
+
+
+def test_banned_tokens_never_come_and_biased_ones_more_often() -> None:
+    assert support(banned=(1, 3)) == {0, 2}
+    assert support(temperature=0, logit_bias={0: 5.0}) == {0}
+    counts = np.bincount(draws(torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
+    assert chi_square(counts, np.array([0.4, 0.4, 0.2, 0.3]) / 1.3) < 16.3
+
+
+def test_penalties_by_their_definitions() -> None:
+    """Token 0 in the prompt alone, token 1 twice in the text, token 2 once in the text, token 3 never."""
+    seen = Seen([[0]], 4)
+    for token in (1, 2, 1):
+        seen.add(torch.tensor([token]))
+    logits = torch.tensor([[2.0, 3.0, -1.0, 4.0]])
+
+    def after(**options: Any) -> list[float]:
+        values = adjusted(logits, Sampling(**options), seen)[0]
+        return [round(float(value - values[3] + 4), 5) for value in values]
+
+    assert after(repetition_penalty=2.0) == [1.0, 1.5, -2.0, 4.0]
+    assert after(presence_penalty=0.5) == [2.0, 2.5, -1.5, 4.0]
+    assert after(frequency_penalty=0.5) == [2.0, 2.0, -1.5, 4.0]
+
+
+def test_bfloat16_logits_are_drawn_in_float32() -> None:
+    assert set(draws(torch.zeros(300, dtype=torch.bfloat16), n=30_000).tolist()) == set(range(300))
+
+
+def test_logprobs_are_the_models_own() -> None:
+    own, ids, values = logprobs(torch.tensor([PROBABILITIES]).log() + 3, torch.tensor([2]), 2)
+    assert own.exp().tolist() == pytest.approx([0.2])
+    assert ids.tolist() == [[1, 3]]
+    assert values[0].exp().tolist() == pytest.approx([0.4, 0.3])
+
+
+@pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
+def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> None:
+    with pytest.raises(ValueError, match="the model's logits are not finite"):
+        next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling())
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 2}, {"top_p": 0}, {"top_k": -1},
+                                     {"min_p": 1.1}, {"repetition_penalty": 0}, {"presence_penalty": math.inf},
+                                     {"order": "mine"}], ids=str)
+def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{next(iter(options))} is .*; got "):
+        Sampling(**options)
+
+
+def test_ids_outside_the_vocabulary_are_one_sentence() -> None:
+    for options in ({"banned": (7,)}, {"logit_bias": {-1: 1.0}}, {"banned": (0, 1, 2)}):
+        with pytest.raises(ValueError, match=f"^{next(iter(options))} is "):
+            Sampling(**options).check_ids(3)

@@ -1,0 +1,49 @@
+"""Stop strings: the text up to the one that is complete first, however the text is cut into pieces."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rwkv.generation.stopping import StopStrings
+
+TEXTS = st.text("abc", max_size=30)
+
+
+def show(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
+    stopping, shown = StopStrings(stops), ""
+    for piece in pieces:
+        shown += stopping.push(piece)
+        if stopping.found is not None:
+            return shown, stopping.found
+    return shown + stopping.flush(), None
+
+
+def first_complete(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Letter by letter: the first end of the text so far that is a stop string, the longest of them."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[:end - len(longest)], longest
+    return text, None
+
+
+@given(st.lists(TEXTS, max_size=8), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_the_text_is_that_before_the_first_complete_stop(pieces: list[str], stops: list[str]) -> None:
+    assert show(pieces, stops) == first_complete("".join(pieces), stops)
+
+
+def test_what_may_become_a_stop_is_held_back_and_shown_if_it_does_not() -> None:
+    stopping = StopStrings(["\n\nUser:"])
+    assert [stopping.push(piece) for piece in ("Hello", "\n", "\nU", "nited", "\n\nUs")] == ["Hello", "", "", "\n\nUnited", ""]
+    assert stopping.flush() == "\n\nUs"
+
+
+def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
+    assert StopStrings(["END"]).push("the E") == "the "
+    assert StopStrings([]).push("all of it") == "all of it"
+
+
+def test_an_empty_stop_string_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match="stop holds an empty string"):
+        StopStrings(["a", ""])

@@ -1,0 +1,80 @@
+"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), is held to what test_wkv.py asks of every scan."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import test_wkv as conformance
+import torch
+from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
+
+from kernels.compare import errors
+from kernels.wkv4 import WKV, cases
+from kernels.wkv4.cases import wkv_results
+
+pytestmark = [pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
+              pytest.mark.usefixtures("poisoned_memory")]
+SEGMENTS = ((2, 300, 3), (1, 131, 33), (1, 128, 64))     # (B, T, C): chunks of 128 steps, blocks of 32 channels, whole and not
+ALLOWED = {"+-5": 1e-5, "+-23": 1e-5, "+-43": 2e-5, "+-230": 3e-5}
+
+
+@pytest.fixture(params=ORDERS[:2])
+def scan(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV]:
+    with on_the_cpu(host, request.param):
+        yield WKV("cuda_scan")
+
+
+@pytest.mark.parametrize("with_state", [False, True], ids=("from nothing", "from a state"))
+@pytest.mark.parametrize("spread", ALLOWED)
+@pytest.mark.parametrize("shape", [*cases.SHAPES[:3], *SEGMENTS], ids=str)
+def test_output_state_and_gradients(scan: WKV, shape: tuple[int, int, int], spread: str, with_state: bool) -> None:
+    k_spread = (cases.SPREADS | cases.WIDE_SPREADS)[spread]
+    time_decay, time_first, k, v, state = cases.inputs(*shape, k_spread, with_state)
+    inputs = time_decay, time_first, k, v, state if with_state else None
+    found = errors(wkv_results(scan, inputs), conformance.reference(inputs))
+    assert max(found.values()) <= ALLOWED[spread], found
+
+
+@pytest.mark.parametrize("of", ["y", "state"])
+def test_gradients_of_each_output_alone(scan: WKV, of: str) -> None:
+    conformance.test_gradients_of_each_output_alone(scan, of, "cpu")
+
+
+@pytest.mark.parametrize("first", [0.0, -200.0])
+def test_the_first_step_is_its_own_v(scan: WKV, first: float) -> None:
+    conformance.test_the_first_step_is_its_own_v(scan, first, "cpu")
+
+
+@pytest.mark.parametrize("test", [
+    conformance.test_finite_at_extreme_parameters, conformance.test_y_lies_between_the_smallest_and_the_largest_v,
+    conformance.test_range_of_the_convolution_form, conformance.test_whole_is_chunks_is_steps,
+    conformance.test_one_state_has_many_forms, conformance.test_a_state_is_left_as_it_was, conformance.test_causality,
+    conformance.test_the_same_bits_twice, conformance.test_strided_inputs], ids=lambda test: test.__name__)
+def test_conforms(scan: WKV, test: Callable[[WKV, str], None]) -> None:
+    test(scan, "cpu")
+
+
+def test_finite_at_any_spread(scan: WKV) -> None:
+    conformance.test_finite_at_any_spread(scan, "+-1e7", "cpu")
+
+
+def test_half_precision_in_and_out(scan: WKV) -> None:
+    conformance.test_half_precision_in_and_out(scan, torch.bfloat16, "cpu")
+
+
+def test_a_slow_decay_over_many_chunks(scan: WKV) -> None:
+    """The decay of one step, rounded to float32 and raised to the 3000th power, would be off by 1e-4."""
+    _, time_first, k, v, state = cases.inputs(1, 3000, 2)
+    inputs = torch.full((2,), -9.0), time_first, k, v, state
+    found = errors(wkv_results(scan, inputs), conformance.reference(inputs))
+    assert max(found.values()) <= 5e-6, found
+
+
+def test_a_nan_stays_in_its_row(scan: WKV) -> None:
+    time_decay, time_first, k, v, state = cases.inputs(2, 40, 3)
+    expected, _ = scan(time_decay, time_first, k, v, state)
+    k[1, 20, 2] = torch.nan
+    y, after = scan(time_decay, time_first, k, v, state)
+    assert y[1, 20:, 2].isnan().all()
+    assert after.b[1, 2].isnan()
+    expected[1, :, 2] = y[1, :, 2] = 0
+    assert torch.equal(y, expected)

@@ -1,0 +1,79 @@
+"""Random shapes for every implementation, and the laws that a causal convolution and a weighted average obey."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from kernels.compare import err_ratio, errors, misses
+from kernels.registry import names, why_not
+from kernels.select import selectable
+from kernels.timex import TimeX, cases
+from kernels.timex import cases as timex_cases
+from kernels.wkv4 import WKV, WKVState, cases
+from kernels.wkv4 import cases as wkv_cases
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+few = settings(max_examples=10, deadline=None, derandomize=True, database=None,
+               phases=(Phase.explicit, Phase.generate, Phase.shrink))
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
+seeds = st.integers(0, 1000)
+
+
+@pytest.fixture(scope="module", params=names("timex"))
+def timex(request: pytest.FixtureRequest, device: str) -> TimeX:
+    reason = why_not("timex", request.param, device)
+    if reason:
+        pytest.skip(reason)
+    return TimeX(request.param)
+
+
+@pytest.fixture(scope="module", params=selectable())
+def wkv(request: pytest.FixtureRequest, device: str) -> WKV:
+    op = "wkv4" if request.param in names("wkv4") else "timex"
+    reason = why_not(op, request.param, device)
+    if reason:
+        pytest.skip(reason)
+    if op == "timex" and not TimeX(request.param).requires.wkv:
+        pytest.skip(f"{request.param} declares wkv=False")
+    return WKV(request.param) if op == "wkv4" else WKV("timex", timex=request.param, block=16)
+
+
+@few
+@given(shape=shapes, seed=seeds)
+def test_timex_at_any_shape(timex: TimeX, shape: tuple[int, int, int], seed: int, device: str) -> None:
+    w, k = timex_cases.inputs(*shape, device=device, seed=seed)
+    expected = cases.timex_results(TimeX("formula"), w.double(), k.double())
+    assert not misses(errors(cases.timex_results(timex, w, k), expected), cases.timex_tolerance(torch.float32))
+
+
+@few
+@given(shape=shapes, seed=seeds, shift=st.integers(0, 20))
+def test_timex_commutes_with_a_delay(timex: TimeX, shape: tuple[int, int, int], seed: int, shift: int, device: str) -> None:
+    """What comes later by `shift` steps goes out later by as many: a convolution knows no absolute time."""
+    w, k = timex_cases.inputs(*shape, device=device, seed=seed)
+    shift = min(shift, shape[2] - 1)
+    later = torch.cat((torch.zeros_like(k[:, :, :shift]), k[:, :, :k.shape[2] - shift]), dim=-1)
+    out = timex(w, k)
+    assert err_ratio(timex(w, later)[:, :, shift:], out[:, :, :out.shape[2] - shift]) <= 2e-6
+
+
+@few
+@given(shape=shapes, seed=seeds, spread=st.floats(0.0, 5.0))
+def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spread: float, device: str) -> None:
+    B, C, T = shape
+    inputs = wkv_cases.inputs(B, T, C, spread, device=device, seed=seed)
+    expected = cases.wkv_results(WKV("reference"), cases.double(inputs))
+    assert not misses(errors(cases.wkv_results(wkv, inputs), expected), cases.wkv_tolerance())
+
+
+@few
+@given(seed=seeds, shift=st.floats(-20.0, 20.0))
+def test_wkv_does_not_see_a_shift_of_k(wkv: WKV, seed: int, shift: float, device: str) -> None:
+    """A constant added to k, and to p of the state, scales numerator and denominator alike."""
+    time_decay, time_first, k, v, (a, b, p) = wkv_cases.inputs(2, 40, 4, device=device, seed=seed)
+    y, state = wkv(time_decay, time_first, k, v, WKVState(a, b, p))
+    shifted, moved = wkv(time_decay, time_first, k + shift, v, WKVState(a, b, p + shift))
+    assert err_ratio(shifted, y) <= 2e-5
+    assert err_ratio(moved.p + moved.b.log() - shift, state.p + state.b.log()) <= 2e-5

@@ -1,0 +1,301 @@
+"""Every implementation of brick padding against the formula, to the pixel; the transform in the workers of a DataLoader.
+
+A new file in kernels/pad/ is tested by being there. Needs nothing but torch, pytest, hypothesis and the back ends.
+"""
+
+import math
+import multiprocessing
+import pickle
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from kernels.bench.subjects import subject_of
+from kernels.pad import BrickPad, BrickPadding, cases, sides
+from kernels.pad.cases import Case
+from kernels.registry import KernelUnavailable, names, why_not
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+ROOT = Path(__file__).parent.parent.parent
+FORMULA = BrickPadding("formula")
+BAND = 256                           # bytes on each side of what an implementation allocates
+MARK = 85                            # of what fills them
+
+
+@pytest.fixture(params=names("pad"), scope="module")
+def pad(request: pytest.FixtureRequest, device: str) -> BrickPadding:
+    reason = why_not("pad", request.param, device)
+    if reason:
+        pytest.skip(reason)
+    return BrickPadding(request.param)
+
+
+def ids(case: Case) -> str:
+    return "x".join(map(str, case.tile))
+
+
+def expected(tile: Tensor, case: Case) -> Tensor:
+    left, top, right, bottom = case.padding
+    return cases.one_line(tile, case.offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("case", cases.CASES, ids=ids)
+def test_every_pixel(pad: BrickPadding, case: Case, dtype: torch.dtype, device: str) -> None:
+    tile = cases.tile(case.tile, dtype, device)
+    out = pad(tile, case.offset, case.padding)
+    assert (out.dtype, out.device) == (tile.dtype, tile.device)
+    assert torch.equal(out, expected(tile, case))
+
+
+@settings(deadline=None, max_examples=40)
+@given(h=st.integers(1, 20), w=st.integers(1, 90), height=st.integers(0, 40), width=st.integers(0, 150),
+       offset=st.integers(-200, 200), top=st.integers(-10**12, 10**12) | st.integers(-50, 50),
+       left=st.integers(-10**12, 10**12) | st.integers(-200, 200), dtype=st.sampled_from(cases.DTYPES))
+def test_any_part_of_the_wall(pad: BrickPadding, device: str, h: int, w: int, height: int, width: int, offset: int, top: int,
+                              left: int, dtype: torch.dtype) -> None:
+    """Wherever the first tile is, far outside as well, so that all coordinates are negative, or none."""
+    tile = cases.tile((2, h, w), dtype, device)
+    where = offset, top, left, height, width
+    assert torch.equal(pad.wall(tile, *where), cases.one_line(tile, *where))
+
+
+def test_a_high_wall_of_a_wide_tile(pad: BrickPadding, device: str) -> None:
+    """The last course's shift, before it is taken modulo the width, has more than 32 bits."""
+    tile = cases.tile((1, 300_000), device=device)
+    where = 299_999, 0, 0, 8000, 1
+    assert torch.equal(pad.wall(tile, *where), cases.one_line(tile, *where))
+
+
+def pages_formula(tile: Tensor, offset: int, pad_x: int, pad_y: int) -> Tensor:
+    """As the Taichi page has it: rows counted from below, a brick found by two vectors, (w, 0) and (offset, h)."""
+    h, w = tile.shape
+    height, width = h + 2 * pad_y, w + 2 * pad_x
+    image = torch.empty(height, width)
+    for row in range(height):
+        for column in range(width):
+            x, y = column - pad_x, height - 1 - row + pad_y
+            v = math.floor(y / h)
+            u = math.floor((x - v * offset) / w)
+            image[row, column] = tile[h - 1 - (y - v * h), x - u * w - v * offset]
+    return image
+
+
+def test_the_formula_is_the_pages(device: str) -> None:
+    """The page's rows start 2 pad_y lower than a padding's, whose middle is the tile."""
+    tile = cases.tile((4, 3))
+    page = pages_formula(tile, 2, 8, 7)
+    assert torch.equal(FORMULA.wall(tile, 2, 3 * 7, 8, *page.shape), page)
+    assert torch.equal(FORMULA(tile, 2, (8, 7))[7:11, 8:11], tile)
+
+
+@pytest.mark.parametrize("case", cases.EMPTY, ids=ids)
+def test_no_pixels_in_and_none_out(pad: BrickPadding, case: Case, device: str) -> None:
+    out = pad(cases.tile(case.tile, device=device), case.offset, case.padding)
+    assert out.shape == expected(cases.tile(case.tile), case).shape
+    assert out.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: torch.dtype, device: str,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    new_empty, bands = Tensor.new_empty, []
+
+    def between_bands(like: Tensor, *shape: int) -> Tensor:
+        out = new_empty(like, *shape)
+        memory = torch.full((out.nbytes + 2 * BAND,), MARK, dtype=torch.uint8, device=like.device)
+        bands.append((memory[:BAND], memory[BAND + out.nbytes:]))
+        return memory[BAND:BAND + out.nbytes].view(like.dtype).view(out.shape).copy_(out)
+
+    monkeypatch.setattr(Tensor, "new_empty", between_bands)
+    for case in cases.CASES:
+        tile = cases.tile(case.tile, dtype, device)
+        assert torch.equal(pad(tile, case.offset, case.padding), expected(tile, case))
+    assert pad.name == "torch_index" or len(bands) >= len(cases.CASES), "torch_index allocates by what it computes"
+    assert all(bool((band == MARK).all()) for both in bands for band in both)
+
+
+@pytest.mark.parametrize("offset", [1, 64])
+def test_a_tile_inside_a_larger_buffer(pad: BrickPadding, offset: int, device: str) -> None:
+    """Nothing beside the tile is read (it is NaN), and an address that no vector load takes is no trouble."""
+    tile = cases.tile((3, 5, 31), device=device)
+    buffer = tile.new_full((tile.numel() + 2 * offset,), float("nan"))
+    inside = buffer[offset:offset + tile.numel()].view(tile.shape).copy_(tile)
+    assert torch.equal(pad(inside, 7, 40), pad(tile, 7, 40))
+
+
+def test_a_strided_tile(pad: BrickPadding, device: str) -> None:
+    pixels_last = cases.tile((6, 8, 3), torch.uint8, device).permute(2, 0, 1)
+    assert torch.equal(pad(pixels_last, 3, 5), pad(pixels_last.contiguous(), 3, 5))
+
+
+def test_opcheck(pad: BrickPadding, device: str) -> None:
+    """Schema and fake are what torch.compile will rely on."""
+    pad(cases.tile((2, 3, 4), device=device), 1, 2)
+    torch.library.opcheck(getattr(torch.ops.timemix, f"pad_{pad.name}").default,
+                          (cases.tile((2, 3, 4), device=device), 1, 2, 2, 7, 8))
+
+
+def test_compiles_without_a_graph_break(pad: BrickPadding, device: str) -> None:
+    torch.compiler.reset()
+    tile = cases.tile((2, 3, 4), device=device)
+    compiled = torch.compile(lambda tile: pad(2 * tile, 1, (2, 3)) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(tile), pad(2 * tile, 1, (2, 3)) + 1)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_the_gpu_kernel_executed_on_the_cpu(dtype: torch.dtype) -> None:
+    reason = why_not("pad", "taichi_v0")
+    if reason:
+        pytest.skip(reason)
+    from kernels.backends.taichi import launch
+    from kernels.pad.taichi_v0 import origin, rows_cuda
+
+    for case in cases.CASES:
+        tile = cases.tile(case.tile, dtype)
+        (h, w), right = tile.shape[-2:], expected(tile, case)
+        out = torch.empty_like(right)
+        left, top, *_ = case.padding
+        launch(rows_cuda(dtype), tile.view(-1), out.view(-1), h, w, *out.shape[-2:], *origin(h, w, case.offset, top, left))
+        assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize(("tile", "padding", "sentence"), [
+    (torch.ones(3), 1, r"expects a tile \(..., height, width\), got one of shape \(3,\)"),
+    (torch.ones(3, 4, dtype=torch.float64), 1, "takes torch.float32 and torch.uint8, got torch.float64: convert it"),
+    (torch.ones(3, 4, requires_grad=True), 1, r"has no gradient: pass tile.detach\(\)"),
+    (torch.ones(3, 4), -1, "padding is one number, .*, none negative, got -1"),
+    (torch.ones(3, 4), (1, 2, 3), r"padding is one number, .*, got \(1, 2, 3\)"),
+    (torch.ones(3, 4), 1.5, "padding is one number, .*, got 1.5"),
+    (torch.ones(0, 4), 1, r"a tile of shape \(0, 4\) has no pixels to pad with"),
+])
+def test_what_is_refused_with_a_sentence(tile: Tensor, padding: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        FORMULA(tile, 1, padding)
+
+
+def test_a_tile_that_requires_a_gradient_nobody_asks_for() -> None:
+    with torch.no_grad():
+        assert FORMULA(torch.ones(3, 4, requires_grad=True), 1, 1).shape == (5, 6)
+
+
+def test_the_forms_of_a_padding() -> None:
+    assert sides(3) == (3, 3, 3, 3)
+    assert sides((1, 2)) == (1, 2, 1, 2)
+    assert sides([1, 2, 3, 4]) == (1, 2, 3, 4)
+    assert FORMULA(torch.ones(3, 4), 0, (1, 2, 3, 4)).shape == (3 + 2 + 4, 4 + 1 + 3)
+
+
+# The transform
+
+
+def test_an_image_in_the_middle_of_a_wall() -> None:
+    tile, image = cases.tile((3, 4, 5), torch.uint8), cases.tile((3, 7, 6), torch.uint8, seed=1)
+    out = BrickPad(tile, 2, (10, 8))(image)
+    wall = FORMULA.wall(tile, 2, 8, 10, 7 + 16, 6 + 20)
+    assert torch.equal(out[:, 8:15, 10:16], image)
+    wall[:, 8:15, 10:16] = image
+    assert torch.equal(out, wall)
+
+
+def test_one_brick_on_each_side_unless_asked() -> None:
+    tile, image = cases.tile((4, 5)), cases.tile((7, 6), seed=1)
+    assert torch.equal(BrickPad(tile, 2)(image), BrickPad(tile, 2, (5, 4))(image))
+
+
+def test_images_that_are_their_own_bricks() -> None:
+    images = cases.tile((2, 3, 4, 5), torch.uint8)
+    assert torch.equal(BrickPad(None, 2, 9)(images), FORMULA(images, 2, 9))
+
+
+@pytest.mark.parametrize("tile", [(4, 5), (3, 4, 5), (1, 4, 5), (2, 1, 4, 5)], ids=str)
+def test_a_tile_for_images_of_more_dimensions(tile: tuple[int, ...]) -> None:
+    brick, images = cases.tile(tile), cases.tile((2, 3, 7, 6), seed=1)
+    one_each = FORMULA.wall(brick.expand(2, 3, -1, -1), 2, 1, 1, 9, 8)
+    one_each[..., 1:-1, 1:-1] = images
+    assert torch.equal(BrickPad(brick, 2, 1)(images), one_each)
+
+
+@pytest.mark.parametrize(("image", "sentence"), [
+    (torch.ones(3, 5, 5, dtype=torch.uint8), "images of its tile's dtype and device, torch.float32 on cpu, got torch.uint8"),
+    (torch.ones(3, 5, 5, device="meta"), "got torch.float32 on meta"),
+    (torch.ones(5, 5), r"a tile of shape \(3, 2, 2\) does not go with an image of shape \(5, 5\)"),
+    (torch.ones(4, 5, 5), r"with an image of shape \(4, 5, 5\)"),
+])
+def test_images_that_do_not_go_with_the_tile(image: Tensor, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        BrickPad(torch.ones(3, 2, 2), 1)(image)
+
+
+def test_a_transform_survives_pickling() -> None:
+    transform, image = BrickPad(cases.tile((4, 5)), 2, 3, kernel="torch_index"), cases.tile((7, 6), seed=1)
+    again = pickle.loads(pickle.dumps(transform))
+    assert torch.equal(again(image), transform(image))
+    assert repr(again) == "BrickPad(tile (4, 5), offset=2, padding=(3, 3, 3, 3), kernel='torch_index')"
+
+
+def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """What two workers, started by `method`, make of each of eight images, and the image."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system does not {method}")
+    images = [cases.tile((3, 8, 6), torch.uint8, seed=seed) for seed in range(8)]
+    loader = DataLoader(images, batch_size=None, collate_fn=transform, num_workers=2, multiprocessing_context=method,
+                        timeout=200)
+    return zip(loader, images, strict=True)
+
+
+@pytest.mark.parametrize(("kernel", "method"), [("torch_strips", "fork"), ("taichi_v0", "spawn")])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
+    """A fork, Linux' own way until Python 3.14, with the default kernel; and Taichi, started anew by each worker."""
+    assert BrickPad(None, 5)._pad.name == "torch_strips"
+    for padded, image in loaded(BrickPad(None, 5, 9, kernel), method):
+        assert torch.equal(padded, FORMULA(image, 5, 9))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> None:
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system does not fork")
+    transform, image = BrickPad(None, 5, 9, "taichi_v0"), cases.tile((3, 8, 6))
+    transform(image)
+    with (ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as workers,        # a DataLoader takes 5 s to end after
+          pytest.raises(KernelUnavailable, match="Taichi was started before this process was forked")):      # any error
+        workers.submit(transform, image).result(timeout=60)
+
+
+# The benchmark and the example
+
+
+def test_the_benchmark_notices_one_wrong_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = subject_of("pad")(3, 6, 5, 2, 9, 7, "cpu", torch.uint8)
+    assert subject.errors("torch_strips") == ({"out": 0.0}, {})
+    forward = BrickPadding.forward
+
+    def one_wrong(*inputs: object) -> Tensor:
+        out = forward(*inputs)
+        out[1, 2, 3] = 255
+        return out
+
+    monkeypatch.setattr(BrickPadding, "forward", one_wrong)
+    assert subject.errors("torch_strips")[1] == {"out": "0.07% of the pixels"}
+
+
+def test_the_example_writes_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image", reason="reading the picture back needs pillow")
+    monkeypatch.setattr(sys, "argv", ["brick_padding.py", str(tmp_path / "wall.png"), "--kernel", "torch_strips"])
+    example = runpy.run_path(str(ROOT / "examples" / "brick_padding.py"), run_name="__main__")
+    with image.open(tmp_path / "wall.png") as picture:
+        assert (picture.mode, picture.size) == ("RGB", (32 + 256, 48 + 256))
+        pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(48 + 256, 32 + 256, 3)
+    assert torch.equal(pixels.permute(2, 0, 1), cases.one_line(example["brick"](), 10, 128, 128, *pixels.shape[:2]))

@@ -1,0 +1,163 @@
+"""What an implementation declares is what TimeX does about it: padding, cropping, casting, or one sentence of refusal."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stubs import stub
+from torch import Tensor
+
+from kernels import registry
+from kernels.compare import errors, misses
+from kernels.registry import KernelUnavailable
+from kernels.timex import TimeX, cases, formula
+from kernels.timex.cases import timex_results, timex_tolerance
+from kernels.wkv4 import WKV
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def recording(seen: list[tuple[int, ...]]) -> dict[str, object]:
+    """The formula as an implementation that notes the shapes it is given."""
+    def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
+        seen.append(tuple(k.shape))
+        assert w.is_contiguous()
+        assert k.is_contiguous()
+        assert not (w.requires_grad)
+        assert not (k.requires_grad)
+        return formula.forward(w, k, eps)
+
+    def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(tuple(grad_out.shape))
+        return formula.backward(w, k, grad_out)
+
+    return {"forward": forward, "backward": backward}
+
+
+@pytest.mark.parametrize(("shape", "padded"), [
+    ((3, 5, 11), (8, 5, 12)), ((8, 5, 12), (8, 5, 12)), ((1, 1, 1), (8, 1, 4)), ((9, 2, 13), (16, 2, 16))])
+def test_sizes_are_padded_to_the_declared_multiples(shape: tuple[int, ...], padded: tuple[int, ...]) -> None:
+    seen: list[tuple[int, ...]] = []
+    w, k = cases.inputs(*shape)
+    with stub(**recording(seen), T_multiple=4, B_multiple=8) as name:
+        results = timex_results(TimeX(name), w, k, 0.25)
+    assert seen == [padded, padded]
+    expected = timex_results(TimeX("formula"), w.double(), k.double(), 0.25)
+    assert not misses(errors(results, expected), timex_tolerance(torch.float32))
+
+
+def test_padding_inside_wkv() -> None:
+    seen: list[tuple[int, ...]] = []
+    with stub(**recording(seen), T_multiple=16, B_multiple=4) as name:
+        wkv = WKV("timex", timex=name)
+        inputs = torch.zeros(3), torch.zeros(3), torch.randn(1, 70, 3), torch.randn(1, 70, 3)
+        y, _ = wkv(*inputs)
+    assert seen == [(4, 3, 64), (4, 3, 16)]
+    torch.testing.assert_close(y, WKV("reference")(*inputs)[0])
+
+
+def test_t_max_is_refused_with_a_sentence() -> None:
+    with stub(**recording([]), T_max=8) as name:
+        TimeX(name)(*cases.inputs(2, 3, 8))
+        with pytest.raises(ValueError, match=f"{name} takes T up to 8, got T = 9: use another implementation"):
+            TimeX(name)(*cases.inputs(2, 3, 9))
+
+
+def test_what_is_unsound_in_a_quotient_is_refused_with_a_sentence() -> None:
+    with stub(**recording([]), wkv=False) as name, pytest.raises(ValueError, match="cannot be used inside WKV: its error"):
+        WKV("timex", timex=name)
+
+
+def test_float64_is_refused_by_what_computes_in_float32() -> None:
+    with stub(**recording([])) as name:
+        with pytest.raises(ValueError, match=f"{name} does not compute in float64: cast to float32"):
+            TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64))
+        with pytest.raises(ValueError, match=f"{name} does not compute in float64"):
+            WKV("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
+
+
+def test_a_missing_package_is_named_with_its_remedy() -> None:
+    with stub(packages=("no_such_package",)) as name:
+        assert registry.why_not("timex", name) == (
+            f"{name} needs the package no_such_package, which is not installed (pip install no_such_package)")
+        with pytest.raises(KernelUnavailable, match=r"no_such_package.*; on cpu there are: conv1d, .*formula"):
+            TimeX(name)(*cases.inputs(2, 3, 4))
+
+
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda` may be missing altogether, in which case looking for cuda.core raises."""
+    def find_spec(package: str) -> None:
+        raise ModuleNotFoundError(f"No module named {package.partition('.')[0]!r}")
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with stub(packages=("cuda.core",)) as name:
+        assert registry.why_not("timex", name) == (
+            f"{name} needs the package cuda.core, which is not installed (pip install 'timemix[cuda]')")
+
+
+def test_a_device_comes_before_a_package_that_would_not_help() -> None:
+    with stub(packages=("no_such_package",), devices=("cuda",)) as name:
+        assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
+
+
+def test_another_device_is_named() -> None:
+    with stub(devices=("cuda",)) as name:
+        assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with stub(devices=("cuda",)) as name:
+        assert registry.why_not("timex", name, "cuda") == f"{name} on cuda needs a CUDA device, and torch sees none"
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stub(compiled=True) as name:
+        monkeypatch.setattr(registry.shutil, "which", lambda compiler: f"/bin/{compiler}")
+        assert registry.why_not("timex", name) is None
+        registry.why_not.cache_clear()
+        monkeypatch.setattr(registry.shutil, "which", lambda compiler: None)
+        monkeypatch.setattr(registry, "COMPILERS", {})
+        assert "needs a C++ compiler, which torch.compile calls, and there is no g++" in registry.why_not("timex", name)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)        # with Triton missing, that comes first
+        monkeypatch.setattr(registry, "_installed", lambda package: package != "triton")
+        assert registry.why_not("timex", name, "cuda").startswith(f"{name} needs the package triton, which is not installed")
+
+
+def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.jit, "script")
+    with stub(scripted=True) as name:
+        assert registry.why_not("timex", name).startswith(f"{name} needs torch.jit.script, which torch {torch.__version__} no")
+
+
+def test_an_operator_is_a_folder_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is not finished is no operator yet."""
+    for file in ("done/__init__.py", "done/subject.py", "begun/__init__.py", "lost/subject.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
+    registry.operators.cache_clear()
+    try:
+        assert registry.operators() == ("done",)
+    finally:
+        registry.operators.cache_clear()
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown timex implementation 'nonsense'; there are: conv1d, .*formula"):
+        TimeX("nonsense")
+
+
+def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path) -> None:
+    """Only ModuleNotFoundError means that something is not installed; anything else must surface."""
+    (tmp_path / "broken.py").write_text("import torch\nfrom torch import no_such_name\n")
+    code = ("import kernels.timex, kernels.registry as registry\n"
+            f"kernels.timex.__path__.append({str(tmp_path)!r})\n"
+            "registry.names = lambda op: ('broken',)\n"
+            "registry.load('timex', 'broken')\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          cwd=Path(__file__).parent.parent.parent)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'no_such_name'"), done.stderr

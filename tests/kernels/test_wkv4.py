@@ -1,0 +1,391 @@
+"""Every WKV, the convolution form with every TimeX inside among them, against the float64 scan, and the scan against the sum.
+
+A new file in kernels/wkv4/ or kernels/timex/ is tested by being there. Needs nothing but torch, pytest and the back ends.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from kernels.compare import err_ratio, errors, misses
+from kernels.registry import check, load, names, why_not
+from kernels.select import selectable
+from kernels.timex import TimeX
+from kernels.timex import cases as timex_cases
+from kernels.wkv4 import WKV, WKVState, cases
+from kernels.wkv4.cases import WKVInputs, double, wkv_results, wkv_tolerance
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+REFERENCE = WKV("reference")
+
+
+def operator(name: str, device: str, **options: int) -> WKV:
+    """`name` as kernels.select means it; skips, with the registry's reason, where it cannot run or is unsound."""
+    op = "wkv4" if name in names("wkv4") else "timex"
+    reason = why_not(op, name, device)
+    if reason:
+        pytest.skip(reason)
+    if op == "timex" and not TimeX(name).requires.wkv:
+        pytest.skip(f"{name} declares wkv=False")
+    return WKV(name) if op == "wkv4" else WKV("timex", timex=name, **options)
+
+
+@pytest.fixture(params=selectable())
+def wkv(request: pytest.FixtureRequest, device: str) -> WKV:
+    return operator(request.param, device)
+
+
+@pytest.fixture(params=[name for name in names("wkv4") if name != "timex"])
+def scan(request: pytest.FixtureRequest, device: str) -> WKV:
+    """The implementations that claim to be exact for any k."""
+    return operator(request.param, device)
+
+
+def reference(inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
+    return wkv_results(REFERENCE, double(inputs), of)
+
+
+def against_reference(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, str]:
+    return misses(errors(wkv_results(wkv, inputs, of), reference(inputs, of)), wkv_tolerance())
+
+
+def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
+    """WKV without a recurrence: every weight of every step written out, (B,T,T,C), for autograd to differentiate."""
+    _B, T, _C = k.shape
+    w, steps = -torch.exp(time_decay), torch.arange(T, dtype=k.dtype)
+    lag = steps[:, None] - steps                                                           # (T,T): t - u
+    exponent = k[:, None] + torch.where(lag[..., None] == 0, time_first, (lag[..., None] - 1) * w)
+    weight = torch.where(lag[..., None] >= 0, exponent.exp(), 0.0)
+    before = torch.exp(state.p[:, None] + steps[:, None] * w)                              # (B,T,C)
+    num, den = before * state.a[:, None] + (weight * v[:, None]).sum(2), before * state.b[:, None] + weight.sum(2)
+    kept, added = torch.exp(state.p + T * w), torch.exp(k + (T - 1 - steps)[:, None] * w)
+    a, b = kept * state.a + (added * v).sum(1), kept * state.b + added.sum(1)
+    return num / den, WKVState(a, b, torch.zeros_like(b))
+
+
+@pytest.mark.parametrize("spread", [1.0, 5.0, 50.0])
+@pytest.mark.parametrize("of", ["y", "state"])
+def test_the_reference_is_the_sum(spread: float, of: str) -> None:
+    inputs = cases.inputs(2, 12, 3, spread, dtype=torch.float64)
+    found = errors(wkv_results(REFERENCE, inputs, of), wkv_results(the_sum, inputs, of))
+    assert max(found.values()) <= 1e-12, found
+
+
+@pytest.mark.parametrize("with_state", [False, True], ids=("from nothing", "from a state"))
+@pytest.mark.parametrize("spread", cases.SPREADS)
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+def test_output_state_and_gradients(wkv: WKV, shape: tuple[int, int, int], spread: str, with_state: bool,
+                                    device: str) -> None:
+    inputs = cases.inputs(*shape, cases.SPREADS[spread], with_state, device=device)
+    assert not against_reference(wkv, inputs if with_state else (*inputs[:4], None))
+
+
+@pytest.mark.parametrize("of", ["y", "state"])
+def test_gradients_of_each_output_alone(wkv: WKV, of: str, device: str) -> None:
+    assert not against_reference(wkv, cases.inputs(3, 100, 4, device=device), of)
+
+
+@pytest.mark.parametrize("block", [1, 7, 200])
+def test_every_block_length_is_the_same_operator(block: int, device: str) -> None:
+    assert not against_reference(WKV("timex", timex="conv1d", block=block), cases.inputs(3, 70, 4, device=device))
+
+
+@pytest.mark.parametrize("in_cache", [1, 300])
+def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load("wkv4", "torch_scan"), "IN_CACHE", in_cache)
+    assert not against_reference(WKV("torch_scan"), cases.inputs(3, 270, 4, 5.0, device=device))
+
+
+@pytest.mark.parametrize("shape", [(3, 100, 4), (2, 33, 48), (5, 64, 32), (1, 1, 1)], ids=str)
+def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int, int], device: str,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are one thread's: it is done before others are awake."""
+    scan, inputs = operator("taichi_scan", device), cases.inputs(*shape, device=device)
+    of_one = wkv_results(scan, inputs)
+    monkeypatch.setattr(load("wkv4", "taichi_scan"), "SERIAL", 0)
+    of_all = wkv_results(scan, inputs)
+    assert not against_reference(scan, inputs)
+    assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
+
+
+def test_autocast_does_not_reach_inside(wkv: WKV, device: str) -> None:
+    """What is float32 is computed in it, whatever dtype products outside are in; backward inside of autocast, too."""
+    inputs = cases.inputs(2, 33, 16, device=device)
+    expected = wkv_results(wkv, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        found = wkv_results(wkv, inputs)
+    assert all(torch.equal(expected[name], found[name]) for name in expected if name != "p + log b")
+
+
+def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
+    """Exact as long as all k, and p, lie within 60 of each other, in whatever order the extremes come."""
+    edge = 30.0
+    time_decay, time_first, k, v, state = cases.inputs(4, 200, 8, device=device)
+    distant = WKVState(state.a, state.b, edge * state.p.sign())
+    assert not against_reference(wkv, (time_decay, time_first, edge * k.sign(), v, distant))
+    rising = torch.linspace(-edge, edge, 200, device=device)[:, None].expand_as(k)
+    assert not against_reference(wkv, (time_decay, time_first, rising, v, None))
+    steps = torch.where(torch.arange(200, device=device)[:, None] % 64 < 32, -edge, edge).expand_as(k)
+    assert not against_reference(wkv, (time_decay, time_first, steps, v, None))
+
+
+@pytest.mark.parametrize(("spread", "y", "gradient"), [("+-5", 1e-6, 3e-5), ("+-23", 1e-6, 3e-5), ("+-43", 1e-5, 3e-5),
+                                                       ("+-230", 1e-4, 3e-4)])
+def test_the_scans_are_right_at_any_spread(scan: WKV, spread: str, y: float, gradient: float, device: str) -> None:
+    """Exponents are integers; the reference's are not: float32 holds one near 230 to 1.5e-5, and each step rounds again."""
+    inputs = cases.inputs(2, 1024, 16, (cases.SPREADS | cases.WIDE_SPREADS)[spread], device=device)
+    found = errors(wkv_results(scan, inputs), reference(inputs))
+    allowed = {name: 1e-4 if name in ("a/b", "p + log b") else y if name == "y" else gradient for name in found}
+    if scan.name == "reference":
+        allowed = dict.fromkeys(found, 1e-3)
+    assert not misses(found, allowed)
+
+
+@pytest.mark.parametrize("spread", cases.WIDE_SPREADS)
+def test_finite_at_any_spread(wkv: WKV, spread: str, device: str) -> None:
+    results = wkv_results(wkv, cases.inputs(3, 130, 16, cases.WIDE_SPREADS[spread], device=device), of="y")
+    assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
+
+
+def test_finite_at_extreme_parameters(wkv: WKV, device: str) -> None:
+    """time_decay and time_first at -100, 0 and 100 in every combination, rows of narrow and of huge k."""
+    corners = torch.tensor(list(itertools.product((-100.0, 0.0, 100.0), repeat=2)), device=device)
+    _, _, k, v, state = cases.inputs(4, 70, len(corners), device=device)
+    k = k * torch.tensor([1.0, 50.0, 1e7, 0.0], device=device)[:, None, None]
+    for incoming in (None, state):
+        results = wkv_results(wkv, (corners[:, 0], corners[:, 1], k, v, incoming), of="y")
+        assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
+
+
+def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV, device: str) -> None:
+    """A weighted average cannot leave the range of what it averages, at any spread."""
+    time_decay, time_first, k, v, _ = cases.inputs(3, 130, 16, 50.0, device=device)
+    y, _ = wkv(time_decay, time_first, k, v)
+    low, high = v.cummin(1).values, v.cummax(1).values
+    assert ((y >= low - 1e-5) & (y <= high + 1e-5)).all()
+
+
+@pytest.mark.parametrize("first", [0.0, -200.0])
+def test_the_first_step_is_its_own_v(wkv: WKV, first: float, device: str) -> None:
+    """There is nothing else to average, however small its weight: neither the value nor the gradient is lost."""
+    time_decay, time_first, k, v, _ = cases.inputs(3, 20, 4, device=device)
+    k[:, 0] = first
+    y, _ = wkv(time_decay, time_first, k, v.requires_grad_())
+    torch.testing.assert_close(y[:, 0], v[:, 0])
+    grad, = torch.autograd.grad(y[:, 0].sum(), v)
+    torch.testing.assert_close(grad[:, 0], torch.ones_like(grad[:, 0]))
+    assert not grad[:, 1:].any()
+
+
+def test_whole_is_chunks_is_steps(wkv: WKV, device: str) -> None:
+    time_decay, time_first, k, v, state = cases.inputs(3, 131, 5, device=device)
+    whole = wkv(time_decay, time_first, k, v, state)
+    chunks = in_pieces(lambda k, v, state: wkv(time_decay, time_first, k, v, state), k, v, state, (50, 1, 16, 64))
+    steps = in_pieces(lambda k, v, state: step(time_decay, time_first, k, v, state), k, v, state, [1] * 131)
+    for pieces in (chunks, steps):
+        found = errors(outputs(*pieces), outputs(*whole))
+        assert not misses(found, wkv_tolerance())
+
+
+def in_pieces(operator, k: Tensor, v: Tensor, state: WKVState, lengths) -> tuple[Tensor, WKVState]:
+    ys = []
+    for k_piece, v_piece in zip(k.split(lengths, 1), v.split(lengths, 1), strict=True):
+        y, state = operator(k_piece, v_piece, state)
+        ys.append(y)
+    return torch.cat(ys, 1), state
+
+
+def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
+    y, state = WKV.step(time_decay, time_first, k[:, 0], v[:, 0], state)
+    return y[:, None], state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_step_in_half_precision_keeps_the_state_in_float32(dtype: torch.dtype, device: str) -> None:
+    time_decay, time_first, k, v, state = cases.inputs(3, 1, 4, device=device)
+    k, v = k.to(dtype), v.to(dtype)
+    y, new = step(time_decay, time_first, k, v, state)
+    exact = outputs(*step(time_decay, time_first, k.float(), v.float(), state))
+    assert y.dtype == dtype
+    assert {part.dtype for part in new} == {torch.float32}
+    assert torch.equal(y, exact["y"].to(dtype))
+    assert torch.equal(new.a / new.b, exact["a/b"])
+
+
+def outputs(y: Tensor, state: WKVState) -> dict[str, Tensor]:
+    return {"y": y, "a/b": state.a / state.b, "p + log b": state.p + state.b.log()}
+
+
+def test_one_state_has_many_forms(wkv: WKV, device: str) -> None:
+    time_decay, time_first, k, v, (a, b, p) = cases.inputs(3, 70, 4, device=device)
+    here, there = (wkv(time_decay, time_first, k, v, state)
+                   for state in (WKVState(a, b, p), WKVState(a * 2**10, b * 2**10, p - torch.tensor(2.0**10).log())))
+    assert not misses(errors(outputs(*here), outputs(*there)), wkv_tolerance())
+
+
+def test_a_state_is_left_as_it_was(wkv: WKV, device: str) -> None:
+    *inputs, state = cases.inputs(3, 70, 4, device=device)
+    before = [part.clone() for part in (*inputs, *state)]
+    _, new = wkv(*inputs, state)
+    assert all(torch.equal(part, old) for part, old in zip((*inputs, *state), before, strict=True))
+    assert not {part.data_ptr() for part in state} & {part.data_ptr() for part in new}
+
+
+def test_causality(wkv: WKV, device: str) -> None:
+    """y before step t does not know k and v from t on: to the bit across blocks, to rounding within one (a shared scale)."""
+    time_decay, time_first, k, v, state = cases.inputs(3, 192, 4, device=device)
+    other_k, other_v = k.clone(), v.clone()
+    other_k[:, 128:], other_v[:, 128:] = 3.0, 100.0
+    y, other = wkv(time_decay, time_first, k, v, state)[0], wkv(time_decay, time_first, other_k, other_v, state)[0]
+    assert torch.equal(y[:, :128], other[:, :128])
+    other_k[:, 100:], other_v[:, 100:] = 3.0, 100.0
+    assert err_ratio(wkv(time_decay, time_first, other_k, other_v, state)[0][:, :100], y[:, :100]) <= 1e-5
+
+
+def test_the_same_bits_twice(wkv: WKV, device: str) -> None:
+    inputs = cases.inputs(5, 129, 16, device=device)
+    first, second = wkv_results(wkv, inputs), wkv_results(wkv, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
+def test_an_empty_size_passes_the_state_through(wkv: WKV, shape: tuple[int, int, int], device: str) -> None:
+    inputs = cases.inputs(*shape, device=device)
+    results = wkv_results(wkv, inputs, of="state")
+    state = inputs[4]
+    assert results["y"].shape == shape
+    assert torch.equal(results["a/b"], state.a / state.b)
+    assert torch.equal(results["p + log b"], state.p + state.b.log())
+    assert not against_reference(wkv, inputs, of="state")
+
+
+def test_strided_inputs(wkv: WKV, device: str) -> None:
+    time_decay, time_first, k, v, state = cases.inputs(3, 70, 4, device=device)
+    strided = (time_decay.expand(2, -1)[0], torch.stack((time_first, time_first), 1)[:, 0],
+               k.transpose(0, 1).contiguous().transpose(0, 1), v.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+               WKVState(*(part.t().contiguous().t() for part in state)))
+    contiguous, other = wkv_results(wkv, (time_decay, time_first, k, v, state)), wkv_results(wkv, strided)
+    assert all(torch.equal(contiguous[name], other[name]) for name in contiguous)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_in_and_out(wkv: WKV, dtype: torch.dtype, device: str) -> None:
+    """k and v as autocast gives them, parameters and state in float32: y comes back in the dtype of k, the state does not."""
+    time_decay, time_first, k, v, state = cases.inputs(3, 63, 4, device=device)
+    inputs = time_decay, time_first, k.to(dtype), v.to(dtype), state
+    results = wkv_results(wkv, inputs)
+    expected = {"y": dtype, "a/b": torch.float32, "grad k": dtype, "grad v": dtype, "grad time_decay": torch.float32,
+                "grad a": torch.float32}
+    assert {name: results[name].dtype for name in expected} == expected
+    allowed = 3 * timex_cases.TOLERANCE[dtype]              # y, grad_y and the gradient are each rounded
+    found = errors(results, reference(inputs))
+    assert max(found.values()) <= allowed, found
+    assert max(found["a/b"], found["p + log b"]) <= cases.TOLERANCE["state"]
+
+
+@pytest.mark.parametrize(("shape", "fast"), [((1, 5, 2), False), ((2, 70, 3), True)], ids=("each element", "several blocks"))
+def test_gradcheck(wkv: WKV, shape: tuple[int, int, int], fast: bool, device: str) -> None:
+    """Of y, a/b and p + log b: raw a and b are at a scale p that has no gradient."""
+    if torch.float64 not in wkv.requires.dtypes:
+        pytest.skip(f"{wkv.name} does not compute in float64")
+    *tensors, (a, b, p) = cases.inputs(*shape, dtype=torch.float64, device=device)
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        y, state = wkv(*leaves[:4], WKVState(*leaves[4:], p))
+        return y, state.a / state.b, state.p + state.b.log()
+
+    assert torch.autograd.gradcheck(function, [leaf.requires_grad_() for leaf in (*tensors, a, b)], fast_mode=fast)
+
+
+def test_opcheck(wkv: WKV, device: str) -> None:
+    """Schema, fake and autograd registration are what torch.compile will rely on."""
+    *tensors, state = cases.inputs(2, 9, 3, device=device)
+    name = f"wkv_{wkv.name}" if wkv.name in names("wkv4") else f"wkv_timex_{wkv.name}"
+    leaves = [tensor.requires_grad_() for tensor in (*tensors, state.a, state.b)]
+    torch.library.opcheck(getattr(torch.ops.timemix, name).default, (*leaves, state.p))
+
+
+def test_compiles_without_a_graph_break(wkv: WKV, device: str) -> None:
+    torch.compiler.reset()               # it compiles one function a limited number of times, and here comes each kernel
+    *tensors, state = cases.inputs(2, 9, 3, device=device)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+
+    def function(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState) -> Tensor:
+        y, new = wkv(time_decay, time_first, 2 * k, v, state)
+        return timex_cases.loss(y) + (new.a / new.b).sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(run(*leaves, state), leaves) for run in (function, compiled)]
+    assert all(err_ratio(grad, compiled_grad) <= 1e-6 for grad, compiled_grad in zip(*grads, strict=True))
+
+
+def test_one_compilation_serves_every_size(device: str) -> None:
+    """Any B, C and T; the steps that are left over are not compiled."""
+    scan = operator("torch_compile_scan", device)
+    wkv_results(scan, cases.inputs(2, 19, 3, device=device))
+    before = counters["stats"]["unique_graphs"]
+    for shape in ((1, 8, 1), (1, 33, 4), (3, 16, 3), (2, 5, 2)):
+        assert not against_reference(scan, cases.inputs(*shape, device=device))
+    assert counters["stats"]["unique_graphs"] == before > 0
+
+
+def test_copies_are_the_same_operator() -> None:
+    """A model is deep-copied and pickled with the operator inside."""
+    wkv = WKV("timex", timex="conv1d", block=16)
+    assert repr(copy.deepcopy(wkv)) == repr(wkv)
+    assert copy.deepcopy(wkv)._operator is wkv._operator
+    assert repr(copy.deepcopy(TimeX("conv1d"))) == "TimeX('conv1d')"
+
+
+def test_a_state_starts_empty_and_in_float32() -> None:
+    state = WKVState.empty(2, 3)
+    assert [part.dtype for part in state] == [torch.float32] * 3
+    assert [float(part[0, 0]) for part in state] == [0.0, 0.0, pytest.approx(-1e38)]
+
+
+@pytest.mark.parametrize(("time_decay", "time_first", "k", "v"), [
+    ((3,), (3,), (2, 4), (2, 4)), ((3,), (3,), (2, 4, 3), (2, 5, 3)), ((4,), (3,), (2, 4, 3), (2, 4, 3)),
+    ((3,), (4,), (2, 4, 3), (2, 4, 3)), ((1, 3), (1, 3), (2, 4, 3), (2, 4, 3)),
+])
+def test_wrong_shapes_are_refused_with_a_sentence(time_decay, time_first, k, v) -> None:
+    with pytest.raises(ValueError, match=r"WKV expects time_decay and time_first \(C,\), k and v \(B,T,C\), got "):
+        REFERENCE(torch.ones(time_decay), torch.ones(time_first), torch.ones(k), torch.ones(v))
+
+
+@pytest.mark.parametrize("parts", [(2, 4), (1, 3), (3, 2, 3)], ids=str)
+def test_a_state_of_another_shape_is_refused_with_a_sentence(parts: tuple[int, ...]) -> None:
+    *inputs, _ = cases.inputs(2, 4, 3)
+    with pytest.raises(ValueError, match=r"state"):
+        REFERENCE(*inputs, WKVState(*(torch.ones(parts) for _ in range(3))))
+
+
+def test_integers_are_refused_with_a_sentence() -> None:
+    time_decay, time_first, k, v, _ = cases.inputs(2, 4, 3)
+    with pytest.raises(ValueError, match="floating"):
+        REFERENCE(time_decay, time_first, k.long(), v.long())
+
+
+def test_float64_is_exact_or_refused(wkv: WKV, device: str) -> None:
+    """Never computed in float32 behind the user's back."""
+    inputs = cases.inputs(3, 70, 4, dtype=torch.float64, device=device)
+    if torch.float64 in wkv.requires.dtypes:
+        found = errors(wkv_results(wkv, inputs), reference(inputs))
+        assert max(found.values()) <= 1e-12, found
+    else:
+        with pytest.raises(ValueError, match=f"{wkv.name} does not compute in float64"):
+            wkv(*inputs)
+
+
+def test_a_block_has_at_least_one_step() -> None:
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        WKV("timex", timex="conv1d", block=0)
+
+
+def test_the_registry_knows_these_names(device: str) -> None:
+    check("wkv4", "reference", torch.device(device))
+    assert "timex" not in selectable()

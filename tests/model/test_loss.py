@@ -1,0 +1,192 @@
+"""The fused loss is plain cross-entropy in value and gradient, and L2Wrap is part of the gradient like everything else."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import small_model, tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rwkv.config import OptimConfig
+from rwkv.model import loss
+from rwkv.model.loss import IGNORED, head_loss
+from rwkv.training.task import LanguageModel
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 rows of 11 logits at a time, so that a few more rows take several passes."""
+    monkeypatch.setattr(loss, "CHUNK", 512 * 11)
+
+
+def problem(N: int, C: int = 6, V: int = 11, ignored: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(N)
+    hidden, weight = torch.randn(N, C, generator=generator), torch.randn(V, C, generator=generator)
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[torch.randperm(N, generator=generator)[:ignored]] = IGNORED
+    return hidden, weight, targets
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float,
+          confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients by autograd in float64; half of l2_wrap times the mean square of the largest logits has the
+    gradient that L2Wrap adds."""
+    hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
+    counted = targets != IGNORED
+    logits = (hidden @ weight.T)[counted]
+    value = torch.nn.functional.cross_entropy(logits, targets[counted])
+    total = value + l2_wrap / 2 * logits.max(-1).values.square().mean()
+    total -= confidence_penalty * torch.distributions.Categorical(logits=logits).entropy().mean()
+    return value.detach(), *torch.autograd.grad(total, (hidden, weight))
+
+
+def fused(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, scale: float = 1.0,
+          confidence_penalty: float = 0.0) -> tuple[Tensor, ...]:
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    value = head_loss(hidden, weight, targets, l2_wrap, confidence_penalty)
+    (value * scale).backward()
+    return value.detach(), hidden.grad, weight.grad
+
+
+def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 1e-6) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
+@pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (512, 0), (513, 100), (1500, 1499)])
+def test_value_and_gradients_are_those_of_autograd_in_float64(N: int, ignored: int, l2_wrap: float,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem(N, ignored=ignored)
+    monkeypatch.setattr(loss, "CHUNK", 512 * len(inputs[1]))     # rows at a time: the sizes above lie around it
+    close(fused(*inputs, l2_wrap), plain(*inputs, l2_wrap))
+
+
+def test_l2_wrap_changes_the_gradient_and_not_the_loss() -> None:
+    inputs = problem(20)
+    without, with_it = fused(*inputs, 0.0), fused(*inputs, 0.3)
+    assert torch.equal(without[0], with_it[0])
+    assert not torch.allclose(without[1], with_it[1])
+
+
+@pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
+@pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (513, 100)])
+def test_the_confidence_penalty_has_the_gradient_of_the_entropy(N: int, ignored: int, l2_wrap: float) -> None:
+    inputs = problem(N, ignored=ignored)
+    close(fused(*inputs, l2_wrap, confidence_penalty=0.2), plain(*inputs, l2_wrap, confidence_penalty=0.2))
+
+
+def test_the_confidence_penalty_is_in_the_step_and_not_in_the_loss() -> None:
+    model = small_model("conv1d")
+    x, y = tokens(model), tokens(model, seed=2)
+    losses, gradients = [], []
+    for penalty in (0.0, 0.3):
+        task = LanguageModel(copy.deepcopy(model), OptimConfig(confidence_penalty=penalty), 1, 1)
+        losses.append(task.training_step((x, y), 0))
+        losses[-1].backward()
+        gradients.append(task.model.head.weight.grad)
+    assert torch.equal(*losses)
+    assert not torch.allclose(*gradients)
+
+
+@pytest.mark.parametrize("scale", [2.0 ** 16, 2.0 ** -10, -1.0])
+def test_loss_scaling_scales_every_gradient(scale: float) -> None:
+    inputs = problem(20)
+    _, grad_hidden, grad_weight = fused(*inputs, 0.3)
+    _, scaled_hidden, scaled_weight = fused(*inputs, 0.3, scale)
+    assert torch.equal(scaled_hidden, scale * grad_hidden)
+    assert torch.equal(scaled_weight, scale * grad_weight)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulating_parts_is_the_whole_batch(parts: int) -> None:
+    """As Lightning does it: each part's loss divided by their number, the gradients added up in the parameters."""
+    model = small_model("conv1d")
+    x, y = tokens(model, B=8), tokens(model, B=8, seed=2)
+    whole, split = (LanguageModel(copy.deepcopy(model), OptimConfig(l2_wrap=0.3), 1, 1) for _ in range(2))
+    whole.training_step((x, y), 0).backward()
+    for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        (split.training_step(part, 0) / parts).backward()
+    for one, other in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_model_learns_with_the_gradient_of_plain_autograd() -> None:
+    """Through the whole model, the head's own gradient among them."""
+    model = small_model("conv1d")
+    x, y = tokens(model), tokens(model, seed=2)
+    LanguageModel(model, OptimConfig(), 1, 1).training_step((x, y), 0).backward()
+    fused_gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    logits = model(x)[0].flatten(0, 1)
+    l2_wrap = OptimConfig().l2_wrap / 2 * logits.max(-1).values.square().mean()
+    (torch.nn.functional.cross_entropy(logits, y.flatten()) + l2_wrap).backward()
+    for gradient, parameter in zip(fused_gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_to_predict_is_no_loss_and_no_gradient() -> None:
+    for result in fused(*problem(5, ignored=5), 0.3, confidence_penalty=0.2):
+        assert not result.any()
+
+
+def test_ignored_rows_have_no_gradient() -> None:
+    hidden, weight, targets = problem(9, ignored=4)
+    _, grad_hidden, _ = fused(hidden, weight, targets, 0.3)
+    assert torch.equal(grad_hidden.any(-1), targets != IGNORED)
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden, weight, targets = problem(9)
+    for result in fused(1e18 * hidden, 1e18 * weight, targets, 0.0):
+        assert result.isfinite().all()
+
+
+class MostRows(TorchDispatchMode):
+    """The most rows of any tensor (rows, V) that comes into being."""
+
+    def __init__(self, V: int) -> None:
+        super().__init__()
+        self.V, self.rows = V, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() == 2 and result.shape[1] == self.V:
+            self.rows = max(self.rows, len(result))
+        return result
+
+
+def test_the_logits_never_exist_at_once() -> None:
+    inputs = problem(3000)
+    with MostRows(V=11) as seen:
+        fused(*inputs, 0.3)
+    assert 0 < seen.rows <= 512
+
+
+def test_without_gradient_there_is_only_the_value() -> None:
+    inputs = problem(20)
+    with torch.no_grad():
+        value = head_loss(*inputs, 0.3)
+    assert not value.requires_grad
+    close((value,), plain(*inputs, 0.0)[:1])
+
+
+@given(st.integers(1, 5), st.integers(1, 300), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_first_largest_of_each_row_is_found(rows: int, V: int, levels: int, chance: Any) -> None:
+    """With few levels most rows have several largest elements."""
+    x = torch.tensor([[float(chance.randrange(levels)) for _ in range(V)] for _ in range(rows)])
+    assert torch.equal(loss._argmax(x), (x == x.amax(-1, keepdim=True)).int().argmax(-1, keepdim=True))
+
+
+def test_half_precision_loses_no_gradient_to_underflow() -> None:
+    """Each of 32768 rows has a share of 3e-5 in the mean: times most probabilities, that is 0 in float16."""
+    hidden, weight, targets = problem(32768, V=300)
+    with torch.autocast("cpu", torch.float16):
+        found = fused(hidden, weight, targets, 0.0, scale=2.0 ** 10)
+    _, *expected = plain(hidden, weight, targets, 0.0)
+    for gradient, exact in zip(found[1:], expected, strict=True):
+        assert (gradient / 2.0 ** 10 - exact).norm() <= 1e-3 * exact.norm()

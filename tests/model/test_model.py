@@ -1,0 +1,239 @@
+"""RWKV-4 in all its forms, which agree, and in training, under every kernel. That they are the paper's: test_parity.py."""
+
+import copy
+import math
+
+import pytest
+import torch
+from models import SMALL, kernels, small_model, tokens
+from torch import Tensor
+
+from kernels.select import select
+from rwkv.config import ModelConfig, OptimConfig
+from rwkv.model.rwkv4 import RWKV
+from rwkv.model.state import State
+from rwkv.training.task import LanguageModel
+
+
+def close(actual: Tensor, expected: Tensor, atol: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol, check_dtype=False)
+
+
+def same_state(actual: State, expected: State) -> None:
+    """As values: (a, b, p) has many forms, a/b and p + log b one."""
+    for one, other in ((actual.att_x, expected.att_x), (actual.ffn_x, expected.ffn_x),
+                       (actual.a / actual.b, expected.a / expected.b),
+                       (actual.p + actual.b.log(), expected.p + expected.b.log())):
+        close(one, other, 1e-4)
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@torch.no_grad()
+def test_parallel_chunked_and_recurrent_forms_agree(kernel: str) -> None:
+    model = small_model(kernel)
+    read = tokens(model)
+    logits, state = model(read)
+    for lengths in ([5, 1, 18], [1] * 24):
+        state_so_far, parts = None, []
+        for chunk in read.split(lengths, dim=1):
+            part, state_so_far = model(chunk, state_so_far)
+            parts.append(part)
+        close(torch.cat(parts, dim=1), logits, 1e-5)
+        same_state(state_so_far, state)
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_a_single_step_with_gradient_is_the_one_without(kernel: str) -> None:
+    """Without a gradient it is WKV.step, with one the kernel."""
+    model = small_model(kernel)
+    _, state = model(tokens(model))
+    last = tokens(model, T=1, seed=2)
+    with torch.no_grad():
+        expected = model(last, state)
+    logits, after = model(last, state)
+    assert logits.requires_grad
+    close(logits, expected[0], 1e-5)
+    same_state(after, expected[1])
+
+
+@pytest.mark.parametrize("T", [1, 7])
+@torch.no_grad()
+def test_the_state_given_is_not_changed(T: int) -> None:
+    model = small_model("conv1d")
+    for state in (model.empty_state(2), model(tokens(model))[1]):
+        before = copy.deepcopy(state)
+        _, after = model(tokens(model, T=T, seed=2), state)
+        assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True))
+        assert not any(one.data_ptr() == other.data_ptr() for one, other in zip(state, after, strict=True))
+
+
+@torch.no_grad()
+def test_the_state_has_the_shape_and_dtype_that_are_promised() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small_model(n_att=8).to(dtype)
+        for state in (model.empty_state(2), model(tokens(model))[1]):
+            assert [tuple(part.shape) for part in state] == [(3, 2, 16), (3, 2, 8), (3, 2, 8), (3, 2, 8), (3, 2, 16)]
+            assert {part.dtype for part in state} == {torch.float32}
+
+
+@pytest.mark.parametrize("kernel", kernels())
+@torch.no_grad()
+def test_a_later_token_changes_nothing_earlier(kernel: str) -> None:
+    model = small_model(kernel)
+    read = tokens(model)
+    changed = read.clone()
+    changed[:, 12] = (read[:, 12] + 1) % model.vocab_size
+    one, other = model(read)[0], model(changed)[0]
+    close(one[:, :12], other[:, :12], 1e-5)      # not equal to the bit: the largest k of a block is its scale
+    assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
+
+
+@torch.no_grad()
+def test_rows_do_not_see_each_other() -> None:
+    model = small_model("conv1d")
+    read = tokens(model)
+    close(model(read)[0][1:], model(read[1:])[0], 1e-6)
+
+
+@torch.no_grad()
+def test_prefill_is_the_last_position() -> None:
+    model = small_model("conv1d")
+    logits, state = model(tokens(model))
+    last, after = model.prefill(tokens(model))
+    close(last, logits[:, -1], 1e-6)
+    same_state(after, state)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (5,), (1, 2, 3)])
+def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"tokens are \(B,T\) with T at least 1"):
+        small_model()(torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_bf16_autocast_is_close_and_trains(kernel: str) -> None:
+    model = small_model(kernel)
+    task, x, y = LanguageModel(model, OptimConfig(), 1, 1), tokens(model), tokens(model, seed=2)
+    exact, gradients = gradients_of(task, x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough, rough_gradients = gradients_of(task, x, y)
+    assert rough == pytest.approx(exact, abs=0.03)
+    for gradient, rough_gradient in zip(gradients, rough_gradients, strict=True):
+        assert rough_gradient.dtype == torch.float32
+        assert (rough_gradient - gradient).norm() < 0.1 * gradient.norm()
+
+
+def gradients_of(task: LanguageModel, x: Tensor, y: Tensor) -> tuple[float, list[Tensor]]:
+    task.zero_grad()
+    loss = task.loss(x, y)
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in task.parameters()]
+
+
+# Names, sizes and initialisation
+
+
+def test_parameters_have_the_official_names_and_shapes() -> None:
+    C, V, A, F = 16, 50, 8, 24
+    layer = {"ln1.weight": (C,), "ln1.bias": (C,), "ln2.weight": (C,), "ln2.bias": (C,),
+             "att.time_decay": (A,), "att.time_first": (A,),
+             "att.time_mix_k": (1, 1, C), "att.time_mix_v": (1, 1, C), "att.time_mix_r": (1, 1, C),
+             "att.key.weight": (A, C), "att.value.weight": (A, C), "att.receptance.weight": (A, C), "att.output.weight": (C, A),
+             "ffn.time_mix_k": (1, 1, C), "ffn.time_mix_r": (1, 1, C),
+             "ffn.key.weight": (F, C), "ffn.receptance.weight": (C, C), "ffn.value.weight": (C, F)}
+    expected = {f"blocks.{index}.{name}": shape for index in range(3) for name, shape in layer.items()}
+    expected |= {"emb.weight": (V, C), "blocks.0.ln0.weight": (C,), "blocks.0.ln0.bias": (C,),
+                 "ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
+    model = small_model(n_att=A, n_ffn=F)
+    assert {name: tuple(weight.shape) for name, weight in model.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize(("V", "L", "C"), [(50277, 12, 768), (50277, 24, 1024), (256, 1, 8)])
+def test_the_number_of_parameters(V: int, L: int, C: int) -> None:
+    with torch.device("meta"):
+        model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("reference"))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == 2 * V * C + L * (13 * C ** 2 + 11 * C) + 4 * C
+    if (V, L, C) == (50277, 12, 768):
+        assert count == 169_342_464
+
+
+@pytest.fixture(scope="module")
+def fresh() -> RWKV:
+    torch.manual_seed(0)
+    return RWKV(ModelConfig(n_layer=3, n_embd=8, n_ffn=40), 50, select("reference")).init_weights()
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_initial_decays_and_mixing_weights(fresh: RWKV, layer: int) -> None:
+    att, ffn = fresh.blocks[layer].att, fresh.blocks[layer].ffn
+    rho, sigma = layer / 2, 1 - layer / 3
+    for h, x in ((0, 0.0), (3, 3 / 8), (7, 7 / 8)):
+        power = x ** sigma
+        assert att.time_decay[h].item() == pytest.approx(-5 + 8 * (h / 7) ** (0.7 + 1.3 * rho))
+        assert att.time_first[h].item() == pytest.approx(math.log(0.3) + {0: 0.0, 1: 0.5, 2: -0.5}[h % 3])
+        assert att.time_mix_k[0, 0, h].item() == pytest.approx(power)
+        assert att.time_mix_v[0, 0, h].item() == pytest.approx(power + 0.3 * rho)
+        assert att.time_mix_r[0, 0, h].item() == pytest.approx(x ** (0.5 * sigma))
+        assert ffn.time_mix_k[0, 0, h].item() == ffn.time_mix_r[0, 0, h].item() == pytest.approx(power)
+
+
+def test_initial_matrices(fresh: RWKV) -> None:
+    for block in fresh.blocks:
+        for zero in (block.att.key, block.att.receptance, block.att.output, block.ffn.value, block.ffn.receptance):
+            assert not zero.weight.any()
+        orthogonal(block.att.value.weight, 1.0)
+        orthogonal(block.ffn.key.weight, math.sqrt(5))
+    orthogonal(fresh.head.weight, 0.5 * math.sqrt(50 / 8))
+    assert 0.9e-4 < fresh.emb.weight.abs().max() <= 1e-4
+
+
+def orthogonal(weight: Tensor, gain: float) -> None:
+    close(weight.T @ weight, gain ** 2 * torch.eye(weight.shape[1]), 1e-5)
+
+
+def test_one_layer_of_one_channel_has_finite_weights() -> None:
+    model = RWKV(ModelConfig(n_layer=1, n_embd=1), 3, select("reference")).init_weights()
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+# Only the kernel changes
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_a_seed_gives_the_same_weights_under_every_kernel(kernel: str, fresh: RWKV) -> None:
+    torch.manual_seed(0)
+    model = RWKV(fresh.config, 50, select(kernel)).init_weights()
+    assert all(torch.equal(weight, fresh.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+def train(kernel: str, steps: int = 50) -> list[float]:
+    """The losses of a run from the initial weights, with the optimiser and the schedule of a real one."""
+    torch.manual_seed(0)
+    config = OptimConfig(warmup_steps=5, weight_decay=0.01)
+    task = LanguageModel(RWKV(ModelConfig(**SMALL), 40, select(kernel)).init_weights(), config, steps, val_bytes_per_token=1.0)
+    configured = task.configure_optimizers()
+    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    text = torch.randint(40, (steps, 4, 1), generator=torch.Generator().manual_seed(1)) + 3 * torch.arange(33)
+    losses = []
+    for batch in text % 40:
+        loss = task.training_step((batch[:, :-1], batch[:, 1:]), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), config.grad_clip)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def reference_losses() -> list[float]:
+    losses = train("reference")
+    assert losses[-1] < 0.75 * losses[0], "50 steps that learn nothing prove nothing"
+    return losses
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_fifty_training_steps_are_the_same_under_every_kernel(kernel: str, reference_losses: list[float]) -> None:
+    assert train(kernel) == pytest.approx(reference_losses, abs=1e-4)

@@ -1,0 +1,419 @@
+"""Sweeps and reports: what is measured in a run, what becomes of runs that fail, and that a report says what its files hold."""
+
+import csv
+import json
+import math
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stubs import stub
+from training_runs import SMALL, TEXT, assert_same_training, losses, rows
+
+import train
+from kernels.timex import conv1d
+from kernels.wkv4 import WKV
+from rwkv import cli, report
+from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.report import page, svg
+from rwkv.report.findings import findings
+from rwkv.report.numbers import COLUMNS, RESULTS, compare
+from rwkv.report.reading import Run, read
+from rwkv.tools import report
+from rwkv.training import sweep
+from rwkv.training.run import open_run
+
+ROOT = Path(__file__).parent.parent.parent
+BREAKS = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \
+         '    if len(_calls) > 8:\n        raise RuntimeError("out of <luck> & such")\n    return _backward(*inputs)\n'
+
+
+# A sweep: conv1d trains, torch_scan breaks in its sixth backward pass or so, cuda_v3 has no device
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the programs, in which torch_scan breaks."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("kernels", "rwkv", "configs", "train.py"):
+        path = ROOT / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / name)
+    with (tree / "kernels" / "wkv4" / "torch_scan.py").open("a") as file:
+        file.write(BREAKS)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
+    """start("-m", ...) -> exit status: the sweep in this process, its runs in processes of `tree`."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+
+    def call(*arguments: str) -> int:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.run(train.main, TrainConfig, "train", sweep.run)
+        return int(stop.value.code or 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "PROGRAM", tree / "train.py")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.chdir(folder)
+        yield call
+
+
+@pytest.fixture(scope="module")
+def swept(start: Callable[..., int]) -> tuple[int, Path]:
+    status = start("-m", "kernel=conv1d,torch_scan,cuda_v3", *SMALL, "logger=csv", "model.n_layer=1", "out_dir=a, b",
+                   "trainer.max_steps=10", "trainer.val_every=5")
+    return status, Path("a, b").absolute()
+
+
+def test_what_fails_and_what_cannot_run_does_not_stop_the_others(swept: tuple[int, Path]) -> None:
+    status, folder = swept
+    assert status == 1
+    runs = {run.kernel: run for run in read(folder)}
+    assert {kernel: run.status for kernel, run in runs.items()} == {
+        "conv1d": "finished", "torch_scan": "failed", "cuda_v3": "unavailable"}
+    assert runs["torch_scan"].reason == "RuntimeError: out of <luck> & such"
+    assert "not on cpu" in str(runs["cuda_v3"].reason)
+    assert list(runs["conv1d"].curve("train/loss")) == list(range(1, 11))
+    assert 0 < len(runs["torch_scan"].curve("train/loss")) < 9, "its curve until then"
+    assert runs["torch_scan"].measured["steps"], "and what was measured until then"
+    assert sorted(run.order or 0 for run in runs.values()) == [1, 2, 3]
+    assert "Traceback" in (folder / "logs" / "kernel=torch_scan.txt").read_text()
+
+
+def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -> None:
+    folder = swept[1]
+    found = {(row["kernel"], row["statistic"]): row for row in table(folder)}
+    one, run = found["conv1d", "value"], folder / "kernel=conv1d"
+    measured = json.loads((run / "kernel.json").read_text())
+    speeds = [float(row["tok_per_sec"]) for row in rows(run) if row["tok_per_sec"] and int(row["step"]) > measured["warm_up"]]
+    assert measured["warm_up"] == 2
+    assert float(one["tok_per_sec"]) == pytest.approx(statistics.median(speeds))
+    assert float(one["val_loss"]) == losses(run, "val/loss")[10]
+    assert float(one["peak_mib"]) == max(float(row["peak_mem"]) for row in rows(run) if row["peak_mem"])
+    steps = measured["steps"]
+    assert [step["step"] for step in steps] == list(range(2, 10))
+    assert all(0 < step["forward_ms"] + step["backward_ms"] < step["ms"] for step in steps)
+    assert float(one["step_ms"]) == pytest.approx(statistics.median(step["ms"] for step in steps))
+    for when in ("start", "end"):
+        errors = [layer["errors"]["grad k"]["err_ratio"] for layer in measured["errors"][when]["layers"]]
+        assert 0 < float(one[f"err_{when}_grad_k"]) == max(errors) < 1e-5
+    assert found["conv1d", "median"]["val_loss"] == one["val_loss"]
+    ours, theirs = losses(folder / "kernel=torch_scan"), losses(run)
+    assert float(found["torch_scan", "value"]["difference"]) == max(abs(ours[step] - theirs[step]) for step in ours)
+    assert found["torch_scan", "median"]["runs"] == "0"
+
+
+def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
+    page = parsed(swept[1] / "report.html")
+    for said in ("torch_scan failed in 1 of 1 runs: RuntimeError: out of <luck> & such", "cuda_v3 cannot run here",
+                 "compared with conv1d", "WKV forward", "shuffled with seed 0", "commit", "torch"):
+        assert said in page.text
+    assert "Not only the kernel" not in page.text
+    assert page.figures >= 5
+
+
+def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Callable[..., int], tree: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    folder = swept[1]
+    shutil.copy(ROOT / "kernels" / "wkv4" / "torch_scan.py", tree / "kernels" / "wkv4" / "torch_scan.py")
+    before = (folder / "kernel=conv1d" / "metrics.csv").stat().st_mtime
+    assert start("-m", "resume=auto", "out_dir=a, b") == 0
+    assert "3 runs, 2 to do" in capsys.readouterr().err
+    assert (folder / "kernel=conv1d" / "metrics.csv").stat().st_mtime == before
+    assert losses(folder / "kernel=torch_scan") == pytest.approx(losses(folder / "kernel=conv1d"), abs=1e-4)
+    assert {run.status for run in read(folder)} == {"finished", "unavailable"}
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("kernel=conv1d,torch_scan", "out_dir=a, b"), "exists already: choose another, or continue a sweep"),
+    (("kernel=conv1d,torch_scan", "seed=7", "out_dir=a, b", "resume=auto"), "has kernel=conv1d with other options"),
+    (("out_dir=none", "resume=auto"), "no sweep to continue in none"),
+    (("resume=auto",), "a sweep is continued with resume=auto out_dir=DIR"),
+])
+def test_what_is_no_sweep_gets_a_sentence(swept: tuple[int, Path], start: Callable[..., int], arguments: tuple[str, ...],
+                                          said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("-m", *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_last_word() -> None:
+    def jobs(*arguments: str) -> list[cli.Job]:
+        line = cli.split(["experiment=kernel_ablation", *arguments], TrainConfig)
+        return cli.jobs(line, TrainConfig, "train")
+
+    cli.ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+    everything = jobs("data=text", "data.path=a, b=c")
+    assert len(everything) == 18
+    assert len({sweep.name_of(job) for job in everything}) == 18
+    assert [job.config.seed for job in everything[:4]] == [0, 1, 2, 0]
+    assert {job.config.data.path for job in everything} == {"a, b=c"}
+    assert all(job.config.trainer.probe and job.config.trainer.max_steps == 300 for job in everything)
+    assert [sweep.name_of(job) for job in jobs("kernel=auto", "seed=3,4", "optim.lr=1e-3")] == ["seed=3", "seed=4"]
+
+
+def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+    """To a process that has a session of its own, which the terminal's Ctrl-C does not reach."""
+    program = ("import os, signal, sys, time\n"
+               "def stop(*_): print('saved', file=sys.stderr); sys.exit(130)\n"
+               "signal.signal(signal.SIGINT, stop)\n"
+               "os.kill(os.getppid(), signal.SIGINT)\n"
+               "time.sleep(60)")
+    with sweep.Stop() as stop:
+        status, error = sweep._process([sys.executable, "-c", program], tmp_path / "logs" / "log.txt", stop)
+    assert (stop.asked, status, error) == (True, 130, "saved\n")
+
+
+@pytest.mark.parametrize(("status", "error", "reason"), [
+    (1, "a\nTraceback (most recent call last):\n  File x\n    y\nKeyError: 'z'\n\nsaved\n", "KeyError: 'z'"),
+    (2, "note\nerror: no such file\nwandb: bye\n", "error: no such file"),
+    (1, "one\nlast\n\n", "last"), (3, "", "exit status 3"), (-9, "step 3\n", "ended by SIGKILL: out of memory?"),
+])
+def test_the_reason_is_the_line_that_says_why(status: int, error: str, reason: str) -> None:
+    assert sweep.reason_of(status, error) == reason
+
+
+# The probe
+
+
+def small(folder: Path, name: str, kernel: str = "torch_scan", **trainer: Any) -> TrainConfig:
+    options = {"max_steps": 6, "val_every": 3, "checkpoint_every": 3, "log_every": 1, "sample_tokens": 0, "sample_every": 0}
+    return TrainConfig(
+        KernelConfig(kernel), ModelConfig(n_layer=2, n_embd=16, ctx_len=16), logger=LoggerConfig("csv"),
+        optim=OptimConfig(warmup_steps=0),
+        data=DataConfig("text", str(folder / "text.txt"), tokenizer="byte", batch_size=4, cache_dir=str(folder / "cache")),
+        trainer=TrainerConfig(accelerator="cpu", **options | trainer), out_dir=str(folder / name))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "precision": "bf16-mixed", "activation_checkpointing": True}])
+def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[str, Any]) -> None:
+    for name, probe in (("with", True), ("without", False)):
+        train.train(open_run(small(folder, name, probe=probe, sample_every=3, sample_tokens=2, **options)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training_runs.OWN", ("/timemix/run/out_dir", "/timemix/run/trainer/probe"))
+        assert_same_training(folder / "with", folder / "without")
+    measured, without = (json.loads((folder / name / "kernel.json").read_text()) for name in ("with", "without"))
+    assert (measured["finished"], without["finished"], without["probe"], without["errors"]) == (True, True, "off", {})
+    assert len(measured["steps"]) == 5
+    errors = [layer["errors"][result]["err_ratio"] for when in ("start", "end")
+              for layer in measured["errors"][when]["layers"] for result in RESULTS]
+    assert all(0 < error < (2e-2 if options else 1e-5) for error in errors), "at the third step no gradient is zero any more"
+
+
+def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_w, grad_k = conv1d.backward(w, k, grad_out)
+        return grad_w, grad_k.roll(1, -1)
+
+    with stub("timex", conv1d.forward, wrong) as name:
+        monkeypatch.setattr("rwkv.training.select", lambda kernel, *_: WKV("timex", timex=kernel))
+        for kernel in ("conv1d", name):
+            train.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
+    report.write(folder / "runs")
+    page = parsed(folder / "runs" / "report.html")
+    assert f"{name} is wrong: the error of its gradient of k is " in page.text
+    assert f"{name}: its loss leaves that of conv1d by " in page.text
+    assert "conv1d is wrong" not in page.text
+    right, broken = (next(row for row in table(folder / "runs") if row["kernel"] == kernel) for kernel in ("conv1d", name))
+    assert float(broken["err_end_grad_k"]) > 1e-2 > 1e-5 > float(right["err_end_grad_k"])
+    assert float(broken["err_end_y"]) < 1e-5
+
+
+def test_a_single_run_has_a_report_of_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.train(open_run(small(folder, "alone", sample_every=3, sample_tokens=5)))
+    assert f"report: {folder / 'alone' / 'report.html'}" in capsys.readouterr().err
+    page = parsed(folder / "alone" / "report.html")
+    assert "torch_scan, seed 0" in page.text
+    assert "Samples" in page.text
+    assert "compared with" not in page.text
+
+
+def test_a_report_that_cannot_be_made_is_no_reason_to_fail(folder: Path, capsys: pytest.CaptureFixture[str],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkv.report.page", lambda *_: 1 / 0)
+    train.leave_report(folder)
+    assert "no report: ValueError('no run in " in capsys.readouterr().err
+
+
+# The report
+
+
+def make_run(folder: Path, kernel: str, seed: int, train_loss: list[float], speed: float = 100.0, **config: Any) -> None:
+    """What training leaves, made by hand."""
+    run = folder / f"kernel={kernel},seed={seed}"
+    run.mkdir(parents=True)
+    settings = {"kernel": {"name": kernel}, "seed": seed, "out_dir": str(run), "optim": {"lr": 0.1}} | config
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    with (run / "metrics.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "train/loss", "val/loss", "tok_per_sec", "peak_mem", "kernel"])
+        for step, loss in enumerate(train_loss, start=1):
+            writer.writerow([step, loss, "", 1e9 if step < 3 else speed + step, 50 + step, kernel])
+        writer.writerow([len(train_loss), "", train_loss[-1] / 2, "", "", kernel])
+    (run / "kernel.json").write_text(json.dumps({"finished": True, "warm_up": 2, "machine": {"cpu": "x", "commit": "c"}}))
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "report.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> None:
+    for seed in range(3):
+        make_run(tmp_path, "conv1d", seed, [3.0, 2.0, 1.0 + seed], 100)
+        make_run(tmp_path, "taichi_v3", seed, [3.0, 2.0 + seed / 8, 1.0 + seed], 200 + 10 * seed * seed)
+    assert report.main([str(tmp_path)]) == 0
+    found = {(row["kernel"], row["statistic"]): row for row in table(tmp_path) if row["level"] == "kernel"}
+    assert list(table(tmp_path)[0]) == list(COLUMNS)
+    assert [float(found["taichi_v3", statistic]["tok_per_sec"]) for statistic in ("median", "min", "max")] == [213, 203, 243]
+    assert [float(found["taichi_v3", statistic]["difference"]) for statistic in ("median", "min", "max")] == [0.125, 0, 0.25]
+    assert [float(found["conv1d", statistic]["val_loss"]) for statistic in ("median", "min", "max")] == [1, 0.5, 1.5]
+    assert found["conv1d", "median"]["difference"] == ""
+    runs = [row for row in table(tmp_path) if row["level"] == "run"]
+    assert [row["difference_step"] for row in runs] == ["", "", "", "1.0", "2.0", "2.0"]
+    assert "2.07" in parsed(tmp_path / "report.html").text, "taichi_v3's throughput beside conv1d's 103"
+    assert report.main([str(tmp_path), "--reference", "taichi_v3"]) == 0
+    assert "compared with taichi_v3" in parsed(tmp_path / "report.html").text
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"optim": {"lr": 0.2}}, "Not only the kernel and the seed differ: optim.lr is 0.1 in kernel=conv1d,seed=0; 0.2 in "),
+    ({"resume": "auto", "logger": {"run_name": "x"}}, None),
+])
+def test_what_else_differs_is_said_first(tmp_path: Path, changed: dict[str, Any], said: str | None) -> None:
+    make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
+    make_run(tmp_path, "taichi_v3", 0, [3.0, 2.0], **changed)
+    found = findings(compare(read(tmp_path)))
+    assert [finding.kind for finding in found] == (["bad"] if said else ["good"])
+    assert said is None or found[0].text.startswith(said)
+
+
+def test_runs_of_two_commits_are_no_comparison(tmp_path: Path) -> None:
+    make_run(tmp_path, "conv1d", 0, [3.0])
+    make_run(tmp_path, "taichi_v3", 0, [3.0])
+    path = tmp_path / "kernel=taichi_v3,seed=0" / "kernel.json"
+    path.write_text(path.read_text().replace('"c"', '"d"'))
+    assert "commit is c in kernel=conv1d,seed=0; d in" in findings(compare(read(tmp_path)))[0].text
+
+
+def test_a_loss_that_is_not_a_number_is_the_largest_difference(tmp_path: Path) -> None:
+    make_run(tmp_path, "conv1d", 0, [3.0, 2.0, 1.0])
+    make_run(tmp_path, "taichi_v3", 0, [3.0, math.nan, 1.5])
+    report.write(tmp_path)
+    broken = next(row for row in table(tmp_path) if row["kernel"] == "taichi_v3")
+    assert (broken["difference"], broken["difference_step"]) == ("nan", "2.0")
+    assert "its loss leaves that of conv1d" in parsed(tmp_path / "report.html").text
+
+
+def test_a_folder_without_runs_and_an_unknown_reference_get_a_sentence(tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(tmp_path)]) == 2
+    assert "error: no run in" in capsys.readouterr().err
+    make_run(tmp_path, "conv1d", 0, [3.0])
+    assert report.main([str(tmp_path), "--reference", "fft"]) == 2
+    assert "conv1d; got 'fft'" in capsys.readouterr().err
+
+
+HOSTILE = '<script>alert("1")</script> & \' </svg> ]]>'
+
+
+def test_what_users_name_is_text(tmp_path: Path) -> None:
+    run = Run(HOSTILE, HOSTILE, 0, "failed", HOSTILE, 1, {"data": {"path": HOSTILE}}, {"train/loss": {1: 2.0, 2: 1.0}},
+              {"machine": {"cpu": HOSTILE}, "steps": [{"step": 1, "ms": 3.0, "forward_ms": 1.0, "backward_ms": 1.0}]},
+              [{"step": 1, "prompt": HOSTILE, "text": HOSTILE}])
+    for runs in ([run], [run, Run("b", "b", 0, metrics={"train/loss": {1: 2.5}})]):
+        comparison = compare(runs)
+        path = tmp_path / "page.html"
+        path.write_text(page(tmp_path, comparison, findings(comparison)), encoding="utf-8")
+        page = parsed(path)
+        assert HOSTILE in page.text
+        assert "script" not in page.tags
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, that nothing comes from outside, and that figures are XML; keeps the text."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.text, self.figures = "", 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert not {name for name, _ in attrs if name in ("src", "href") or name.startswith("on")}
+        self.figures += ("class", "figure") in attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(path: Path) -> Page:
+    content, page = path.read_text(encoding="utf-8"), Page()
+    page.feed(content)
+    page.close()
+    assert not page.open
+    assert "://" not in content.replace(HOSTILE, "")
+    for figure in content.split("<svg")[1:]:
+        ElementTree.fromstring(f"<svg{figure.partition('</svg>')[0]}</svg>")
+    return page
+
+
+values = st.floats(-1e30, 1e30, allow_subnormal=False) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
+points = st.lists(st.tuples(st.integers(0, 10**6), values), max_size=30)
+
+
+@settings(deadline=None)
+@given(st.lists(points, max_size=3), st.booleans())
+def test_every_line_stays_inside_its_figure(series: list[list[tuple[int, float]]], logarithmic: bool) -> None:
+    figure = svg.lines("a", "x", "y", [svg.Line("b", number, line) for number, line in enumerate(series)], logarithmic)
+    finite = [value for line in series for _, value in line if math.isfinite(value)]
+    drawable = [value for value in finite if value > svg.SMALLEST or not logarithmic]
+    assert bool(figure) == bool(drawable)
+    for line in ElementTree.fromstring(figure).iter("polyline") if figure else ():
+        for place in line.attrib["points"].split():
+            x, y = map(float, place.split(","))
+            assert svg.LEFT - 0.1 <= x <= svg.WIDTH - svg.RIGHT + 0.1
+            assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
+
+
+def test_a_long_run_is_drawn_with_few_points_and_keeps_its_peak() -> None:
+    curve = [(step, 1.0 + (step == 777) * 5) for step in range(10_000)]
+    figure = ElementTree.fromstring(svg.lines("a", "x", "y", [svg.Line("b", 0, curve)]))
+    places = next(figure.iter("polyline")).attrib["points"].split()
+    assert len(places) <= svg.MOST_POINTS
+    heights = [float(place.split(",")[1]) for place in places]
+    assert heights.count(min(heights)) == 1

@@ -1,0 +1,325 @@
+"""Tokenizers: any text comes back, decoding id by id shows whole characters only, and wrong inputs get one sentence."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from models import small_model
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from rwkv.checkpoint.files import describe, read_checkpoint
+from rwkv.config import OptimConfig
+from rwkv.pretrained import tokenizer_of
+from rwkv.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
+from rwkv.training.task import LanguageModel
+
+SAMPLE = "def main(self):\n    return 'naïve café', \"你好, 世界\"  # 😀 👩‍👩‍👧\n" * 20
+BPE = build("bpe", [SAMPLE], 320)
+REPLACEMENT = "\ufffd"
+
+
+def byte_fallback() -> JsonTokenizer:
+    """As SentencePiece's models come: words start with U+2581, what the vocabulary lacks is spelt in bytes."""
+    tokens = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *"abcdefghij", "ab", "\u2581c", "é"]
+    library = tokenizers.Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)},
+                                              merges=[("a", "b"), ("\u2581", "c")], unk_token="<unk>", byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         decoders.Strip(" ", 1, 0)])
+    library.add_special_tokens(["<unk>"])
+    return JsonTokenizer(library.to_str())
+
+
+def like_neox() -> JsonTokenizer:
+    """As GPT-NeoX's file is: NFC, byte-level, and runs of spaces as tokens that are matched before anything else."""
+    library = tokenizers.Tokenizer.from_str(JsonTokenizer.train([SAMPLE, "a \n b\t\n c\n\n d " * 50], 340).definition)
+    library.normalizer = normalizers.NFC()
+    library.add_tokens([AddedToken(" " * length, normalized=True) for length in range(2, 8)])
+    return JsonTokenizer(library.to_str())
+
+
+FALLBACK = byte_fallback()
+NEOX = like_neox()
+EVERY = [ByteTokenizer(), CharTokenizer(SAMPLE), BPE, FALLBACK]
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = tokenizer.decoder()
+    return [*map(decoder.push, ids), decoder.flush()]
+
+
+@given(st.text())
+def test_bpe_brings_back_any_text(text: str) -> None:
+    assert BPE.decode(BPE.encode(text)) == text
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
+def test_byte_brings_back_any_text(text: str) -> None:
+    assert ByteTokenizer().encode(text) == list(text.encode())
+    assert ByteTokenizer().decode(text.encode()) == text
+
+
+@given(st.text(st.sampled_from(SAMPLE)))
+def test_char_brings_back_the_text_of_its_characters(text: str) -> None:
+    tokenizer = CharTokenizer(SAMPLE)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.end_of_text not in tokenizer.encode(text)
+
+
+def test_char_ids_follow_the_sorted_characters_from_one_on() -> None:
+    tokenizer = CharTokenizer("banana")
+    assert tokenizer.characters == ["a", "b", "n"]
+    assert (tokenizer.vocab_size, tokenizer.encode("nab")) == (4, [3, 1, 2])
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, FALLBACK], ids=["byte", "bpe", "fallback"])
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters=f"\0{REPLACEMENT}\u2581")))
+def test_id_by_id_no_half_character_is_shown(tokenizer: Tokenizer, text: str) -> None:
+    shown = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(shown) == text
+    assert not any(REPLACEMENT in piece for piece in shown)
+
+
+def test_a_character_is_shown_with_its_last_byte() -> None:
+    assert pieces(ByteTokenizer(), list("é€😀".encode())) == ["", "é", "", "", "€", "", "", "", "😀", ""]
+
+
+def test_an_incomplete_character_is_replaced_at_the_end_or_at_what_cannot_continue_it() -> None:
+    assert pieces(ByteTokenizer(), [0xE2, 0x82]) == ["", "", REPLACEMENT]
+    assert pieces(ByteTokenizer(), [0xE2, 0x41]) == ["", f"{REPLACEMENT}A", ""]
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, FALLBACK], ids=["bpe", "fallback"])
+@given(text=st.text())
+def test_decoding_agrees_with_the_library(tokenizer: JsonTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer._library.decode(ids)
+
+
+@given(st.lists(st.integers(0, BPE.vocab_size - 1)))
+def test_any_ids_decode_as_the_library_does(ids: list[int]) -> None:
+    assert BPE.decode(ids) == BPE._library.decode(ids)
+
+
+@given(st.lists(st.integers(1, 255)))
+def test_any_bytes_decode_as_python_does(ids: list[int]) -> None:
+    assert ByteTokenizer().decode(ids) == bytes(ids).decode("utf-8", "replace")
+
+
+@given(st.lists(st.integers(0, FALLBACK.vocab_size - 1)))
+def test_any_ids_decode_without_a_crash(ids: list[int]) -> None:
+    assert isinstance(FALLBACK.decode(ids), str)
+
+
+def test_what_was_shown_does_not_change_what_follows() -> None:
+    whole, half = FALLBACK.encode("中")[-3:], FALLBACK.encode("中")[-3]
+    assert pieces(FALLBACK, [*whole, half]) == ["", "", "中", "", REPLACEMENT]
+
+
+def test_a_decoder_holds_back_a_bounded_number_of_ids() -> None:
+    half = FALLBACK.encode("€")[-3]
+    decoder = FALLBACK.decoder()
+    assert any(decoder.push(half) for _ in range(10))
+
+
+@pytest.mark.parametrize("tokenizer", EVERY, ids=["byte", "char", "bpe", "fallback"])
+def test_end_of_text_is_silent(tokenizer: Tokenizer) -> None:
+    assert tokenizer.end_of_text == 0
+    assert tokenizer.decode([0, *tokenizer.encode("ace"), 0]) == "ace"
+
+
+def test_special_tokens_in_a_text_are_text() -> None:
+    ids = BPE.encode(f"a{END_OF_TEXT}b")
+    assert BPE.end_of_text not in ids
+    assert BPE.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_a_batch_is_encoded_as_each_text_alone() -> None:
+    texts = ["", "a", SAMPLE, f"x{END_OF_TEXT}"]
+    assert BPE.encode_batch(texts) == [BPE.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, NEOX, FALLBACK], ids=["byte", "bpe", "neox", "fallback"])
+@given(text=st.text(st.sampled_from("ab1' \n\r\t\xa0\u2028\u0301é.=你😀"), max_size=80) | st.text(st.sampled_from("ab \n\t")),
+       sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_in_parts_as_whole(tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
+    ends = [0, *itertools.takewhile(lambda end: end < len(text), itertools.accumulate(itertools.cycle(sizes))), len(text)]
+    parts = itertools.starmap(lambda start, end: text[start:end], itertools.pairwise(ends))
+    assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == tokenizer.encode(text)
+
+
+def test_what_may_be_cut_at_lines_does_not_pile_up() -> None:
+    lengths = [len(NEOX.decode(ids)) for ids in NEOX.encode_stream(["a line of text\n"] * 99)]
+    assert sum(lengths) == 99 * 15
+    assert max(lengths) <= 30
+
+
+def test_a_file_that_looks_across_lines_is_not_cut_at_them() -> None:
+    """One whose words may hold newlines, one that puts a space before a text, one whose token takes the spaces after it."""
+    for change in ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
+                   {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+                   {"normalizer": normalizers.Replace("a\n", "b")}, {"token": AddedToken("ab", rstrip=True)},
+                   {"token": AddedToken("b\nb")}):
+        library = tokenizers.Tokenizer.from_str(BPE.definition)
+        for name, part in change.items():
+            library.add_tokens([part]) if name == "token" else setattr(library, name, part)
+        tokenizer = JsonTokenizer(library.to_str())
+        assert list(tokenizer.encode_stream(["ab\n", "b a\n"])) == [tokenizer.encode("ab\nb a\n")]
+
+
+@given(text=st.text())
+def test_ids_are_the_library_s_own(text: str) -> None:
+    for tokenizer in (BPE, NEOX):
+        library = tokenizers.Tokenizer.from_str(tokenizer.definition)
+        assert tokenizer.encode(text) == library.encode(text).ids
+
+
+def test_gpt_neox_ids_are_the_library_s_own(request: pytest.FixtureRequest) -> None:
+    """On text of many scripts; benchmarks/tokenization.py compares random strings."""
+    path = request.config.getoption("--neox")
+    if not path:
+        pytest.skip("pytest --neox FILE, with GPT-NeoX's 20B_tokenizer.json, compares its ids")
+    tokenizer, library = build(path, []), tokenizers.Tokenizer.from_file(path)
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (50277, 0)
+    assert tokenizer.encode("Hello world") == [12092, 1533]
+    for text in (SAMPLE, SAMPLE.replace(" ", "   "), "".join(map(chr, range(0x2000)))):
+        assert tokenizer.encode(text) == library.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == library.normalizer.normalize_str(text)
+
+
+@pytest.mark.parametrize("tokenizer", EVERY, ids=["byte", "char", "bpe", "fallback"])
+def test_a_description_restores_the_tokenizer(tokenizer: Tokenizer) -> None:
+    again = Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert (again.hash, again.vocab_size) == (tokenizer.hash, tokenizer.vocab_size)
+    assert again.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+
+
+def test_different_tokenizers_have_different_hashes() -> None:
+    assert len({tokenizer.hash for tokenizer in [*EVERY, CharTokenizer("ab"), build("bpe", [SAMPLE], 300)]}) == len(EVERY) + 2
+
+
+def test_training_is_deterministic() -> None:
+    assert build("bpe", [SAMPLE], 320).hash == BPE.hash
+
+
+def test_bpe_keeps_within_its_vocabulary_and_compresses() -> None:
+    assert BPE.vocab_size <= 320
+    assert max(BPE.encode(SAMPLE)) < BPE.vocab_size
+    assert len(BPE.encode(SAMPLE)) < len(SAMPLE.encode()) / 2
+
+
+def test_a_file_is_read_whatever_its_layout_and_its_truncation_ignored(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(BPE.definition)
+    library.enable_truncation(3)
+    library.enable_padding(length=9999)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(library.to_str(pretty=True), encoding="utf-8")
+    assert build(str(path), []).encode(SAMPLE) == BPE.encode(SAMPLE)
+
+
+def test_a_file_with_its_end_of_text_elsewhere(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, END_OF_TEXT: 2}, unk_token="a"))
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    tokenizer = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert (tokenizer.end_of_text, tokenizer.decode([2, 1, 2])) == (2, "b")
+
+
+WRONG = {
+    "no separator": ('{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}', "separates documents"),
+    "not JSON": ("def main", "not a `tokenizers` JSON file"),
+    "other JSON": ('{"a": 1}', "not a `tokenizers` JSON file"),
+    "truncated": (BPE.definition[:1000], "not a `tokenizers` JSON file"),
+    "empty": ("", "not a `tokenizers` JSON file"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_file_gets_a_sentence_with_its_name(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"tokenizer.json .*{message}"):
+        build(str(path), [])
+
+
+def test_a_missing_or_binary_file_and_an_unknown_kind_get_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*missing\.json: No such file"):
+        build(str(tmp_path / "missing.json"), [])
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        build(str(tmp_path / "binary.json"), [])
+    with pytest.raises(ValueError, match=r"data.tokenizer is char, bpe, byte, world, or the path of .*; got 'bpee'"):
+        build("bpee", [])
+    with pytest.raises(ValueError, match="at least 257"):
+        build("bpe", ["a"], 100)
+
+
+def test_text_that_cannot_be_encoded_gets_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"'z', '€': not among the 2 characters .* or bpe"):
+        CharTokenizer("ab").encode("a€z")
+    with pytest.raises(ValueError, match="and 16 more"):
+        CharTokenizer("ab").encode("cdefghijklmnopqrstuvwxyz0123456789"[:26])
+    with pytest.raises(ValueError, match=r"character 1 of the text is U\+0000"):
+        ByteTokenizer().encode("a\0")
+    for tokenizer in EVERY:
+        with pytest.raises(ValueError, match="character 1 of the text is half a surrogate pair"):
+            tokenizer.encode_batch(["a\ud800"])
+
+
+@pytest.mark.parametrize("tokenizer", EVERY, ids=["byte", "char", "bpe", "fallback"])
+@pytest.mark.parametrize("beyond", [-1, 0, 10 ** 6])
+def test_an_id_outside_the_vocabulary_gets_a_sentence(tokenizer: Tokenizer, beyond: int) -> None:
+    wrong = beyond if beyond < 0 else tokenizer.vocab_size + beyond
+    with pytest.raises(ValueError, match=f"token id {wrong} is outside"):
+        tokenizer.decode([wrong])
+
+
+@pytest.mark.parametrize("definition", [{}, {"kind": "world"}, {"kind": "char"}, {"kind": "json", "definition": 3}, []])
+def test_a_foreign_description_gets_a_sentence(definition: dict) -> None:
+    with pytest.raises(ValueError, match="not a tokenizer's description"):
+        Tokenizer.from_dict(definition)
+
+
+# With a checkpoint
+
+
+def test_a_checkpoint_s_own_tokenizer_is_used_and_another_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "model.ckpt", tmp_path / "other.json"
+    small_model("conv1d", NEOX.vocab_size).save_pretrained(path, BPE)
+    other.write_text(build("bpe", [SAMPLE[::-1]], 320).definition, encoding="utf-8")
+    same = tmp_path / "same.json"
+    same.write_text(json.dumps(json.loads(BPE.definition), indent=4), encoding="utf-8")
+    checkpoint = read_checkpoint(path)
+    assert tokenizer_of(checkpoint).hash == tokenizer_of(checkpoint, str(same)).hash == BPE.hash
+    with pytest.raises(ValueError, match=r"tokenizer=.*other.json is not the tokenizer that .*model.ckpt was trained with"):
+        tokenizer_of(checkpoint, str(other))
+    checkpoint.tokenizer = NEOX.to_dict()
+    with pytest.raises(ValueError, match=r"the tokenizer in the file is not the tokenizer that .*model.ckpt was trained with"):
+        tokenizer_of(checkpoint)
+
+
+@pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (65536, "world"), (256, "FILE.json")])
+def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: int, suggested: str) -> None:
+    small_model("conv1d", vocab_size, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
+    checkpoint = read_checkpoint(tmp_path / "bare.pth")
+    with pytest.raises(ValueError, match=rf"bare.pth carries no tokenizer: name its file with tokenizer={suggested}"):
+        tokenizer_of(checkpoint)
+    with pytest.raises(ValueError, match=r"tokenizer is byte, world, or the path of .*; got 'neox'"):
+        tokenizer_of(checkpoint, "neox")
+    if vocab_size > 256:
+        with pytest.raises(ValueError, match=f"tokenizer=byte has 256 tokens and .*bare.pth {vocab_size}"):
+            tokenizer_of(checkpoint, "byte")
+    else:
+        assert tokenizer_of(checkpoint, "byte").hash == ByteTokenizer().hash
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
+    """As it would where the text that a bpe was trained on has changed since."""
+    task = LanguageModel(small_model("conv1d", BPE.vocab_size), OptimConfig(), 1, 1.0)
+    task.describe({}, BPE)
+    task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, BPE)})
+    with pytest.raises(ValueError, match=f"a tokenizer of hash {NEOX.hash[:12]}, and data.tokenizer gives one of hash"):
+        task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, NEOX)})

@@ -1,0 +1,271 @@
+"""Evaluation: what it says of a file is what the definition says, in passes of any size, and wrong inputs get one sentence."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import small_model
+
+from rwkv import cli, evaluation
+from rwkv.config import EvaluateConfig
+from rwkv.data.sources import files
+from rwkv.evaluation import LastWord, count_tokens, read_last_words, read_text, score_last_words, score_text
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, build
+from rwkv.tools import evaluate
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = "def main(self):\n    return 'naïve café', \"你好, 世界\"  # 😀\n" * 3
+SPACED = CharTokenizer("ab ")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def model() -> RWKV:
+    return small_model("conv1d", 320)
+
+
+@pytest.fixture(scope="module")
+def words_model() -> RWKV:
+    return small_model("conv1d", SPACED.vocab_size, seed=3)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """run("data.path=FILE", ...) -> exit status, standard output, standard error, beside model.ckpt and text.txt."""
+    monkeypatch.chdir(tmp_path)
+    small_model("conv1d", SPACED.vocab_size).save_pretrained("model.ckpt", SPACED)
+    Path("text.txt").write_text("ab ba aabb " * 9)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=model.ckpt", "kernel=conv1d", *arguments])
+        status = 0
+        try:
+            cli.run(evaluate.main, EvaluateConfig, "evaluate")
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
+    """Of each of `ids` after `before`: the definition, in one pass, in float64."""
+    logits, _ = model(torch.tensor([before + ids]))
+    logs = torch.log_softmax(logits[0].double(), -1)
+    return [-logs[len(before) - 1 + place, token].item() for place, token in enumerate(ids)]
+
+
+# A text
+
+
+@pytest.mark.parametrize("chunk_len", [1, 7, 10 ** 6])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), build("bpe", [TEXT], 320)], ids=["byte", "bpe"])
+def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tokenizer: Tokenizer, chunk_len: int,
+                                                                tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 13 bytes cut characters in two."""
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(files, "CHUNK", 13)
+    monkeypatch.setattr(evaluation, "LOGITS", 1000)
+    expected = nats(model, [0], tokenizer.encode(TEXT))
+    scores = list(score_text(model, tokenizer, path, [0], chunk_len))
+    assert sum(tokens for tokens, _ in scores) == count_tokens(tokenizer, path) == len(expected)
+    assert max(tokens for tokens, _ in scores) <= chunk_len
+    assert sum(more for _, more in scores) == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_what_stands_before_a_text_is_not_predicted(model: RWKV, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("abc")
+    (score,) = score_text(model, ByteTokenizer(), path, [10, 11], 5)
+    assert score == (3, pytest.approx(sum(nats(model, [10, 11], list(b"abc"))), rel=1e-5))
+
+
+def test_the_result_is_one_line_of_json(run: Run) -> None:
+    status, output, error = run("data.path=text.txt", "out=a,b=c.json", "chunk_len=10")
+    result = json.loads(output.splitlines()[-1])
+    assert (status, json.loads(Path("a,b=c.json").read_text())) == (0, result)
+    assert "loss " in error
+    assert result["loss"] == pytest.approx(result["bits_per_byte"] * math.log(2), rel=1e-6), "a character is a byte here"
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert {key: result[key] for key in ("task", "tokens", "bytes", "tokenizer_hash", "kernel")} == {
+        "task": "text", "tokens": 99, "bytes": 99, "tokenizer_hash": SPACED.hash, "kernel": "conv1d"}
+    again = json.loads(run("data.path=text.txt", "kernel=reference")[1])
+    assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_bits_per_byte_count_bytes_and_not_tokens(model: RWKV) -> None:
+    score = evaluation.TextScore(tokens=10, bytes=40, nats=20 * math.log(2)).as_dict()
+    assert (score["bits_per_byte"], score["loss"]) == (pytest.approx(0.5), pytest.approx(2 * math.log(2)))
+
+
+def test_a_perplexity_beyond_every_float_is_null(run: Run) -> None:
+    assert evaluation.TextScore(1, 1, 1e6).as_dict()["perplexity"] is None
+    assert evaluation.WordScore(1, 0, 1e6).as_dict()["perplexity"] is None
+
+
+def test_a_model_that_has_diverged_is_said(run: Run) -> None:
+    broken = small_model("conv1d", SPACED.vocab_size)
+    with torch.no_grad():
+        broken.head.weight.fill_(3e38)
+    broken.save_pretrained("model.ckpt", SPACED)
+    status, output, error = run("data.path=text.txt")
+    assert (status, output) == (2, "")
+    assert "not finite" in error
+
+
+# Last words
+
+TEXTS = [f"{context} {word}" for context in ("a", "b b", "ab ba " * 9, "aaa bbb ab", "ba") for word in ("a", "b", "ab")]
+
+
+def write_texts(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "id": 3}) + "\n" for text in texts) + "\n")
+    return path
+
+
+def score_one(model: RWKV, text: str) -> tuple[float, bool]:
+    """The definition, a text at a time and a token at a time."""
+    context, _, word = text.rpartition(" ")
+    before, right = [0, *SPACED.encode(context)], True
+    ids = SPACED.encode(f" {word}")
+    total = sum(nats(model, before, ids))
+    for token in ids:
+        logits, _ = model(torch.tensor([before]))
+        right = right and logits[0, -1].argmax().item() == token
+        before = [*before, token]
+    return total, right
+
+
+@pytest.mark.parametrize(("batch_size", "chunk_len"), [(1, 1000), (4, 1000), (100, 1000), (4, 1), (100, 7)])
+def test_last_words_are_scored_in_batches_as_alone(words_model: RWKV, batch_size: int, chunk_len: int, tmp_path: Path) -> None:
+    expected = [score_one(words_model, text) for text in TEXTS]
+    words = read_last_words(SPACED, write_texts(tmp_path / "texts.jsonl", TEXTS), [0])
+    scores = list(score_last_words(words_model, words, batch_size, chunk_len))
+    assert sum(score.words for score in scores) == len(TEXTS)
+    assert max(score.words for score in scores) == min(batch_size, len(TEXTS))
+    assert sum(score.right for score in scores) == sum(right for _, right in expected)
+    assert sum(score.nats for score in scores) == pytest.approx(sum(total for total, _ in expected), rel=1e-5)
+
+
+def test_a_word_that_the_model_would_write_is_right(words_model: RWKV) -> None:
+    context = [0, *SPACED.encode("ab")]
+    likely = []
+    for _ in range(3):
+        likely.append(int(words_model(torch.tensor([context + likely]))[0][0, -1].argmax()))
+    other = [*likely[:-1], (likely[-1] + 1) % SPACED.vocab_size]
+    words = [LastWord(context, likely), LastWord(context, other), LastWord(context, likely[:1])]
+    assert [score.right for score in score_last_words(words_model, words, 1, 100)] == [1, 1, 0]
+
+
+def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts.jsonl", [*TEXTS, "a b  \n"])
+    status, output, error = run("data.path=texts.jsonl")
+    result = json.loads(output)
+    assert status == 0
+    assert (result["task"], result["words"]) == ("last_word", len(TEXTS) + 1)
+    assert 0 <= result["accuracy"] <= 1 < result["perplexity"]
+    assert "accuracy " in error
+    write_texts(tmp_path / "texts.jsonl", [*TEXTS, "a b"])
+    assert json.loads(run("data.path=texts.jsonl")[1])["perplexity"] == pytest.approx(result["perplexity"]), "spaces at the end"
+    shifted = json.loads(run("data.path=texts.jsonl", "start=ab a")[1])
+    assert shifted["perplexity"] != pytest.approx(result["perplexity"])
+
+
+# What is wrong is said in one sentence
+
+GOOD = b'{"text": "a b"}\n'
+WRONG_TEXTS = {
+    "empty": (b"", "data.path=.*x.txt is empty"),
+    "not UTF-8": (b"ab\xffab", "x.txt is not UTF-8: its byte 2 is 0xff"),
+    "cut": ("abé".encode()[:-1], "x.txt is not UTF-8: its byte 2 is 0xc3"),
+    "foreign": (b"ab zebra", "'e', 'r', 'z': not among the 3 characters"),
+}
+WRONG_LINES = {
+    "no texts": (b"\n\n", "x.jsonl is empty"),
+    "not JSON": (GOOD * 2 + b"{text: a}\n", "line 3 of data.path=.*x.jsonl is not of the form .*: {text: a}"),
+    "no text": (GOOD + b'\n{"txt": "a b"}', "line 3 of data.path=.*x.jsonl is not of the form"),
+    "a list": (b'["a b"]', "line 1 of .* is not of the form"),
+    "a number": (b'{"text": 3}', "line 1 of .* is not of the form"),
+    "bad bytes": (GOOD + b'{"text": "a \xff"}', "line 2 of .* is not of the form"),
+    "nested": (b"[" * 99999, "line 1 of .* is not of the form"),
+    "one word": (GOOD + b'{"text": "ab"}', "line 2 of .* has no word before its last one"),
+    "spaces": (b'{"text": "  "}', "line 1 of .* has no word before its last one"),
+    "foreign": (GOOD + b'{"text": "a z"}', "line 2 of .*: 'z': not among the 3 characters"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "x.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        count_tokens(SPACED, tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG_LINES.values(), ids=WRONG_LINES)
+def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        read_last_words(SPACED, tmp_path / "x.jsonl", [0])
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ((), "give data.path=FILE"),
+    (("data.path=absent.txt",), "cannot read data.path=absent.txt: No such file"),
+    (("data.path=absent.jsonl",), "cannot read data.path=absent.jsonl: No such file"),
+    (("data.path=.",), "data.path=. is not a file"),
+    (("data.path=text.txt", "out=absent/x.json"), "there is no folder absent"),
+    (("data.path=text.txt", "chunk_len=0"), "chunk_len is at least 1; got 0"),
+    (("path=text.txt",), "unknown option path; did you mean data.path?"),
+    (("data.path=text.txt", "tokenizer=byte"), "tokenizer=byte is not the tokenizer that model.ckpt was trained with"),
+])
+def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    status, output, error = run(*arguments)
+    assert (status, output) == (2, "")
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: Run) -> None:
+    Path("x.txt").write_text("a")
+    result = json.loads(run("data.path=x.txt")[1])
+    assert (result["tokens"], result["bytes"]) == (1, 1)
+    assert result["loss"] == pytest.approx(nats(small_model("conv1d", SPACED.vocab_size), [0], SPACED.encode("a"))[0], rel=1e-5)
+
+
+def test_a_character_may_be_cut_by_every_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(files, "CHUNK", 1)
+    assert "".join(read_text(tmp_path / "text.txt")) == TEXT
+
+
+def hears_ctrl_c() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, these tests and their children included."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
+    small_model("conv1d", 256).save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
+    (tmp_path / "text.txt").write_text("some text " * 100_000)
+    command = [sys.executable, "-m", "rwkv.tools.evaluate", f"checkpoint={tmp_path / 'model.ckpt'}", "kernel=conv1d",
+               f"data.path={tmp_path / 'text.txt'}", f"out={tmp_path / 'out.json'}", "chunk_len=1"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=hears_ctrl_c) as process:
+        assert process.stderr is not None
+        assert process.stderr.read(3), "the progress bar"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    assert error.endswith("interrupted\n")
+    assert "Traceback" not in error
+    assert not (tmp_path / "out.json").exists()

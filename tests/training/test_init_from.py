@@ -1,0 +1,101 @@
+"""train.py init_from=PATH: the file's weights, sizes and tokenizer; and generate.py on whatever train.py or others saved."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from files import NAMES
+from models import small_model
+from programs import Run, one_sentence
+
+from kernels.select import select
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.training.setup import new_model
+
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
+FAST = ("trainer=cpu", "kernel=torch_scan", "data=text", "data.path=text.txt", "data.cache_dir=cache", "logger=none",
+        "model.ctx_len=16", "trainer.max_steps=1", "trainer.val_every=1", "trainer.checkpoint_every=1",
+        "trainer.sample_tokens=3", "out_dir=out")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> JsonTokenizer:
+    (tmp_path / "text.txt").write_text(TEXT)
+    tokenizer = JsonTokenizer.train([TEXT], 270)
+    (tmp_path / "own.json").write_text(tokenizer.definition)
+    return tokenizer
+
+
+def save(tokenizer: JsonTokenizer, path: Path, spare_rows: int = 0, carried: bool = True) -> RWKV:
+    model = small_model("reference", tokenizer.vocab_size + spare_rows, n_layer=2, n_att=8)
+    model.save_pretrained(path, tokenizer if carried else None)
+    return model
+
+
+def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
+    model = save(tokenizer, tmp_path / "model", spare_rows=3)
+    status, _, said = run("train", "init_from=model", "optim.lr=1e-9", "optim.min_lr=1e-9", *FAST)
+    assert status == 0
+    assert "weights    from model, which gives the sizes and the tokenizer" in said
+    read = read_checkpoint(tmp_path / "out")
+    assert read.config == replace(model.config, ctx_len=16)
+    assert (read.tokenizer_hash, read.vocab_size) == (tokenizer.hash, tokenizer.vocab_size + 3)
+    torch.testing.assert_close(dict(read.weights), dict(model.state_dict()), rtol=0, atol=1e-6)
+    status, _, said = run("train", "resume=auto", "out_dir=out", "trainer.max_steps=2", "trainer.sample_tokens=0")
+    assert status == 0
+    assert read_checkpoint(tmp_path / "out").step == 2
+
+
+def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
+    model = save(tokenizer, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    begun = new_model(replace(checkpoint.config, ctx_len=7), checkpoint, tokenizer, select("reference"))
+    assert (begun.config.ctx_len, begun.training) == (7, True)
+    with torch.no_grad():
+        for name, weight in begun.named_parameters():
+            assert weight.requires_grad
+            assert torch.equal(weight, model.state_dict()[name])
+            weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert torch.equal(checkpoint.weights["emb.weight"], model.emb.weight)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("init_from=none.pth",), "makes a tokenizer from the data"),
+    (("init_from=own.ckpt", "data.tokenizer=bpe"), "leave data.tokenizer out"),
+    (("init_from=own.ckpt", "data.tokenizer=byte"), "data.tokenizer=byte is not the tokenizer that own.ckpt was trained with"),
+    (("init_from=large.pth", "data.tokenizer=own.json"), "data.tokenizer=own.json has 270 tokens and large.pth 600"),
+    (("init_from=own.ckpt", "model.n_embd=24"), "model.n_embd is 24 on the command line and 16 in own.ckpt"),
+    (("init_from=own.ckpt", "model=small"), "on the command line"),
+    (("init_from=own.ckpt", "resume=auto"), "give one of them"),
+    (("init_from=absent.pth",), "no checkpoint at absent.pth")])
+def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, tokenizer: JsonTokenizer, arguments: tuple[str, ...],
+                                      said: str) -> None:
+    save(tokenizer, tmp_path / "own.ckpt")
+    save(tokenizer, tmp_path / "none.pth", carried=False)
+    small_model("reference", 600).save_pretrained(tmp_path / "large.pth")
+    one_sentence(run("train", *arguments, *FAST), said)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_named_tokenizer_goes_with_a_file_that_carries_none(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
+    save(tokenizer, tmp_path / "none.pth", carried=False)
+    status, _, said = run("train", "init_from=none.pth", "data.tokenizer=own.json", *FAST)
+    assert (status, read_checkpoint(tmp_path / "out").tokenizer_hash) == (0, tokenizer.hash), said
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_generate_takes_every_format(run: Run, tmp_path: Path, name: str) -> None:
+    small_model("reference", 256).save_pretrained(tmp_path / name, ByteTokenizer())
+    carried = not name.endswith((".pth", ".bin"))
+    arguments = ("kernel=reference", "max_new_tokens=4", "temperature=0", "prompt=ab", "device=cpu")
+    status, output, _ = run("generate", f"checkpoint={name}", *arguments, *([] if carried else ["tokenizer=byte"]))
+    assert status == 0
+    assert output.startswith("ab")
+
+

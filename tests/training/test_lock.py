@@ -1,0 +1,122 @@
+"""A run's directory belongs to one process at a time, until that ends in whatever way."""
+
+import errno
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from programs import Run as Program
+from programs import one_sentence
+
+from rwkv.config import TrainConfig
+from rwkv.training import lock
+from rwkv.training.lock import RunLock
+from rwkv.training.run import Run, create
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these tests fork")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PATIENCE", 0.2)
+
+
+def forked(do: Callable[[], None]) -> int:
+    """The number of a process that does this, then waits; whatever happens, it never comes back into the tests."""
+    process = os.fork()
+    if process == 0:
+        try:
+            do()
+            signal.pause()
+        finally:
+            os._exit(1)
+    return process
+
+
+@contextmanager
+def held_by_another(folder: Path) -> Iterator[None]:
+    """By a process with a child, as for loading data. At the end it is killed, and the child is not."""
+    said, say = os.pipe()
+    mine = RunLock()
+
+    def hold() -> None:
+        try:
+            mine.hold(folder)
+            os.write(say, f"{forked(lambda: None)}\n".encode())
+        finally:
+            os.close(say)
+
+    process = forked(hold)
+    os.close(say)
+    child = int(os.read(said, 20) or 0)
+    os.close(said)
+    try:
+        assert child, "the other process could not hold the lock"
+        yield
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        try:
+            RunLock().hold(folder)
+        finally:
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_killed_process_holds_nothing_whatever_its_children_do(tmp_path: Path) -> None:
+    with held_by_another(tmp_path), pytest.raises(ValueError, match="another process is training the run"):
+        RunLock().hold(tmp_path)
+    RunLock().hold(tmp_path)
+
+
+def test_one_lock_at_a_time_and_none_for_nobody(tmp_path: Path) -> None:
+    one, other = RunLock(), RunLock()
+    one.hold(tmp_path)
+    one.hold(tmp_path)
+    with pytest.raises(ValueError, match=r"training the run in .*: wait until it ends or stop it, or choose"):
+        other.hold(tmp_path)
+    one.release()
+    other.hold(tmp_path)
+    del other
+    pickle.loads(pickle.dumps(one)).hold(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [("resume=auto", "out_dir=mine"), ("resume=mine",),
+                                       ("resume=mine/checkpoints/last.ckpt",)])
+def test_a_second_process_is_refused_before_any_work(run: Program, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """What it would have read here is no checkpoint: it does not come to that."""
+    checkpoint = tmp_path / "mine" / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"")
+    with held_by_another(tmp_path / "mine"):
+        one_sentence(run("train", *arguments), "another process is training the run in ", "mine: wait until it ends")
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_of_two_new_runs_in_one_directory_the_second_stops(tmp_path: Path) -> None:
+    run = Run(tmp_path / "new", TrainConfig())
+    run.out_dir.mkdir()
+    with held_by_another(run.out_dir), pytest.raises(ValueError, match="another process is training"):
+        create(run, {})
+    assert [path.name for path in run.out_dir.iterdir()] == [lock.NAME]
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EROFS])
+def test_where_files_cannot_be_locked_it_is_said(tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("fcntl.flock" if error != errno.EROFS else "os.open", refuse)
+    RunLock().hold(tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"files cannot be locked in {tmp_path} (")
+    assert line.endswith("see to it yourself that no second process trains this run")
+    monkeypatch.undo()
+    RunLock().hold(tmp_path)
+    assert not capsys.readouterr().err, "nothing is left that looks like a lock"

@@ -1,0 +1,276 @@
+"""What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import Run, one_sentence
+from training_runs import TEXT
+
+from kernels.bench.peak_memory import extra_bytes
+from kernels.select import select
+from rwkv import cli
+from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.data.documents import Segments
+from rwkv.model.rwkv4 import RWKV
+from rwkv.training import memory, plan
+from rwkv.training.memory import free_disk, free_memory
+from rwkv.training.run import Run as RunOf
+from rwkv.training.run import in_steps
+from rwkv.training.task import LanguageModel
+from rwkv.training.trainer import prepare_blocks
+
+CPU = torch.device("cpu")
+PILE_VOCABULARY = 50277
+PRESETS = {"tiny": 2_712_576, "small": 13_101_312,          # with 2,048 tokens, the others with the Pile's
+           "169m": 169_342_464, "430m": 430_397_440, "1b5": 1_515_106_304, "3b": 2_984_627_200, "7b": 7_392_649_216}
+GB, MIB = 10 ** 9, 2 ** 20
+
+
+def parameters_on_meta(config: ModelConfig, vocab_size: int) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in RWKV(config, vocab_size, select("reference")).parameters())
+
+
+# Parameters
+
+
+def test_every_preset_is_known() -> None:
+    assert {path.stem for path in (cli.CONFIGS / "model").glob("*.yaml")} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_parameters(name: str) -> None:
+    text = (cli.CONFIGS / "model" / f"{name}.yaml").read_text()
+    config = ModelConfig(**yaml.safe_load(text))
+    L, C, V = config.n_layer, config.n_embd, 2048 if name in ("tiny", "small") else PILE_VOCABULARY
+    assert memory.n_parameters(config, V) == 2 * V * C + L * (13 * C * C + 11 * C) + 4 * C == PRESETS[name]
+    assert parameters_on_meta(config, V) == PRESETS[name]
+    assert f"{PRESETS[name]:,} parameters" in text, "the file says so itself"
+
+
+WIDTHS = st.integers(1, 90)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 3), WIDTHS, st.none() | WIDTHS, st.none() | WIDTHS, WIDTHS)
+def test_the_formula_counts_any_model(L: int, C: int, A: int | None, F: int | None, V: int) -> None:
+    config = ModelConfig(L, C, A, F)
+    assert memory.n_parameters(config, V) == parameters_on_meta(config, V)
+
+
+# Memory
+
+
+def configured(L: int, C: int, B: int, T: int, **trainer: Any) -> TrainConfig:
+    return TrainConfig(model=ModelConfig(L, C, ctx_len=T), data=DataConfig(batch_size=B), trainer=TrainerConfig(**trainer))
+
+
+def measured_peak(config: TrainConfig, V: int, kernel: str) -> int:
+    """Of two steps from nothing, in Lightning's order: the gradients of a step live until the next backward pass."""
+    batch, half = batch_of(config, V), config.trainer.precision == "bf16-mixed"
+
+    def train() -> tuple[()]:
+        model = prepare_blocks(RWKV(config.model, V, select(kernel)), config.trainer)
+        task = LanguageModel(model, config.optim, 10, 1.0)
+        optimizer = task.configure_optimizers()["optimizer"]
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = task.training_step(batch, 0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return ()
+
+    return extra_bytes(train, "cpu")
+
+
+def batch_of(config: TrainConfig, V: int) -> tuple[torch.Tensor, torch.Tensor] | Segments:
+    B, T, K = config.data.batch_size, config.model.ctx_len, config.trainer.tbptt
+    x = torch.randint(V, (B, max(1, K), T))
+    return Segments(x, x, torch.arange(K).expand(B, K) == 0, 0, 1.0, x.numel()) if K else (x[:, 0], x[:, 0])
+
+
+@pytest.mark.parametrize(("sizes", "V", "options"), [
+    ((2, 64, 8, 128), 256, {}),                                            # activations
+    ((2, 64, 8, 128), 256, {"precision": "bf16-mixed"}),
+    ((4, 64, 4, 128), 256, {"activation_checkpointing": True}),
+    ((2, 192, 2, 64), 8192, {}),                                           # weights, and the loss
+    ((2, 64, 2, 64), 256, {"tbptt": 4}),
+], ids=["activations", "bf16", "checkpointing", "vocabulary", "tbptt"])
+@pytest.mark.parametrize("kernel", ["torch_scan"])
+def test_the_estimate_is_near_the_measured_peak(sizes: tuple[int, ...], V: int, options: dict[str, Any], kernel: str) -> None:
+    config = configured(*sizes, **options)
+    assert memory.memory(config, V, kernel).total == pytest.approx(measured_peak(config, V, kernel), rel=0.25)
+
+
+def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
+    config = configured(2, 64, 8, 128)
+    alone = memory.memory(config, 256, "torch_scan")
+    ddp, fsdp = (memory.memory(replace(config, trainer=TrainerConfig(strategy=strategy)), 256, "torch_scan", processes=4)
+                 for strategy in ("ddp", "fsdp"))
+    assert (ddp.certain, 4 * fsdp.certain) == (alone.certain, alone.certain)
+    assert 4 * ddp.activations == pytest.approx(alone.activations, rel=0.1)
+
+
+# What there is
+
+
+def written(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc__meminfo": "MemTotal: 16000000 kB\nMemFree: 1000000 kB\nMemAvailable:    8000000 kB\n"}
+HERE, UP = "sys__fs__cgroup__job__", "sys__fs__cgroup__"
+
+
+@pytest.mark.parametrize(("files", "free"), [
+    ({}, 8_000_000 * 1024),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "max\n", f"{HERE}memory.current": "5\n"}, 8_000_000 * 1024),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "1000\n", f"{HERE}memory.current": "700\n",
+      f"{HERE}memory.stat": "anon 600\ninactive_file 100\n"}, 400),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "1000\n", f"{HERE}memory.current": "700\n",
+      f"{UP}memory.max": "900\n", f"{UP}memory.current": "800\n"}, 100),
+    ({"proc__self__cgroup": "0::/out/of/sight\n", f"{UP}memory.max": "900\n", f"{UP}memory.current": "850\n"}, 50),
+    ({"proc__self__cgroup": "5:cpu,memory:/job\n0::/\n", f"{UP}memory__job__memory.limit_in_bytes": "1000\n",
+      f"{UP}memory__job__memory.usage_in_bytes": "900\n", f"{UP}memory__job__memory.stat": "total_inactive_file 30\n"}, 130),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "10\n", f"{HERE}memory.current": "700\n"}, 0),
+], ids=["machine", "no limit", "limit", "parent's limit", "container", "version 1", "above its limit"])
+def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    assert free_memory(CPU, written(tmp_path, **MEMINFO, **files)) == free
+
+
+def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
+    found = free_memory(CPU)
+    assert found is None or found > 10 * MIB
+    assert free_disk(tmp_path / "not" / "there") > 0
+    installed = free_memory(CPU, tmp_path)               # where there is no /proc
+    assert found is None or installed is None or installed >= found
+
+
+# What cannot fit
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GB)
+    monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
+    one_sentence(run("train", "model=7b", "trainer=cpu"),
+                 "training needs at least 186 GB of memory, and this machine has 8.0 GB free: take a smaller model=")
+    assert not list(Path().iterdir())
+
+
+def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """None where the configuration fits into `free` bytes, else what is said."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    try:
+        memory.require_room(RunOf(Path("run"), config), CPU, "torch_scan", V)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("free", "remedy"), [
+    (7, "with trainer.activation_checkpointing=true it would be 3.3 GB"),
+    (2, "with trainer.activation_checkpointing=true data.batch_size=8 trainer.accumulate=4 it would be 1.7 GB"),
+    (1, "take a smaller model="),
+])
+def test_the_remedy_is_the_least_that_helps(free: int, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(12, 768, 32, 512)
+    said = fits(config, free * GB, 2048, monkeypatch)
+    assert said is not None
+    assert said.startswith("training needs at least 1")
+    assert said.endswith(remedy)
+    options = dict(option.split("=") for option in remedy.split() if "=" in option)
+    if "model" not in options:
+        B, accumulate = int(options.get("data.batch_size", 32)), int(options.get("trainer.accumulate", 1))
+        changed = configured(12, 768, B, 512, activation_checkpointing=True, accumulate=accumulate)
+        assert fits(changed, free * GB, 2048, monkeypatch) is None
+        assert changed.tokens_per_step == config.tokens_per_step
+
+
+def test_nobody_is_refused_what_just_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and optimiser are certain; of the rest, three quarters of what is estimated."""
+    config = configured(2, 64, 8, 128)
+    need = memory.memory(config, 256, "torch_scan")
+    least = need.certain + round(0.75 * (need.total - need.certain))
+    assert fits(config, least, 256, monkeypatch) is None
+    assert fits(config, least - 1, 256, monkeypatch) is not None
+
+
+def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a run has already are replaced: what they take is free for it."""
+    config, size = configured(2, 64, 8, 128), 12 * memory.n_parameters(ModelConfig(2, 64), 256)
+    there = RunOf(tmp_path, config)
+    monkeypatch.setattr(memory, "free_disk", lambda folder: 4 * size - 1)
+    with pytest.raises(ValueError, match=r"4 checkpoints need 6\.8 MB of disk, and 6\.8 MB is free at .*trainer\.keep_last=1"):
+        memory.require_room(there, CPU, "torch_scan", 256)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"x")
+    memory.require_room(there, CPU, "torch_scan", 256)
+
+
+# Tokens and steps
+
+
+@given(st.floats(1, 1e12), st.integers(1, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 4))
+def test_max_tokens_is_the_fewest_steps_that_read_them(tokens: float, B: int, T: int, accumulate: int, tbptt: int) -> None:
+    config = configured(1, 8, B, T, max_tokens=tokens, accumulate=accumulate, tbptt=tbptt)
+    steps = in_steps(config, ["trainer.max_tokens"]).trainer.max_steps
+    assert config.tokens_per_step == B * T * accumulate * max(1, tbptt)
+    assert (steps - 1) * config.tokens_per_step < tokens <= steps * config.tokens_per_step
+
+
+def test_steps_and_tokens_are_not_both_given() -> None:
+    config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7)
+    with pytest.raises(ValueError, match="both say how long to train: give one of them"):
+        in_steps(config, ["trainer.max_steps", "trainer.max_tokens"])
+    later = in_steps(config, ["trainer.max_steps"]).trainer
+    assert (later.max_steps, later.max_tokens) == (7, None), "steps given when a run is continued stand for its tokens"
+
+
+# What is said
+
+
+def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
+    Path("text.txt").write_text(TEXT)
+    status, output, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1",
+                                "data.cache_dir=cache", "data.num_workers=2", "trainer=cpu", "kernel=torch_scan",
+                                "trainer.max_tokens=1e3", "plan=true")
+    assert (status, output) == (0, ""), error
+    for said in ("43,840 parameters, vocabulary 256", "torch_scan on cpu, precision 32-true", "data workers 210 MB",
+                 "weights 0.2 MB, gradients 0.2 MB, optimiser 0.4 MB", "with trainer.activation_checkpointing=true",
+                 "2.1 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
+        assert said in error
+    assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
+
+
+def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last of four go forward again, which is a third of their time."""
+    monkeypatch.setattr(plan, "_seconds_per_step", lambda *_: 60.0)
+    data: Any = SimpleNamespace(sizes=SimpleNamespace(val_tokens=0))
+    said = [plan._duration(configured(1, 8, 4, 10, tbptt=K), 60, CPU, None, data) for K in (0, 1, 4)]
+    assert said == ["about 60.0 minutes", "about 60.0 minutes", "about 75.0 minutes"]
+
+
+def test_the_estimate_leaves_nothing_behind() -> None:
+    """Neither random numbers drawn, nor gradients, nor other weights: training is the same to the bit."""
+    config = configured(2, 16, 2, 8)
+    task = LanguageModel(RWKV(config.model, 50, select("torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
+    before = {name: weight.clone() for name, weight in task.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert plan._seconds_per_step(task, config, CPU) > 0
+    assert (torch.get_rng_state().equal(drawn[0]), random.getstate(), np.random.get_state()[1].tolist()) == (True, *drawn[1:])
+    assert all(weight.equal(before[name]) for name, weight in task.state_dict().items())
+    assert all(parameter.grad is None for parameter in task.parameters())

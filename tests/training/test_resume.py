@@ -1,0 +1,199 @@
+"""Nothing is lost: killed at any moment, a run goes on to the bit; a damaged checkpoint and a full disk cost no earlier one."""
+
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import (
+    ENVIRONMENT,
+    ROOT,
+    SMALL,
+    TEXT,
+    assert_same_training,
+    damage,
+    finish,
+    killed_and_continued,
+    losses,
+    start,
+    wait_for,
+)
+
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.training.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
+from rwkv.training.run import open_run
+
+STEPS = 150
+RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
+       "data.num_workers=2", f"trainer.max_steps={STEPS}", "trainer.val_every=20", "trainer.checkpoint_every=10")
+FULL_DISK = """
+import resource, runpy, signal, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.argv = sys.argv[2:]
+sys.path.insert(0, sys.argv[0].removesuffix("train.py"))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    """The run that nothing happened to: two loader processes, two batches a step, over two epochs."""
+    done = finish(start(folder, "train", *RUN, "out_dir=whole"))
+    assert done.status == 0, done.error
+    return folder / "whole"
+
+
+def test_a_run_killed_twice_is_the_run_that_was_not(folder: Path, whole: Path) -> None:
+    done = killed_and_continued(folder, RUN, "killed", kills=2, steps=STEPS, seed=1)
+    assert done.status == 0, done.error
+    assert "continued from" in done.error
+    assert_same_training(folder / "killed", whole)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """With its own configuration, of which the command line need say nothing."""
+    shutil.copy(whole / "config.yaml", tmp_path)
+    run = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=7)), ["trainer.max_steps"])
+    assert (run.out_dir, run.resume_from, run.resume_step) == (tmp_path, None, None)
+    assert (run.config.trainer.accumulate, run.config.trainer.max_steps, run.config.data.path) == (2, 7, "text.txt")
+    assert open_run(TrainConfig(resume="auto", out_dir=str(tmp_path / "none"))).config.trainer.accumulate == 1
+
+
+def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
+    """Sent to the whole group of processes, loaders included, as a terminal does."""
+    slow = (*RUN, "trainer.max_steps=6", "trainer.val_every=3", "data.val_fraction=0.8", "data.batch_size=1")
+    process = start(folder, "train", *slow, "out_dir=stopped", apart=True)
+    wait_for(process, folder / "stopped", 3)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finish(process)
+    assert done.status == 130, done.error
+    assert "stopped at step 3; continue with" in done.error
+    assert "Traceback" not in done.error
+    assert not losses(folder / "stopped", "val/loss")
+    done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
+    assert done.status == 0, done.error
+    assert (list(losses(folder / "stopped")), list(losses(folder / "stopped", "val/loss"))) == ([1, 2, 3, 4, 5, 6], [3, 6])
+
+
+# Damage and full disks
+
+
+def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Path, whole: Path, tmp_path: Path,
+                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    expected = read_checkpoint(last.with_name("last-1.ckpt")).step
+    damage(last)
+    assert newest_sound(tmp_path).step == expected < STEPS
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the one before it")
+    damage(last.with_name("last-1.ckpt"))
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+        newest_sound(tmp_path)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: as there, a write fails in the middle of a checkpoint."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
+    limit = len(before["last.ckpt"]) // 2
+    program = [sys.executable, "-c", FULL_DISK, str(limit), str(ROOT / "train.py")]
+    done = subprocess.run([*program, "resume=auto", f"out_dir={tmp_path}", f"trainer.max_steps={STEPS + 30}"], cwd=folder,
+                          env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: cannot write the checkpoint {tmp_path}/checkpoints/last.ckpt: ")
+    assert "make room, and continue with resume=auto" in done.stderr
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
+
+
+@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_factory: pytest.TempPathFactory, keep: int,
+                                                                       saved: int, cut: int) -> None:
+    """After `saved` checkpoints one more is written, and the renaming stops after `cut` of its steps."""
+    run = tmp_path_factory.mktemp("run")
+    for number in range(saved):
+        write(run, number)
+        settle(run, keep)
+    write(run, saved)
+    with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
+        settle(run, keep)
+    settle(run, keep)
+    names = ["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))]
+    kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
+    assert kept[0] == saved
+    assert kept == sorted(kept, reverse=True)
+    assert len(kept) >= min(keep, saved + 1) - 1
+    assert not (run / "checkpoints" / "next.ckpt").exists()
+
+
+def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    (tmp_path / "checkpoints" / ".next.ckpt.123").write_text("half of it")
+    settle(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_what_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
+    """An object in a checkpoint would be code to execute."""
+    path = tmp_path / "checkpoints" / "next.ckpt"
+    VerifiedFiles().save_checkpoint({"weights": torch.zeros(3)}, path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"cannot write the checkpoint .*; the ones before it are intact"):
+        VerifiedFiles().save_checkpoint({"weights": torch.zeros(3), "path": path}, path)
+    assert path.read_bytes() == before
+
+
+# Random state
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    def drawn() -> list[Any]:
+        return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist(), random.gauss(), np.random.randn()]
+
+    drawn()
+    torch.save(RandomState().state_dict(), tmp_path / "state")
+    expected = drawn()
+    callback = RandomState()
+    callback.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    callback.on_train_start()
+    assert drawn() == expected
+
+
+def write(run: Path, number: int) -> None:
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints" / "next.ckpt").write_text(str(number))
+
+
+@contextlib.contextmanager
+def killed_after(steps: int, method: str) -> Iterator[None]:
+    original, count = getattr(Path, method), itertools.count()
+
+    def counted(*args: Any) -> Any:
+        if next(count) >= steps:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, method, counted)
+        yield

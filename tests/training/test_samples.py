@@ -1,0 +1,121 @@
+"""Samples and measures during training: they change nothing in it, and say of it what is true."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import small_model, tokens
+from programs import Run
+from training_runs import OWN, SMALL, TEXT, content, losses, rows, same
+
+from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
+from rwkv.training.callbacks import gradient_norms, peak_memory_mib
+from rwkv.training.loggers import METRICS, MetricsFile, norm_names
+from rwkv.training.samples import Samples, read_samples, sample_every
+
+CPU = torch.device("cpu")
+PROMPT = "line 7, ${x}: "
+BRIEF = (*SMALL, "logger=csv", "kernel=conv1d", "model.ctx_len=16", "trainer.max_steps=5", "trainer.sample_tokens=6",
+         f"data.sample_prompt={PROMPT}")
+
+
+def differences(run: Path, other: Path) -> set[str]:
+    one, two = (content(folder / "checkpoints" / "last.ckpt") for folder in (run, other))
+    return {name for name in one.keys() | two.keys() if name not in OWN and not same(one.get(name), two.get(name))}
+
+
+def test_samples_and_norms_change_nothing_in_training(run: Run, tmp_path: Path) -> None:
+    """Weights, optimiser, random state and place in the data, to the bit; standard output has the last text alone."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    without = run("train", *BRIEF, "trainer.sample_every=0", "out_dir=without")
+    sampled = run("train", *BRIEF, "trainer.sample_every=2", "trainer.grad_norms=true", "out_dir=with")
+    assert (without[0], sampled[0]) == (0, 0), sampled[2]
+    expected = {"/timemix/run/trainer/sample_every", "/timemix/run/trainer/grad_norms"}
+    assert differences(Path("without"), Path("with")) == expected
+    assert losses(Path("without")) == losses(Path("with"))
+    assert not Path("without/samples.jsonl").exists()
+    samples = read_samples(Path("with/samples.jsonl"))
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [(2, PROMPT), (4, PROMPT), (5, PROMPT)]
+    assert sampled[1] == without[1] == f"{PROMPT}{samples[-1]['text']}\n"
+    assert len({sample["text"] for sample in samples}) > 1, "of other weights"
+    norms_are_those_of_the_parts(rows(Path("with")))
+
+
+def norms_are_those_of_the_parts(found: list[dict[str, str]]) -> None:
+    for row in found:
+        if row["train/loss"]:
+            parts = torch.tensor([float(row[name]) for name in norm_names(2)], dtype=torch.float64)
+            assert parts.norm().item() == pytest.approx(float(row["grad_norm"]), rel=1e-5)
+        assert row["kernel"] == "conv1d"
+
+
+def test_a_prompt_that_has_no_tokens_is_refused_before_training(tmp_path: Path) -> None:
+    config = TrainConfig()
+    config.data.sample_prompt = "ä"
+    with pytest.raises(ValueError, match="'ä'"):
+        Samples(config, CharTokenizer("abc"), tmp_path, None, lambda seconds: None)
+
+
+def test_a_continued_run_has_the_samples_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    """Those after its checkpoint come again; one that a kill cut short is no sample."""
+    lines = [json.dumps({"step": step, "prompt": "", "text": "é\n"}, ensure_ascii=False) + "\n" for step in (10, 20, 30)]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(lines) + lines[0][:-5], encoding="utf-8")
+    Samples(TrainConfig(), ByteTokenizer(), tmp_path, 20, lambda seconds: None).on_train_start(Trainer(), None)
+    assert path.read_text(encoding="utf-8") == "".join(lines[:2])
+    Samples(TrainConfig(), ByteTokenizer(), tmp_path, None, lambda seconds: None).on_train_start(Trainer(), None)
+    assert path.read_text(encoding="utf-8") == ""
+
+
+class Trainer:
+    global_step = 20
+
+
+def test_how_often() -> None:
+    assert sample_every(TrainerConfig(val_every=7)) == 7
+    assert sample_every(TrainerConfig(val_every=7, sample_every=3)) == 3
+    assert sample_every(TrainerConfig(sample_every=0)) == sample_every(TrainerConfig(strategy="fsdp")) == 0
+    with pytest.raises(ValueError, match=r"trainer\.sample_every is at least 0; got -1"):
+        TrainerConfig(sample_every=-1)
+    with pytest.raises(ValueError, match="need them whole"):
+        TrainerConfig(strategy="fsdp", grad_norms=True)
+
+
+# metrics.csv
+
+
+def test_a_continued_run_keeps_its_columns_and_has_new_ones_after_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,train/loss,mine\n1,2.5,a\n2,2.25,b\n3,2,c\n4,1.", encoding="utf-8")
+    MetricsFile(path, "conv1d", ["grad_norm/emb"], resumed_at=2).log_metrics({"train/loss": 2.0, "grad_norm/emb": 3.0}, 3)
+    with path.open(newline="", encoding="utf-8") as file:
+        header, *found = csv.reader(file)
+    assert header == ["step", "train/loss", "mine", *(name for name in METRICS if name != "train/loss"), "kernel",
+                      "grad_norm/emb"]
+    assert [row[:3] for row in found] == [["1", "2.5", "a"], ["2", "2.25", "b"], ["3", "2.0", ""]]
+    assert found[-1][-2:] == ["conv1d", "3.0"]
+
+
+# What is measured
+
+
+def test_gradient_norms_are_those_of_each_part() -> None:
+    model = small_model()
+    model(tokens(model))[0].sum().backward()
+    found = gradient_norms(model)
+    assert tuple(found) == norm_names(3)
+    for name, norm in found.items():
+        part = model.get_submodule(name.removeprefix("grad_norm/"))
+        flat = torch.cat([parameter.grad.flatten() for parameter in part.parameters()])
+        assert norm == pytest.approx(flat.norm().item(), rel=1e-5)
+
+
+def test_peak_memory_is_at_least_what_is_used_now() -> None:
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        pytest.skip("/proc is Linux's")
+    used = int(status.read_text().partition("VmRSS:")[2].split()[0]) / 1024
+    assert used <= peak_memory_mib(CPU) < 100 * used

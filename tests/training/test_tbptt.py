@@ -1,0 +1,296 @@
+"""True BPTT over segments: the gradients of one long sequence, no leak between documents, the memory of one segment."""
+
+import copy
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from models import kernels, small_model
+from programs import Run
+from streams import stream_of
+from torch import Tensor
+from training_runs import SMALL, TEXT, assert_same_training, finish, killed_and_continued, losses, start
+
+from kernels.bench.peak_memory import extra_bytes
+from rwkv.config import OptimConfig, TrainerConfig
+from rwkv.data.documents import LaneOrder, Pieces, Reading, Segments, Share
+from rwkv.model.loss import IGNORED
+from rwkv.model.state import State
+from rwkv.training import tbptt
+from rwkv.training.task import LanguageModel
+from rwkv.training.tbptt import Carried
+from rwkv.training.trainer import precision_for, prepare_blocks
+
+B, K, T, VOCABULARY = 3, 4, 8, 50
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(B: int = B, K: int = K, T: int = T, seed: int = 0) -> Segments:
+    """Rows that open nothing, their first segments aside."""
+    ids = tokens(B, K * T + 1, seed=seed)
+    opens = torch.zeros(B, K, dtype=torch.bool)
+    opens[:, 0] = True
+    return Segments(ids[:, :-1].clone().view(B, K, T), ids[:, 1:].clone().view(B, K, T), opens, 0, 1.0, B * K * T)
+
+
+def learner(kernel: str = "conv1d", n_layer: int = 3, **options: Any) -> LanguageModel:
+    return LanguageModel(prepare_blocks(small_model(kernel, n_layer=n_layer), TrainerConfig(**options)), OptimConfig(), 10, 1.0)
+
+
+def gradients(task: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
+    task.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in task.named_parameters() if parameter.grad is not None}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert float((gradient - expected[name]).norm()) <= error * float(expected[name].norm()), name
+
+
+# Gradients
+
+
+def every_kernel() -> list[Any]:
+    """Those that torch.compile makes take seconds to be made: in make soak."""
+    return [pytest.param(*kernel.values, marks=[*kernel.marks, *([pytest.mark.soak] if "compile" in kernel.values[0] else [])])
+            for kernel in kernels()]
+
+
+@pytest.mark.parametrize("kernel", every_kernel())
+def test_gradients_are_those_of_each_document_as_one_sequence(kernel: str) -> None:
+    """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
+    task, read = learner(kernel), batch()
+    read.opens[0, 2] = True
+    read.y[0, 1, 4:] = IGNORED
+    loss = task.training_step(read, 0)
+    rows, targets = ([each[0, :2].flatten()[:12], each[0, 2:].flatten(), *each[1:].flatten(1)] for each in (read.x, read.y))
+    count = sum(map(len, rows))
+    whole = sum(task.loss(x[None], y[None]) * len(x) / count for x, y in zip(rows, targets, strict=True))
+    assert loss.item() == pytest.approx(float(whole.detach()), abs=1e-6)
+    assert_equal(gradients(task, loss), gradients(task, whole), 1e-5)
+
+
+def test_another_document_before_changes_nothing_to_the_bit() -> None:
+    """Neither what it says nor what state it left, were that not even numbers."""
+    task, read = learner(), batch()
+    read.opens[:, 2] = True
+    read.y[:, :2] = IGNORED
+    expected = gradients(task, task.training_step(read, 0))
+    read.x[:, :2] = tokens(B, 2, T, seed=1)
+    found = gradients(task, task.training_step(read, 0))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    read = read._replace(x=read.x[:, 2:], y=read.y[:, 2:], opens=read.opens[:, 2:])
+    task.carried.after(0, State(*(torch.full_like(part, torch.nan) for part in task.model.empty_state(B))))
+    assert_equal(gradients(task, task.training_step(read, 0)), expected, 1e-6)
+
+
+def test_in_bf16_many_segments_are_as_exact_as_one_sequence() -> None:
+    """Of all parameters together, over several models and texts: one alone may be better or worse by chance."""
+    errors = torch.tensor([bf16_errors(seed) for seed in range(3)])
+    tbptt, whole = errors.square().mean(0).sqrt()
+    assert 0.001 < whole < 0.01
+    assert tbptt < 1.05 * whole
+
+
+def bf16_errors(seed: int) -> tuple[float, float]:
+    """Relative to float32's gradients, those of 32 segments and of one sequence."""
+    task = LanguageModel(small_model("torch_scan", seed=seed, n_layer=1, n_embd=32), OptimConfig(), 10, 1.0)
+    read = batch(2, 32, 2, seed)
+    x, y = read.x.flatten(1), read.y.flatten(1)
+    exact = flat(gradients(task, task.loss(x, y)))
+    with torch.autocast("cpu", torch.bfloat16):
+        tbptt = flat(gradients(task, task.loss_of_segments(read)))
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = flat(gradients(task, task.loss(x, y)))
+    return tuple(float((found - exact).norm() / exact.norm()) for found in (tbptt, whole))
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+def test_the_state_goes_on_to_the_next_step_without_gradient() -> None:
+    task, read = learner(), batch()
+    steps = [read._replace(x=read.x[:, k:k + 2], y=read.y[:, k:k + 2], opens=read.opens[:, k:k + 2]) for k in (0, 2)]
+    found = [task.training_step(step, 0) for step in steps]
+    whole, after = task.model.hidden(read.x.flatten(1))
+    whole = task.loss(read.x.flatten(1), read.y.flatten(1))
+    assert (found[0] + found[1]).item() / 2 == pytest.approx(whole.item(), abs=1e-6)
+    carried = task.carried.before(0, task.model, B)
+    torch.testing.assert_close(carried.a / carried.b, (after.a / after.b).detach(), rtol=0, atol=1e-5)
+    assert not any(part.requires_grad for part in carried)
+    _, before = task.model.hidden(read.x[:, :2].flatten(1))
+    hidden, _ = task.model.hidden(read.x[:, 2:].flatten(1), State(*(part.detach() for part in before)))
+    cut = torch.nn.functional.cross_entropy(task.model.head(hidden).flatten(0, 1), steps[1].y.flatten())
+    task.optim.l2_wrap = 0.0
+    task.carried.after(0, before)
+    assert_equal(gradients(task, task.training_step(steps[1], 0)), gradients(task, cut), 1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
+def test_what_makes_room_changes_no_gradient(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    plain, other = (learner(n_layer=1, **options) for options in ({}, {"activation_checkpointing": True, "compile": compiled}))
+    read = batch()
+    assert_equal(gradients(other, other.training_step(read, 0)), gradients(plain, plain.training_step(read, 0)), 1e-6)
+
+
+# Memory
+
+
+def test_the_activations_of_one_segment_exist_at_a_time() -> None:
+    """What each further segment costs is its state, its output and the gradients of both."""
+    def step(K: int) -> int:
+        task = LanguageModel(small_model("conv1d", n_layer=4, n_embd=64), OptimConfig(), 10, 1.0)
+        read = batch(B, K, 32)
+        task.training_step(read, 0).backward()
+        task.zero_grad()
+        return extra_bytes(lambda: task.training_step(read, 0).backward() or torch.empty(0), "cpu")
+
+    one, two, eight = step(1), step(2), step(8)
+    state, hidden = sum(part.nbytes for part in small_model(n_layer=4, n_embd=64).empty_state(B)), B * 32 * 64 * 4
+    assert (eight - two) / 6 <= 3 * state + 4 * hidden
+    assert eight < 2 * one
+
+
+# Accumulation and processes
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Any:
+    """A stream of documents of 1 to 30 ids, most of which leave a segment part empty."""
+    random = np.random.default_rng(0)
+    parts = [random.integers(1, VOCABULARY, size).astype(np.uint16) for size in random.integers(1, 31, 40)]
+    for part in parts:
+        part[0] = 0
+    return stream_of(tmp_path, *parts)
+
+
+def batches_of(stream: Any, share: Share, steps: int) -> Iterator[Segments]:
+    reading = Reading(stream, T)
+    return map(reading.__getitems__, LaneOrder(Pieces(stream, 0, T, share.lanes), 3, share, steps * share.parts, 0))
+
+
+@pytest.mark.parametrize("share", [Share(2, 3), Share(2, 1, 0, 3), Share(1, 2, 0, 3)])
+def test_accumulation_and_processes_have_the_large_batch(short: Any, share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients of three steps, the states between them carried; here each process is a learner."""
+    large, apart, steps = learner(), [learner() for _ in range(share.world)], 3
+    batches = [batches_of(short, share._replace(rank=rank), steps) for rank in range(share.world)]
+    for whole in batches_of(short, Share(share.lanes), steps):
+        loss = large.training_step(whole, 0)
+        parts = [task.training_step(next(of), 0) for _ in range(share.parts) for task, of in zip(apart, batches, strict=True)]
+        assert sum(part.item() for part in parts) / len(parts) == pytest.approx(loss.item(), abs=1e-6)
+        found = [gradients(task, sum(parts[rank::share.world]) / share.parts) for rank, task in enumerate(apart)]
+        mean = {name: sum(each[name] for each in found) / share.world for name in found[0]}
+        assert_equal(mean, gradients(large, loss), 2e-6)
+    stored = stored_by_all([task.carried for task in apart], monkeypatch)
+    for name, expected in large.carried.state_dict().items():
+        torch.testing.assert_close(stored[name], expected, rtol=0, atol=1e-5)
+    assert_each_finds_its_own(stored, apart, share, monkeypatch)
+
+
+def stored_by_all(carried: list[Carried], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """What the first process stores, where `gathered` asks all."""
+    values: list[Any] = []
+    for one in carried:
+        monkeypatch.setattr(tbptt, "gathered", lambda value: values.append(value) or [value])
+        one.state_dict()
+    monkeypatch.setattr(tbptt, "gathered", lambda value: values)
+    return carried[0].state_dict()
+
+
+def assert_each_finds_its_own(stored: dict[str, Tensor], apart: list[LanguageModel], share: Share,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tbptt, "world_size", lambda: share.world)
+    for rank, task in enumerate(apart):
+        monkeypatch.setattr(tbptt, "rank", lambda rank=rank: rank)
+        resumed = Carried()
+        resumed.load_state_dict(stored)
+        for part in range(share.parts):
+            before = [one.before(part, task.model, share.rows) for one in (resumed, task.carried)]
+            assert all(map(torch.equal, *before))
+
+
+# Going on
+
+
+class Saving(lightning.Callback):
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(Path(str(trainer.default_root_dir)) / "third.ckpt")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, precision: str, short: Any) -> None:
+    batches = list(batches_of(short, Share(2), 6))
+
+    def trained(data: list[Segments], resume: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        task = learner()
+        trainer = lightning.Trainer(max_steps=6, accelerator="cpu", callbacks=[Saving()], logger=False,
+                                    default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
+                                    enable_model_summary=False, gradient_clip_val=1.0,
+                                    **precision_for(TrainerConfig(precision=precision), torch.device("cpu")))
+        trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=resume, weights_only=True)
+        return copy.deepcopy(task.state_dict()), task.carried.state_dict()
+
+    whole = trained(batches)
+    resumed = trained(batches[3:] * 2, tmp_path / "third.ckpt")
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.keys() == other.keys() != set()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+RUN = (*SMALL[3:], "debug=fast", "data=jsonl", "data.path=text.jsonl", "logger=csv", "kernel=taichi_scan", "model.n_layer=1",
+       "model.ctx_len=16", "trainer.tbptt=3")
+TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("segments")
+    texts = (TEXT[start:start + start % 300].partition("\n")[0] for start in range(0, 4000, 37))
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.soak
+def test_two_processes_have_the_losses_of_one(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    options = (*RUN, "trainer.max_steps=8", "trainer.val_every=4", "trainer.checkpoint_every=3")
+    two = start(folder, "train", *options, "out_dir=two", *TWO, "data.batch_size=4", "data.num_workers=1")
+    status, _, error = run("train", *options, "out_dir=one", "trainer.accumulate=2", "data.batch_size=2")
+    done = finish(two)
+    assert (status, done.status) == (0, 0), error + done.error
+    for name in ("train/loss", "val/loss"):
+        assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("name", "options"), [
+    ("one", ()),
+    ("bf16", ("data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed")),
+    ("two", TWO),
+])
+def test_a_run_killed_five_times_is_the_run_that_was_not(folder: Path, name: str, options: tuple[str, ...]) -> None:
+    arguments = (*RUN, *options, "trainer.max_steps=300", "trainer.val_every=35", "trainer.checkpoint_every=14")
+    whole = finish(start(folder, "train", *arguments, f"out_dir=whole_{name}"))
+    assert whole.status == 0, whole.error
+    done = killed_and_continued(folder, arguments, f"killed_{name}", 5, 300, seed=3)
+    assert done.status == 0, done.error
+    assert_same_training(folder / f"killed_{name}", folder / f"whole_{name}")

@@ -1,0 +1,208 @@
+"""Training from the command line, end to end: what a run leaves behind, how it stops and goes on, and how kernels compare."""
+
+import json
+import math
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from training_runs import OWN, SMALL, TEXT, Done, content, finish, losses, rows, same, start, wait_for
+
+import train
+from rwkv import cli
+from rwkv.checkpoint.files import locate, read_checkpoint
+from rwkv.config import TrainConfig
+from rwkv.generation.engine import generate
+from rwkv.model.rwkv4 import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.samples import read_samples
+
+LONG = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=200",
+        "trainer.val_every=80", "trainer.checkpoint_every=150")
+
+
+def leaves_a_run(run: Path, steps: int, kernel: str) -> None:
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert {"best.ckpt", "last.ckpt"} <= names <= {"best.ckpt", "last.ckpt", "last-1.ckpt"}
+    assert read_checkpoint(run).step == steps
+    assert yaml.safe_load((run / "config.yaml").read_text())["kernel"] == {"name": kernel}
+    assert list(losses(run)) == list(range(1, steps + 1))
+    assert len(rows(run)) == steps + len(losses(run, "val/loss")), "a row for each step and each validation"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Done:
+    """A run from beginning to end, in folder/whole."""
+    return finish(start(folder, "train", *LONG, "out_dir=whole", "resume=auto"))
+
+
+@pytest.fixture(scope="module")
+def interrupted(folder: Path, whole: Done) -> Done:
+    """The same run, in folder/runs/DATE_TIME, with a Ctrl-C early on."""
+    process = start(folder, "train", *LONG)
+    while process.poll() is None and not list(folder.glob("runs/2*")):
+        time.sleep(0.02)
+    wait_for(process, next(folder.glob("runs/2*")), 3)
+    process.send_signal(signal.SIGINT)
+    return finish(process)
+
+
+@pytest.fixture(scope="module")
+def stopped_at(folder: Path, interrupted: Done) -> int:
+    return read_checkpoint(folder / "runs" / "latest").step
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, stopped_at: int) -> Done:
+    return finish(start(folder, "train", "resume=auto"))
+
+
+def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, whole: Done) -> None:
+    assert whole.status == 0, whole.error
+    leaves_a_run(folder / "whole", 200, "conv1d")
+    assert list(losses(folder / "whole", "val/loss")) == list(losses(folder / "whole", "val/bpb")) == [80, 160, 200]
+    assert [sample["step"] for sample in read_samples(folder / "whole" / "samples.jsonl")] == [80, 160, 200]
+    for row in rows(folder / "whole"):
+        assert row["kernel"] == "conv1d"
+        assert bool(row["val/loss"]) != bool(float(row["tok_per_sec"] or 0) > 0 and float(row["peak_mem"]) > 0)
+
+
+def test_the_model_learns(folder: Path, whole: Done) -> None:
+    found = losses(folder / "whole")
+    assert found[1] > 3.5
+    assert found[200] < 2.5
+    assert losses(folder / "whole", "val/loss")[200] < 2.5
+
+
+def test_what_will_happen_is_said_before_and_the_result_after(whole: Done) -> None:
+    for said in ("resume=auto: no run to continue, starting a new one", "text.txt, the last 10 % for validation",
+                 "RWKV-4, 1 layers, 32 wide, ", "parameters, vocabulary 256", "conv1d on cpu, precision 32-true",
+                 "200 steps of 64 tokens: 12,800 tokens, about 0.", "minutes", "val/loss", "val/bpb", "gzip -9",
+                 "python generate.py checkpoint=whole prompt="):
+        assert said in whole.error
+    assert re.search(r"median [\d.]+ ms a step of 64 tokens, of which the matrix products alone take \d+%\n", whole.error)
+    assert "Warning" not in whole.error
+
+
+def test_standard_output_is_the_sample_alone(folder: Path, whole: Done) -> None:
+    checkpoint = read_checkpoint(folder / "whole")
+    model = RWKV.from_pretrained(folder / "whole", "conv1d")
+    sample = "".join(generate(model, Tokenizer.from_dict(checkpoint.tokenizer), max_new_tokens=20, seed=0))
+    assert whole.output == sample + "\n"
+
+
+def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_path: Path) -> None:
+    """From another directory, to standard output alone, with a prompt that Hydra's grammar would refuse."""
+    prompt = "line 7: the ${quick}, 'brown' = fox\n"
+    done = finish(start(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30"))
+    assert done.status == 0
+    assert done.error.startswith("read ")
+    assert done.error.count("\n") == 1
+    assert done.output.startswith(prompt)
+    assert len(done.output) > len(prompt) + 20
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, interrupted: Done, stopped_at: int) -> None:
+    assert interrupted.status == 130
+    assert 3 <= stopped_at < 200
+    run = Path("runs") / (folder / "runs" / "latest").readlink()
+    assert f"stopped at step {stopped_at}; continue with: python train.py resume=auto out_dir={run}" in interrupted.error
+    assert "Traceback" not in interrupted.error
+    assert interrupted.output == ""
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(folder: Path, whole: Done, resumed: Done) -> None:
+    assert resumed.status == 0, resumed.error
+    run = folder / "runs" / "latest"
+    assert f"{Path('runs') / run.readlink()}, continued from " in resumed.error
+    leaves_a_run(run, 200, "conv1d")
+    for name in ("train/loss", "val/loss"):
+        assert losses(run, name) == losses(folder / "whole", name)
+    last, expected = (content(path / "checkpoints" / "last.ckpt") for path in (run, folder / "whole"))
+    assert not {name for name in expected if name not in OWN and not same(last[name], expected[name])}
+    assert resumed.output == whole.output
+
+
+@pytest.mark.parametrize(("argument", "said"), [
+    ("model.n_layer=2", "model.n_layer differs from that of the run"),
+    ("model=small", "model differs from that of the run"),
+    ("data.batch_size=5", "data.batch_size differs"),
+    ("data.path=other.txt", "data.path differs"),
+    ("seed=1", "seed differs"),
+    ("optim.lr=1e-3", "is finished at step 200: to train on, give trainer.max_steps=MORE"),
+])
+def test_a_resumed_run_stays_the_run_that_it_was(folder: Path, resumed: Done, argument: str, said: str,
+                                                 monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime for path in (folder / "runs").rglob("*")}
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["train.py", "resume=auto", argument])
+    with pytest.raises(SystemExit) as stop:
+        cli.run(train.main, TrainConfig, "train")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert said in error
+    assert before == {path: path.stat().st_mtime for path in (folder / "runs").rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def sweep(folder: Path, resumed: Done) -> Done:
+    """Two kernels, each in a process of its own, followed by W&B with no account."""
+    return finish(start(folder, "train", "-m", "kernel=conv1d,taichi_v3", *SMALL, "logger=wandb", "out_dir=sweep"))
+
+
+def test_a_sweep_over_kernels_is_two_runs_of_the_same_losses(folder: Path, sweep: Done) -> None:
+    assert sweep.status == 0, sweep.error
+    runs = sorted((folder / "sweep").glob("kernel=*"))
+    for run, kernel in zip(runs, ("conv1d", "taichi_v3"), strict=True):
+        assert kernel in run.name
+        leaves_a_run(run, 5, kernel)
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-4)
+
+
+def test_wandb_without_an_account_is_offline(folder: Path, sweep: Done) -> None:
+    for run in sorted((folder / "sweep").glob("kernel=*")):
+        offline = list((run / "wandb").glob("offline-run-*"))
+        assert len(offline) == 1
+        assert list(offline[0].glob("run-*.wandb"))
+        assert list(offline[0].glob("files/media/table/samples_*.table.json"))
+        assert f"`wandb sync {offline[0].relative_to(folder)}` uploads this run" in sweep.error
+        saved = yaml.safe_load((run / "config.yaml").read_text())
+        assert (saved["logger"]["group"], saved["logger"]["run_name"]) == ("sweep", f"{run.name.removeprefix('kernel=')}-seed0")
+
+
+def test_wandb_has_the_report_of_a_sweep_too(folder: Path, sweep: Done) -> None:
+    media = folder / "sweep" / "wandb" / "latest-run" / "files" / "media"
+    assert [path.read_text() for path in media.glob("html/*.html")] == [(folder / "sweep" / "report.html").read_text()]
+    summary, = media.glob("table/summary_*.table.json")
+    table = json.loads(summary.read_text())
+    assert table["columns"][:3] == ["level", "statistic", "kernel"]
+    assert [row[:3] for row in table["data"][:2]] == [["run", "value", "conv1d"], ["kernel", "median", "conv1d"]]
+
+
+def test_accumulation_bf16_and_a_char_vocabulary_train(folder: Path, sweep: Done) -> None:
+    done = finish(start(folder, "train", *SMALL, "kernel=taichi_v3", "data.tokenizer=char", "trainer.precision=bf16-mixed",
+                        "trainer.accumulate=2", "trainer.malloc=default", "trainer.val_every=4", "logger=csv", "out_dir=char"))
+    assert done.status == 0, done.error
+    assert "5 steps of 256 tokens: 1,280 tokens" in done.error
+    assert "bf16-mixed" in done.error
+    leaves_a_run(folder / "char", 5, "taichi_v3")
+    assert list(losses(folder / "char", "val/loss")) == [4, 5]
+    assert set(done.output) <= set(TEXT)
+    assert losses(folder / "char")[1] == pytest.approx(math.log(31), abs=0.2), "of one batch, not of its share"
+    weights = torch.load(locate(folder / "char"), weights_only=True)["state_dict"].values()
+    assert {weight.dtype for weight in weights} == {torch.float32}
