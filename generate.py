@@ -10,8 +10,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import GenerateConfig
 from rwkv.generation.output import check, prompts_of, write
 from rwkv.generation.states import load_context
-from rwkv.model.rwkv4 import RWKV
-from rwkv.pretrained import computed_in, tokenizer_of
+from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
 
 def main(config: GenerateConfig, line: cli.CommandLine) -> None:

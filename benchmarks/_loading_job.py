@@ -16,7 +16,7 @@ Job = Callable[[str, str, str], Any]
 
 
 def timemix() -> Job:
-    from rwkv.model.rwkv4 import RWKV
+    from rwkv.pretrained import RWKV
 
     return lambda source, target, dtype: RWKV.from_pretrained(source, kernel="torch_scan", dtype=dtype)
 
@@ -28,13 +28,13 @@ def timemix_convert() -> Job:
 
 
 def rwkv() -> Job:
-    from rwkv.model.rwkv4 import RWKV
+    from rwkv.pretrained import RWKV
 
     return lambda source, target, dtype: RWKV(model=source.removesuffix(".pth"), strategy=f"cpu {_short(dtype)}", verbose=False)
 
 
 def rwkv_convert() -> Job:
-    from rwkv.model.rwkv4 import RWKV
+    from rwkv.pretrained import RWKV
 
     def convert(source: str, target: str, dtype: str) -> Any:
         with suppress(SystemExit):       # it ends the process

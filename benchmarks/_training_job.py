@@ -22,7 +22,7 @@ from benchmarks._matmuls import seconds_per_step
 from kernels.backends.allocator import keep_large_blocks
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
 B = 4

@@ -32,7 +32,7 @@ from rwkv.config import ModelConfig
 from rwkv.generation.decoder import Decoder
 from rwkv.generation.prefill import read
 from rwkv.model.quantized import Int8Linear
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 
 DTYPES = ("float32", "bfloat16", "int8")
 PEERS = (*(("rwkv", dtype) for dtype in DTYPES), ("transformers", "float32"), ("transformers", "bfloat16"))

@@ -20,7 +20,7 @@ from kernels.bench.peak_memory import extra_bytes
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.data.documents import Segments
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
 B, T, VOCABULARY, REPEATS = 1, 512, 8192, 3

@@ -1,7 +1,7 @@
 """How far an implementation is from its operator's float64 reference: what the tests and the benchmark both ask.
 
-`timex_results` and `wkv_results` run an operator forward and backward and return everything that it computes, by name;
-`errors` compares two such dictionaries, and `misses` keeps what is outside the tolerances of the operator's cases.py.
+An operator's cases.py has `results`, which runs it forward and backward and returns everything that it computes, by name, and
+`tolerance`; `errors` compares two such dictionaries, and `misses` keeps what is outside the tolerances.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 LOG_SIZE = "p + log b"                # with a/b, what is the same in all forms of one state
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}       # err_ratio of rounding a result once
+
+
+def loss(out: Tensor) -> Tensor:
+    """A scalar whose gradient differs at every element: sum(y^2 - tanh y)."""
+    return (out.square() - out.tanh()).sum()
 
 
 def err_ratio(actual: Tensor, reference: Tensor) -> float:

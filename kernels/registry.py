@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-NOT_IMPLEMENTATIONS = {"__init__", "cases", "subject"}
+NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
@@ -47,8 +47,8 @@ class Requires:
 
 @cache
 def operators() -> tuple[str, ...]:
-    """Every operator: a folder beside this file with an __init__.py and, without which nothing is measured, a subject.py."""
-    folders = (path.parent for path in sorted(Path(__file__).parent.glob("*/subject.py")))
+    """Every operator: a folder beside this file with an __init__.py (its contract) and a cases.py (shapes and tolerances)."""
+    folders = (path.parent for path in sorted(Path(__file__).parent.glob("*/cases.py")))
     return tuple(folder.name for folder in folders if (folder / "__init__.py").exists())
 
 

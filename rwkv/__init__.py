@@ -1,7 +1,19 @@
-"""RWKV language models: `from rwkv import RWKV, Tokenizer, generate`."""
+"""RWKV language models: `from rwkv import RWKV, Tokenizer, generate`. The names are loaded when they are first used."""
 
-from rwkv.generation.engine import generate, generate_batch
-from rwkv.model.rwkv4 import RWKV
-from rwkv.tokenizer.tokenizers import Tokenizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rwkv.generation.engine import generate, generate_batch
+    from rwkv.pretrained import RWKV
+    from rwkv.tokenizer.tokenizers import Tokenizer
 
 __all__ = ["RWKV", "Tokenizer", "generate", "generate_batch"]
+_HOMES = {"RWKV": "rwkv.pretrained", "Tokenizer": "rwkv.tokenizer.tokenizers", "generate": "rwkv.generation.engine",
+          "generate_batch": "rwkv.generation.engine"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rwkv' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

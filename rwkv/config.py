@@ -71,10 +71,11 @@ ORTHOGONAL = ("muon", "normuon")                         # optimisers that take 
 class OptimConfig:
     """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
-    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/training/muon.py moves
-    the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr; adamw takes everything else.
+    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/training/muon.py
+    moves the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr; adamw takes everything else.
     The rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in
-    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: rwkv/model/loss.py; they are in the gradient, and in no loss.
+    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: see rwkv/model/loss.py; they are in the gradient, and in no
+    loss.
     """
 
     name: str = "adamw"
@@ -121,7 +122,8 @@ class TrainerConfig:
     ctx_len tokens in a step, gradients through the state between them, which is carried on through each document; 0 for
     windows, each from an empty state.
 
-    probe: the kernel's share of the time and its errors on the run's own numbers are measured (rwkv/training/kernel_probe.py); sweeps do so.
+    probe: measure the kernel's share of the time and its errors on the run's own numbers (rwkv/training/kernel_probe.py), as sweeps
+    do.
     sample_every: steps between two texts of sample_tokens that continue data.sample_prompt, in samples.jsonl: val_every where
     it is null, 0 for none. grad_norms: of each part of the model, before clipping, among the metrics of every log_every steps.
     """

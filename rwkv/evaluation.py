@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rwkv.data.sources.files import chunks, open_file
-from rwkv.model.rwkv4 import RWKV
+from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LOGITS = 1 << 22                         # at a time: 16 MiB in float32
@@ -75,7 +75,7 @@ def count_tokens(tokenizer: Tokenizer, path: Path) -> int:
     return tokens
 
 
-def score_text(model: RWKV, tokenizer: Tokenizer, path: Path, start: Sequence[int],
+def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
                chunk_len: int) -> Iterator[tuple[int, float]]:
     """Passes of at most `chunk_len` predictions: how many, and the sum of their nats. `start`: ids before the first one."""
     state, before = None, list(start)
@@ -99,7 +99,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
     return found
 
 
-def score_last_words(model: RWKV, words: Sequence[LastWord], batch_size: int, chunk_len: int) -> Iterator[WordScore]:
+def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, chunk_len: int) -> Iterator[WordScore]:
     """The score of one batch after the other, texts of similar length together."""
     ordered = sorted(words, key=lambda word: len(word.context) + len(word.word))
     for at in range(0, len(ordered), batch_size):
@@ -107,7 +107,7 @@ def score_last_words(model: RWKV, words: Sequence[LastWord], batch_size: int, ch
         yield WordScore(len(nats), int(right.sum()), nats.sum().item())
 
 
-def predicted(model: RWKV, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def predicted(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Of targets (N,) after hidden (N,C): nats (N,) float64, and whether the target is the likeliest (N,) bool.
 
     The logits (N,V) exist for some rows at a time.
@@ -122,7 +122,7 @@ def predicted(model: RWKV, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def _score_batch(model: RWKV, words: Sequence[LastWord], chunk_len: int) -> tuple[Tensor, Tensor]:
+def _score_batch(model: Model, words: Sequence[LastWord], chunk_len: int) -> tuple[Tensor, Tensor]:
     """The nats of each word (B,), and whether it is right (B,).
 
     Rows are filled up on the right, where nothing that counts can see it; passes take at most chunk_len positions.

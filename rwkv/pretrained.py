@@ -1,7 +1,7 @@
-"""Which tokenizer goes with a checkpoint: the one that it carries, or a named one that may be it."""
+"""The public model, RWKV: what rwkv/model computes, with from_pretrained and save_pretrained; and a checkpoint's tokenizer."""
 
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.select import select
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
-from rwkv.checkpoint.formats._stored import dtype_for
+from rwkv.checkpoint.stored import dtype_for
+from rwkv.model.base import Model
+from rwkv.model.quantized import to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "int8")         # that a model is run in; int8 is for its matrices, on a CPU
@@ -23,8 +25,8 @@ class Unfilled(TorchFunctionMode):
         return None if skipped else function(*args, **(kwargs or {}))
 
 
-class Pretrained:
-    """from_pretrained and save_pretrained of the model, kept apart from what it computes."""
+class RWKV(Model):
+    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32") -> Self:
@@ -49,15 +51,15 @@ class Pretrained:
         return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
-    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str) -> Any:
+    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str) -> Self:
         """The matrices go from the file to int8 one at a time; all else is computed in float32."""
-        from rwkv.model.quantized import to_int8  # which imports the model, which imports this file
-
         if device != "cpu":
             raise ValueError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
         weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get()
                    for name, tensor in checkpoint.weights.stored.items()}
-        return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
+        model = cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
+        to_int8(model)
+        return model
 
     @classmethod
     def to_train_on(cls, checkpoint: Checkpoint, wkv: Any) -> Self:
@@ -66,10 +68,10 @@ class Pretrained:
         return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get().clone() for name, tensor in stored.items()})
 
     @classmethod
-    def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Any:
+    def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Self:
         """Built without memory or random numbers, then given the weights: all, once each has been read."""
         with torch.device("meta"), Unfilled():
-            model: Any = cls(checkpoint.config, checkpoint.vocab_size, wkv)  # type: ignore[call-arg]
+            model = cls(checkpoint.config, checkpoint.vocab_size, wkv)
         model.load_state_dict(weights, assign=True)
         return model
 
@@ -81,8 +83,7 @@ class Pretrained:
         directory), or `format` names it. dtype: None as in the model, or float32, float16, bfloat16. Raises ValueError for
         another suffix, a dtype that the format lacks, and a tokenizer with more tokens than the model.
         """
-        model = cast(Any, self)
-        checkpoint = checkpoint_of(model.state_dict(), tokenizer, model.config, "the model")
+        checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.files import Weights, read_checkpoint
 from rwkv.errors import CheckpointError
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
          "ggmf": "model.bin"}

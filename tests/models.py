@@ -6,7 +6,7 @@ import torch
 from kernels.registry import names, why_not
 from kernels.select import select, selectable
 from rwkv.config import ModelConfig
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 
 SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
 

@@ -18,7 +18,7 @@ from benchmarks.tables import SHAPES
 from kernels.select import select
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.training.run import as_plain
 
 CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))

@@ -14,10 +14,9 @@ from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.timex.cases import timex_results, timex_tolerance
 from kernels.wkv4 import WKV, WKVState
 from kernels.wkv4 import cases as wkv_cases
-from kernels.wkv4.cases import double, wkv_results, wkv_tolerance
+from kernels.wkv4.cases import double
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 0.25
@@ -36,16 +35,17 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_timex(shape: tuple[int, int, int]) -> None:
     """Blocks of 16, 64 and 128 rows, one and several, whole and not."""
     w, k = timex_cases.inputs(*shape)
-    reference = timex_results(TimeX("formula"), w.double(), k.double(), EPS)
-    assert not misses(errors(timex_results(TimeX("triton_v0"), w, k, EPS), reference), timex_tolerance(torch.float32))
+    reference = timex_cases.results(TimeX("formula"), w.double(), k.double(), EPS)
+    found = errors(timex_cases.results(TimeX("triton_v0"), w, k, EPS), reference)
+    assert not misses(found, timex_cases.tolerance(torch.float32))
 
 
 def test_timex_in_bfloat16() -> None:
     w, k = timex_cases.inputs(3, 2, 70, dtype=torch.bfloat16)
-    results = timex_results(TimeX("triton_v0"), w, k, EPS)
-    reference = timex_results(TimeX("formula"), w.double(), k.double(), EPS)
+    results = timex_cases.results(TimeX("triton_v0"), w, k, EPS)
+    reference = timex_cases.results(TimeX("formula"), w.double(), k.double(), EPS)
     assert {result.dtype for result in results.values()} == {torch.bfloat16}
-    assert not misses(errors(results, reference), timex_tolerance(torch.bfloat16))
+    assert not misses(errors(results, reference), timex_cases.tolerance(torch.bfloat16))
 
 
 def test_timex_causality_and_the_same_bits_twice() -> None:
@@ -58,23 +58,23 @@ def test_timex_causality_and_the_same_bits_twice() -> None:
 
 
 def wkv_errors(inputs, of: str = "y and state") -> dict[str, float]:
-    expected = wkv_results(WKV("reference"), double(inputs), of)
-    return errors(wkv_results(WKV("triton_scan"), inputs, of), expected)
+    expected = wkv_cases.results(WKV("reference"), double(inputs), of)
+    return errors(wkv_cases.results(WKV("triton_scan"), inputs, of), expected)
 
 
 @pytest.mark.parametrize(("shape", "spread"), [((1, 1, 1), 1.0), ((2, 11, 5), 1.0), ((1, 70, 4), 5.0)], ids=str)
 def test_wkv(shape: tuple[int, int, int], spread: float) -> None:
     """One tile and several, whole and not; two blocks of channels; with and without a width known to the compiler."""
-    assert not misses(wkv_errors(wkv_cases.inputs(*shape, spread)), wkv_tolerance())
+    assert not misses(wkv_errors(wkv_cases.inputs(*shape, spread)), wkv_cases.tolerance())
 
 
 @pytest.mark.parametrize("of", ["y", "state"])
 def test_wkv_gradients_of_each_output_alone(of: str) -> None:
-    assert not misses(wkv_errors(wkv_cases.inputs(1, 35, 3), of), wkv_tolerance())
+    assert not misses(wkv_errors(wkv_cases.inputs(1, 35, 3), of), wkv_cases.tolerance())
 
 
 def test_wkv_from_nothing() -> None:
-    assert not misses(wkv_errors((*wkv_cases.inputs(1, 32, 3)[:4], None)), wkv_tolerance())
+    assert not misses(wkv_errors((*wkv_cases.inputs(1, 32, 3)[:4], None)), wkv_cases.tolerance())
 
 
 @pytest.mark.parametrize(("spread", "y", "gradient"), [("+-43", 1e-5, 3e-5), ("+-230", 1e-4, 3e-4)])
@@ -89,7 +89,7 @@ def test_wkv_is_finite_at_the_limits() -> None:
     corners = torch.tensor(list(itertools.product((-100.0, 0.0, 100.0), repeat=2)))
     _, _, k, v, state = wkv_cases.inputs(1, 20, len(corners))
     k[:, ::3], k[:, 1::3] = 1e7 * k[:, ::3], 0.0
-    results = wkv_results(WKV("triton_scan"), (corners[:, 0], corners[:, 1], k, v, state), of="y")
+    results = wkv_cases.results(WKV("triton_scan"), (corners[:, 0], corners[:, 1], k, v, state), of="y")
     assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
@@ -106,10 +106,10 @@ def test_wkv_whole_is_pieces() -> None:
 def test_wkv_in_bfloat16() -> None:
     time_decay, time_first, k, v, state = wkv_cases.inputs(1, 20, 3)
     inputs = time_decay, time_first, k.bfloat16(), v.bfloat16(), state
-    results, allowed = wkv_results(WKV("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
+    results, allowed = wkv_cases.results(WKV("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
     assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
     assert results["a/b"].dtype == torch.float32
-    assert max(errors(results, wkv_results(WKV("reference"), double(inputs))).values()) <= allowed
+    assert max(errors(results, wkv_cases.results(WKV("reference"), double(inputs))).values()) <= allowed
 
 
 @pytest.fixture(params=["one piece", "blocks"])

@@ -6,7 +6,7 @@ not timed, and the exit status says so.
     --sweep [SIZE,...]    the first shape at other last sizes too, for a curve: over T
     --json FILE           the result as a file: what python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         the result as figures (kernels/bench/plot.py); with a sweep, since a curve has more than one point
-    --malloc default      the C library's allocator as it comes; tuned: large freed blocks are kept (kernels/backends/allocator.py)
+    --malloc default      the C library's allocator as it comes; tuned: keep large freed blocks (kernels/backends/allocator.py)
 
 Verified: output (and state) and every gradient at the very shape that is timed, all elements, against the float64 reference
 (_subjects.py says how that is affordable). Timed: the operator as a user calls it, autograd included, backward alone on a

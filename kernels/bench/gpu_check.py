@@ -133,7 +133,8 @@ def _asked(name: str, only: list[str]) -> bool:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python3 -m kernels.bench.gpu_check", description="Everything that needs a GPU, at once.")
+    parser = argparse.ArgumentParser(prog="python3 -m kernels.bench.gpu_check",
+                                     description="Everything that needs a GPU, at once.")
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",

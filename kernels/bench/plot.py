@@ -1,4 +1,4 @@
-"""python -m kernels.bench.plot FOLDER [FILE ...]: figures from the benchmark's JSON files (without FILE: benchmarks/results/*.json).
+"""python -m kernels.bench.plot FOLDER [FILE ...]: figures from the benchmark's JSON files (by default benchmarks/results/*.json).
 
     OP-DEVICE-time.png      time against T (or an operator's own last axis) of everyone, with the machine's limits as floors
     timex-DEVICE-ladder.png the published comparison: Taichi beside CUDA C++, from conv1d over v0 to the last rung

@@ -1,6 +1,6 @@
 """What the benchmark asks of an operator, and what the operators' answers share.
 
-kernels/OP/subject.py holds a class Subject: the operator at one shape, with every implementation that can be measured.
+kernels/bench/OP.py holds a class Subject: the operator at one shape, with every implementation that can be measured.
 
 Where channels do not know each other, the inputs repeat every DISTINCT of them. The float64 reference is then computed for
 DISTINCT channels only, and all elements of an implementation's results, at the full shape, are compared with it.
@@ -83,7 +83,7 @@ class Subject(Protocol):
 
 def subject_of(op: str) -> Any:
     """The class Subject of an operator."""
-    return importlib.import_module(f"kernels.{op}.subject").Subject
+    return importlib.import_module(f"kernels.bench.{op}").Subject
 
 
 def costs(passes: Callable[[], Any], device: str) -> Costs:

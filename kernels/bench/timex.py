@@ -26,7 +26,7 @@ class Subject:
         self.narrow = w, k
         self.w, self.k = repeated(w, C, 0).requires_grad_(), repeated(k, C, 1).requires_grad_()
         self.grad_out = torch.randn_like(self.sequence)
-        self.reference = cases.timex_results(TimeX("formula"), w.double(), k.double())
+        self.reference = cases.results(TimeX("formula"), w.double(), k.double())
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -51,8 +51,8 @@ class Subject:
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
         """The err_ratio of each result, and those that are over their tolerance, in words."""
-        found = errors_of_repeated(cases.timex_results(TimeX(name), self.w, self.k), self.reference, dim=-2)
-        return found, compare.misses(found, cases.timex_tolerance(self.dtype))
+        found = errors_of_repeated(cases.results(TimeX(name), self.w, self.k), self.reference, dim=-2)
+        return found, compare.misses(found, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
         """forward and backward as a user calls them; each gradient alone where the file has a function of that name."""

@@ -33,7 +33,7 @@ class Subject:
         time_decay, time_first, k, v = (repeated(tensor, C, -1).requires_grad_() for tensor in narrow)
         self.inputs = time_decay, time_first, k, v
         self.grad_y = torch.randn_like(self.sequence)
-        self.reference = cases.wkv_results(WKV("reference"), cases.double((*narrow, None)))
+        self.reference = cases.results(WKV("reference"), cases.double((*narrow, None)))
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -59,9 +59,9 @@ class Subject:
         return few.times(8, work=64 if name == self.baseline else 8)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        results = cases.wkv_results(self._operator(name, block=self.T), (*self.inputs, None))
+        results = cases.results(self._operator(name, block=self.T), (*self.inputs, None))
         found = errors_of_repeated(results, self.reference, dim=-1)
-        return found, compare.misses(found, cases.wkv_tolerance(self.dtype))
+        return found, compare.misses(found, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
         """forward, and backward alone on a graph that is kept."""

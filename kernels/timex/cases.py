@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
+from kernels.compare import ROUNDING, loss
 from kernels.timex import TimeX
-from kernels.timex import cases as timex_cases
 
 SHAPES = ((1, 1, 1), (3, 5, 11), (2, 4, 63), (5, 3, 129), (8, 16, 256))              # (B, C, T)
 EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4), (2, 3, 0))
 PUBLISHED = (32, 768, 768)           # RWKV-CUDA's table, and the Taichi page's comparison
 BENCH_SHAPES = {"cpu": ((8, 768, 1024), (256, 768, 64), PUBLISHED), "cuda": (PUBLISHED, (8, 768, 1024), (8, 768, 4096))}
 SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 256, 512, 2048, 8192)}       # T, at the B and C of a shape above
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, **ROUNDING}      # on err_ratio
 
 
 def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
@@ -23,26 +23,21 @@ def inputs(B: int, C: int, T: int, dtype: torch.dtype = torch.float32, device: s
     return w.to(device, dtype), k.to(device, dtype)
 
 
-def loss(out: Tensor) -> Tensor:
-    """A scalar whose gradient differs at every element: sum(y^2 - tanh y)."""
-    return (out.square() - out.tanh()).sum()
-
-
 def flop(B: int, C: int, T: int) -> int:
     """Floating-point operations of the forward pass, and of each gradient."""
     return B * C * T * (T + 1)
 
 
-def timex_results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
-    """out (B,C,T), and the gradients grad_w (C,T) and grad_k (B,C,T) of cases.loss(out)."""
+def results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
+    """out (B,C,T), and the gradients grad_w (C,T) and grad_k (B,C,T) of loss(out)."""
     w, k = w.detach().requires_grad_(), k.detach().requires_grad_()
     out = timex(w, k, eps)
-    grad_w, grad_k = torch.autograd.grad(timex_cases.loss(out), (w, k))
+    grad_w, grad_k = torch.autograd.grad(loss(out), (w, k))
     return {"out": out.detach(), "grad_w": grad_w, "grad_k": grad_k}
 
 
-def timex_tolerance(dtype: torch.dtype) -> dict[str, float]:
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """A half-precision gradient is rounded three times: the output that it is taken at, grad_out, and itself."""
-    allowed = timex_cases.TOLERANCE[dtype]
+    allowed = TOLERANCE[dtype]
     gradient = 3 * allowed if dtype.itemsize == 2 else allowed
     return {"out": allowed, "grad_w": gradient, "grad_k": gradient}

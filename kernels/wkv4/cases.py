@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.compare import LOG_SIZE
-from kernels.timex import cases as timex_cases
+from kernels.compare import LOG_SIZE, ROUNDING, loss
 from kernels.wkv4 import WKV, WKVState
-from kernels.wkv4 import cases as wkv_cases
 
 SHAPES = ((1, 1, 1), (3, 11, 5), (2, 63, 4), (5, 129, 3), (2, 256, 16))              # (B, T, C)
 EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
@@ -38,7 +36,7 @@ def inputs(B: int, T: int, C: int, spread: float = 1.0, with_state: bool = True,
 WKVInputs = tuple[Tensor, Tensor, Tensor, Tensor, WKVState | None]
 
 
-def wkv_results(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
+def results(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
     """y, the outgoing state as a/b and p + log b, and the gradients of a loss on y, on the state, or on both.
 
     The gradients are those of time_decay, time_first, k, v and, with a state, of its a and b.
@@ -47,18 +45,18 @@ def wkv_results(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[st
     state = None if inputs[4] is None else WKVState(leaves["a"], leaves["b"], inputs[4].p)
     y, outgoing = wkv(leaves["time_decay"], leaves["time_first"], leaves["k"], leaves["v"], state)
     ratio, size = outgoing.a / outgoing.b, outgoing.p + outgoing.b.log()
-    on_y, on_state = timex_cases.loss(y), ratio.tanh().sum() + size.sin().sum()
-    loss = {"y": on_y, "state": on_state, "y and state": on_y + on_state}[of]
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    results = {"y": y, "a/b": ratio, LOG_SIZE: size}
-    results |= {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {name: tensor.detach() for name, tensor in results.items()}
+    on_y, on_state = loss(y), ratio.tanh().sum() + size.sin().sum()
+    total = {"y": on_y, "state": on_state, "y and state": on_y + on_state}[of]
+    grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    found = {"y": y, "a/b": ratio, LOG_SIZE: size}
+    found |= {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def wkv_tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
+def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """For k and v of `dtype`; in half precision y, grad_y and the gradient are each rounded, the state is not."""
-    allowed = wkv_cases.TOLERANCE
-    rounding = 3 * timex_cases.TOLERANCE[dtype] if dtype.itemsize == 2 else 0.0
+    allowed = TOLERANCE
+    rounding = 3 * ROUNDING.get(dtype, 0.0)
     gradients = [f"grad {name}" for name in ("time_decay", "time_first", "k", "v", "a", "b")]
     return {"y": max(allowed["y"], rounding), "a/b": allowed["state"], LOG_SIZE: allowed["state"],
             **dict.fromkeys(gradients, max(allowed["gradient"], rounding))}

@@ -13,14 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from rwkv.checkpoint import formats, rwkv4
-from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.formats._stored import DTYPES as STORED_DTYPES
-from rwkv.checkpoint.formats._stored import Stored, dtype_for
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing
+from rwkv.checkpoint.stored import DTYPES as STORED_DTYPES
+from rwkv.checkpoint.stored import Stored, dtype_for
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
+from rwkv.model.rwkv4 import shapes
 
-__all__ = ["ENTRY", "Checkpoint", "CheckpointError", "Pretrained", "Weights", "checkpoint_of", "computed_in", "describe",
-           "follow", "locate", "read_checkpoint", "require_tokenizer", "write_checkpoint"]
 MOST_SPARE_ROWS = 255                    # of a vocabulary rounded up to a multiple that matrix products like
 DEFAULT_CTX_LEN = 1024                   # where a file does not say; nothing in the weights depends on it
 
@@ -161,7 +160,7 @@ def _understand(content: Content) -> Checkpoint:
     ctx_len = content.declared.get("ctx_len", DEFAULT_CTX_LEN)
     config, vocab_size = rwkv4.sizes(path, tensors, ctx_len)
     rwkv4.require_sizes(path, content.declared, config, vocab_size)
-    weights = Weights(rwkv4.fit(path, tensors, rwkv4.shapes(config, vocab_size)))
+    weights = Weights(rwkv4.fit(path, tensors, shapes(config, vocab_size)))
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step)
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 

@@ -1,6 +1,6 @@
-"""RWKV-4's tensors: official names, shapes, Hugging Face's names for them, and how other versions are told apart.
+"""RWKV-4 in other people's files: the names they give its tensors, and how other versions are recognised.
 
-    V vocabulary, C n_embd, A n_att, F n_ffn        official names: RWKV-LM, RWKV-v4neo/src/model.py
+Official names and shapes are those of rwkv/model/rwkv4.py.
 """
 
 import re
@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rwkv.checkpoint.formats._stored import DTYPES, Stored
+from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
-
-Shape = tuple[int, ...]
+from rwkv.model.rwkv4 import Shape
 
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward", "time_mix_k": "time_mix_key",
                 "time_mix_v": "time_mix_value", "time_mix_r": "time_mix_receptance"}
@@ -22,29 +21,6 @@ OFFICIAL = {theirs: ours for ours, theirs in HUGGING_FACE.items()}
 OTHER_VERSIONS = (("RWKV-1", r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)"), ("RWKV-2", r".*\.time_mix"),
                   ("RWKV-7", r".*\.(x_r|r_k|k_k|x_rwkvag)"), ("RWKV-6", r".*\.time_(maa|decay_w)\w*"),
                   ("RWKV-5", r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"))
-
-
-def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
-    """Every tensor of a model of these sizes, in the model's order."""
-    C, A, F = config.n_embd, config.n_att or config.n_embd, config.n_ffn or 4 * config.n_embd
-    found: dict[str, Shape] = {"emb.weight": (V, C)}
-    for layer in range(config.n_layer):
-        block = ({"ln0": C} if layer == 0 else {}) | {"ln1": C, "ln2": C}
-        found |= {f"blocks.{layer}.{norm}.{part}": (C,) for norm in block for part in ("weight", "bias")}
-        found |= {f"blocks.{layer}.att.{name}": shape for name, shape in _time_mix(C, A).items()}
-        found |= {f"blocks.{layer}.ffn.{name}": shape for name, shape in _channel_mix(C, F).items()}
-    return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
-
-
-def _time_mix(C: int, A: int) -> dict[str, Shape]:
-    mixes: dict[str, Shape] = {f"time_mix_{name}": (1, 1, C) for name in "kvr"}
-    return {"time_decay": (A,), "time_first": (A,), **mixes, "key.weight": (A, C), "value.weight": (A, C),
-            "receptance.weight": (A, C), "output.weight": (C, A)}
-
-
-def _channel_mix(C: int, F: int) -> dict[str, Shape]:
-    return {"time_mix_k": (1, 1, C), "time_mix_r": (1, 1, C), "key.weight": (F, C), "receptance.weight": (C, C),
-            "value.weight": (C, F)}
 
 
 def to_hugging_face(name: str) -> str:

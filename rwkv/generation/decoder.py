@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.wkv4 import decay_exponent
+from rwkv.model.base import Model
 from rwkv.model.quantized import Int8Linear, products
-from rwkv.model.rwkv4 import RWKV, Block, ChannelMix, TimeMix
-from rwkv.model.state import State
+from rwkv.model.rwkv4 import Block, ChannelMix, State, TimeMix
 
 
 class Decoder:
     """Reads one token (B,) per step from a state of its own; `state` is what it has become, and `keep` drops rows."""
 
     @torch.inference_mode()
-    def __init__(self, model: RWKV, state: State) -> None:
-        self._embedding, blocks = model.emb.weight, model._layers()
+    def __init__(self, model: Model, state: State) -> None:
+        self._embedding, blocks = model.emb.weight, [cast(Block, block) for block in model.blocks]
         self._ln0, self._ln_out = _norm(blocks[0].ln0), _norm(model.ln_out)
         self._layers = [_Layer(block, *parts) for block, parts in zip(blocks, zip(*state, strict=True), strict=True)]
         self._head, self._dtype = _linear(model.head), model.ln_out.weight.dtype
@@ -45,8 +45,7 @@ class Decoder:
 
     def state(self) -> State:
         """A copy of the state."""
-        parts = ((layer.att.x, *layer.att.ab, layer.att.p, layer.ffn.x) for layer in self._layers)
-        return State(*(torch.stack(part).float() for part in zip(*parts, strict=True)))
+        return State.stack([State(layer.att.x, *layer.att.ab, layer.att.p, layer.ffn.x) for layer in self._layers])
 
 
 class _Layer:

@@ -15,7 +15,7 @@ from rwkv.generation.decoder import Decoder
 from rwkv.generation.prefill import Context, PrefixCache, read_prompts
 from rwkv.generation.sampling import Sampling, Seen, logprobs, next_tokens
 from rwkv.generation.stopping import Ending, StopStrings
-from rwkv.model.rwkv4 import RWKV
+from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -34,7 +34,7 @@ class Sample:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
-def generate(model: RWKV, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
+def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
              stop: Sequence[str] = (), stop_tokens: Sequence[int] = (), context: Context | None = None,
              cache: PrefixCache[Context] | None = None, **sampling: Any) -> Iterator[str]:
     """Pieces of text that continue `prompt` (not repeated), as they come, each of whole characters.
@@ -48,7 +48,7 @@ def generate(model: RWKV, tokenizer: Tokenizer, prompt: str = "", max_new_tokens
     return (piece for _, piece in writer if piece)
 
 
-def generate_batch(model: RWKV, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 200,
+def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 200,
                    seeds: Sequence[int] | None = None, stop: Sequence[str] = (), stop_tokens: Sequence[int] = (),
                    cache: PrefixCache[Context] | None = None, logprobs: int = 0, **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, written together: each is the text that `generate` gives for its prompt and seed.
@@ -68,7 +68,7 @@ class Writer:
     Making one checks the options and reads the prompts. Raises ValueError as `generate` does.
     """
 
-    def __init__(self, model: RWKV, tokenizer: Tokenizer, prompts: Sequence[str], seeds: Sequence[int], ending: Ending,
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], seeds: Sequence[int], ending: Ending,
                  sampling: Sampling, context: Context | None = None, cache: PrefixCache[Context] | None = None,
                  n_logprobs: int = 0) -> None:
         if len(prompts) != len(seeds):
@@ -183,7 +183,7 @@ def _require_seeds(seeds: Sequence[int]) -> None:
             raise ValueError(f"seed is a whole number from 0 to 2^63 - 1; got {seed}")
 
 
-def _require_fit(model: RWKV, tokenizer: Tokenizer) -> None:
+def _require_fit(model: Model, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
                          "belong together")

@@ -22,7 +22,7 @@ from rwkv.generation.prefill import Context
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import Ending
-from rwkv.model.rwkv4 import RWKV
+from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -78,7 +78,7 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     return prompts
 
 
-def write(model: RWKV, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
+def write(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
           how: tuple[Ending, Sampling], context: Context | None = None) -> bool:
     """Writes every text that the options ask for; False where Ctrl-C ended it, with what there was written."""
     jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]

@@ -16,8 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from rwkv.model.rwkv4 import RWKV
-from rwkv.model.state import State
+from rwkv.model.base import Model, State
 
 Value = TypeVar("Value", bound=tuple[Any, ...])
 
@@ -78,10 +77,10 @@ class Context(NamedTuple):
 
     def rows(self, rows: Sequence[int]) -> "Context":
         """The contexts of these rows, in this order; a row may come more than once."""
-        return Context(self.logits[rows], State(*(part[:, rows] for part in self.state)))
+        return Context(self.logits[rows], self.state.rows(rows))
 
 
-def read(model: RWKV, tokens: Tensor, context: Context | None = None) -> Context:
+def read(model: Model, tokens: Tensor, context: Context | None = None) -> Context:
     """The context after tokens (B,T), T >= 1, which follow `context`."""
     state = context.state if context else None
     for chunk in tokens.to(model.emb.weight.device).split(max(1, CHUNK_TOKENS // len(tokens)), dim=1):
@@ -90,7 +89,7 @@ def read(model: RWKV, tokens: Tensor, context: Context | None = None) -> Context
     return Context(logits, state)
 
 
-def read_prompts(model: RWKV, prompts: Sequence[Sequence[int]], start: Context | None = None,
+def read_prompts(model: Model, prompts: Sequence[Sequence[int]], start: Context | None = None,
                  cache: PrefixCache[Context] | None = None) -> Context:
     """The context after each prompt, B rows: prompts of any length, at least 1, or 0 after a `start` of one row."""
     unique = sorted({tuple(prompt) for prompt in prompts})
@@ -125,5 +124,4 @@ def _boundaries(prompts: Sequence[tuple[int, ...]], shared: int, position: int) 
 
 
 def _stack(contexts: Sequence[Context]) -> Context:
-    states = zip(*(context.state for context in contexts), strict=True)
-    return Context(torch.cat([context.logits for context in contexts]), State(*(torch.cat(part, 1) for part in states)))
+    return Context(torch.cat([context.logits for context in contexts]), State.cat([context.state for context in contexts]))

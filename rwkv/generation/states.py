@@ -13,22 +13,20 @@ from torch import Tensor
 
 from rwkv.generation.prefill import Context
 from rwkv.io import write_file
-from rwkv.model.fingerprint import fingerprint
-from rwkv.model.rwkv4 import RWKV
-from rwkv.model.state import State
+from rwkv.model.base import Model, State
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
 
 
-def save_context(path: str | Path, context: Context, model: RWKV, tokenizer: Tokenizer) -> None:
+def save_context(path: str | Path, context: Context, model: Model, tokenizer: Tokenizer) -> None:
     """Writes `path`, whole or not at all. Raises OSError where that cannot be done."""
     tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
     content = save(tensors, metadata=_identity(model, tokenizer))
     write_file(Path(path), lambda file: file.write(content))
 
 
-def load_context(path: str | Path, model: RWKV, tokenizer: Tokenizer) -> Context:
+def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> Context:
     """The context in a file. Raises ValueError where it is missing, damaged, or of another model or tokenizer."""
     require_file(path)
     try:
@@ -46,8 +44,8 @@ def require_file(path: str | Path) -> None:
         raise ValueError(f"no state file at {path}: write one with save_state={path}")
 
 
-def _identity(model: RWKV, tokenizer: Tokenizer) -> dict[str, str]:
-    return {"format": FORMAT, "model": fingerprint(model), "tokenizer": tokenizer.hash}
+def _identity(model: Model, tokenizer: Tokenizer) -> dict[str, str]:
+    return {"format": FORMAT, "model": model.fingerprint(), "tokenizer": tokenizer.hash}
 
 
 def _require_same(path: str | Path, found: dict[str, str], expected: dict[str, str]) -> None:
@@ -64,7 +62,7 @@ def _parts(context: Context) -> dict[str, Tensor]:
     return {"logits": context.logits, **context.state._asdict()}
 
 
-def _context(path: str | Path, tensors: dict[str, Tensor], model: RWKV) -> Context:
+def _context(path: str | Path, tensors: dict[str, Tensor], model: Model) -> Context:
     expected: dict[str, Any] = _parts(Context(torch.empty(1, model.vocab_size), model.empty_state(1)))
     if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
         raise ValueError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")

@@ -12,8 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rwkv.model.fingerprint import fingerprint
-from rwkv.model.rwkv4 import RWKV, Block
+from rwkv.model.base import Model
 
 SMALLEST = 1e-30                         # a row of zeros stays one
 ENGINES = ("x86", "fbgemm")
@@ -59,7 +58,7 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def to_int8(model: RWKV) -> RWKV:
+def to_int8(model: Model) -> None:
     """Replaces every matrix of the model by its int8 form, one at a time; the embedding becomes bfloat16.
 
     The model, which must be on a CPU, then reads and writes, and cannot be trained or saved. Raises ValueError where this
@@ -67,19 +66,12 @@ def to_int8(model: RWKV) -> RWKV:
     """
     if torch.backends.quantized.engine not in ENGINES:
         raise ValueError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
-    model.fingerprint = fingerprint(model)
-    for block in (cast(Block, block) for block in model.blocks):
-        _replace(block.att, "key", "value", "receptance", "output")
-        _replace(block.ffn, "key", "receptance")
-        _replace(block.ffn, "value", non_negative=True)          # of a squared ReLU
-    _replace(model, "head")
+    model.fingerprint_before = model.fingerprint()
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    for name in linears:
+        layer = cast(nn.Linear, model.get_submodule(name))
+        model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
-    return model
-
-
-def _replace(parent: nn.Module, *names: str, non_negative: bool = False) -> None:
-    for name in names:
-        setattr(parent, name, Int8Linear(cast(nn.Linear, getattr(parent, name)).weight, non_negative))
 
 
 def _largest(magnitudes: Tensor) -> Tensor:

@@ -1,121 +1,85 @@
-"""RWKV-4: embedding, n_layer blocks of time and channel mixing, and a head; official parameter names (RWKV-LM, RWKV-v4neo).
+"""RWKV-4, all of it: tensors and shapes, time and channel mixing, blocks, state, initialisation and optimiser groups.
 
-One model, three forms that agree: whole sequences (T > 1), chunks with the state carried between them, and one token
-at a time (T = 1). Which kernel mixes time is the operator it is built with; the weights do not depend on it.
+Time mixing reads the past through the operator WKV (kernels/wkv4); channel mixing is the feed-forward half:
 
-Time mixing, RWKV-4's attention: what it reads of the past comes through the WKV operator that it is given.
+    r, k, v = R mix_r(x), K mix_k(x), V mix_v(x)        time:    O (sigmoid(r) * wkv(k, v))
+    r, k    = R mix_r(x), K mix_k(x)                    channel: sigmoid(r) * (V relu(k)^2)
 
-    r, k, v = R mix_r(x), K mix_k(x), V mix_v(x)        out = O (sigmoid(r) * wkv(k, v))
-
-with mix(x) = mu x_t + (1 - mu) x_{t-1}. Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are RWKV-LM's.
-
-Channel mixing, RWKV-4's feed-forward: sigmoid(R mix_r(x)) * (V relu(K mix_k(x))^2).
-
-Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are RWKV-LM's.
-
-RWKV-4's initialisation: decays spread over the channels and layers, matrices orthogonal or zero.
-
-Source: RWKV-LM, RWKV-v4neo/src/model.py; the paper (arXiv 2305.13048), appendix E. Draws from torch's global generator.
+with mix(x) = mu x_t + (1 - mu) x_{t-1}.    V vocabulary, C n_embd, A n_att, F n_ffn, L layers
+Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1, initialisation in appendix E; names and initialisation are those of
+RWKV-LM, RWKV-v4neo/src/model.py.
 """
 
 import math
-from typing import cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
-from rwkv.model import rwkv4_fused
-from rwkv.model.rwkv4_fused import last, token_shift
-from rwkv.model.state import LayerState, State
-from rwkv.pretrained import Pretrained
+from rwkv.model import rwkv4_fused, state
+
+NAME = "RWKV-4"
+OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
+NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are at least 0: squares of a ReLU
+Shape = tuple[int, ...]
 
 
-class Block(nn.Module):
-    """x + time mixing of it, then + channel mixing of it, each after a LayerNorm; block 0 normalises the embedding."""
-
-    def __init__(self, config: ModelConfig, layer: int, wkv: WKV) -> None:
-        super().__init__()
-        C, self.first = config.n_embd, layer == 0
-        if self.first:
-            self.ln0 = nn.LayerNorm(C)
-        self.ln1, self.ln2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.att = TimeMix(C, config.n_att or C, wkv)
-        self.ffn = ChannelMix(C, config.n_ffn or 4 * C)
-
-    def forward(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
-        x = self.ln0(x) if self.first else x
-        mixed, att_x, wkv = self.att(self.ln1(x), state.att_x, state.wkv)
-        x = x + mixed
-        mixed, ffn_x = self.ffn(self.ln2(x), state.ffn_x)
-        return x + mixed, LayerState(att_x, wkv, ffn_x)
+def sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """C, A and F: the widths of the model, of time mixing and of channel mixing."""
+    return config.n_embd, config.n_att or config.n_embd, config.n_ffn or 4 * config.n_embd
 
 
-class RWKV(Pretrained, nn.Module):
-    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed.
+def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
+    """Every tensor of a model of these sizes, in the model's order."""
+    C, A, F = sizes(config)
+    found: dict[str, Shape] = {"emb.weight": (V, C)}
+    for layer in range(config.n_layer):
+        norms = (["ln0"] if layer == 0 else []) + ["ln1", "ln2"]
+        block: dict[str, Shape] = {f"{norm}.{part}": (C,) for norm in norms for part in ("weight", "bias")}
+        block |= {"att.time_decay": (A,), "att.time_first": (A,)}
+        block |= {f"att.time_mix_{name}": (1, 1, C) for name in "kvr"}
+        block |= {"att.key.weight": (A, C), "att.value.weight": (A, C), "att.receptance.weight": (A, C),
+                  "att.output.weight": (C, A)}
+        block |= {"ffn.time_mix_k": (1, 1, C), "ffn.time_mix_r": (1, 1, C)}
+        block |= {"ffn.key.weight": (F, C), "ffn.receptance.weight": (C, C), "ffn.value.weight": (C, F)}
+        found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
-    from_pretrained and save_pretrained are in rwkv/checkpoint/files.py.
-    """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, wkv: WKV) -> None:
-        super().__init__()
-        self.config, self.vocab_size = config, vocab_size
-        self.fingerprint: str | None = None      # rwkv/model/fingerprint.py
-        self.emb = nn.Embedding(vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, layer, wkv) for layer in range(config.n_layer))
-        self.ln_out = nn.LayerNorm(config.n_embd)
-        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+def group(name: str) -> str:
+    """The optimiser's groups: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and head) or "vector"."""
+    if name in ("emb.weight", "head.weight"):
+        return "embedding"
+    if not name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
+        return "vector"
+    return "gate" if name.endswith("receptance.weight") else "matrix"
 
-    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        hidden, state = self.hidden(tokens, state)
-        return self.head(hidden), state
 
-    def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """What the head reads, (B,T,C): for a loss, or for the logits of the last position alone; and the state after it."""
-        hidden, layers = self._read(tokens, state)
-        return hidden, State.stack(layers)
+class State(NamedTuple):
+    """att_x, ffn_x (L,B,C), the inputs of the last step; a, b, p (L,B,A), WKV's state; float32, on the model's device."""
 
-    def hidden_alone(self, tokens: Tensor) -> Tensor:
-        """The same from the empty state, without the state after it, of which training on windows has no use."""
-        return self._read(tokens, None)[0]
+    att_x: Tensor
+    a: Tensor
+    b: Tensor
+    p: Tensor
+    ffn_x: Tensor
 
-    def _read(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[LayerState]]:
-        if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
-        state = state if state is not None else self.empty_state(len(tokens))
-        blocks, layers = self._layers(), []
-        x = self.emb(tokens).to(self.ln_out.weight.dtype)
-        for block, layer_state in zip(blocks, state.layers(), strict=True):
-            x, layer_state = block(x, layer_state)
-            layers.append(layer_state)
-        return self.ln_out(x), layers
+    layers, rows, where, to, detach, nbytes = state.layers, state.rows, state.where, state.to, state.detach, state.nbytes
+    cat, stack = classmethod(state.cat), classmethod(state.stack)
 
-    def empty_state(self, B: int) -> State:
-        """The state before the first token, for B rows."""
-        C = self.config.n_embd
-        return State.empty(self.config.n_layer, B, C, self.config.n_att or C, self.emb.weight.device)
 
-    def init_weights(self) -> "RWKV":
-        """RWKV-4's initialisation, from torch's global random generator."""
-        init_embedding_and_head(self.emb, self.head)
-        for layer, block in enumerate(self._layers()):
-            init_time_mix(block.att, layer, len(self.blocks))
-            init_channel_mix(block.ffn, layer, len(self.blocks))
-        return self
-
-    def _layers(self) -> list[Block]:
-        return [cast(Block, block) for block in self.blocks]
-
-    @torch.no_grad()
-    def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """The logits (B,V) after the last of tokens (B,T), T >= 1, in one parallel pass."""
-        hidden, state = self.hidden(tokens, state)
-        return self.head(hidden[:, -1]), state
+def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
+    """The state before the first token, for B rows."""
+    C, A, _ = sizes(config)
+    x = torch.zeros(config.n_layer, B, C, device=device)
+    a, b, p = (part.expand(config.n_layer, B, A) for part in WKVState.empty(B, A, device))
+    return State(x, a, b, p, x)
 
 
 class TimeMix(nn.Module):
-    """x (B,T,C), last_x (B,C) and state before it -> (out (B,T,C), last x, state after it)."""
+    """x (B,T,C), last_x (B,C) and WKV's state before it, None for empty ones -> (out (B,T,C), last x, state after it)."""
 
     def __init__(self, n_embd: int, n_att: int, wkv: WKV) -> None:
         super().__init__()
@@ -130,26 +94,26 @@ class TimeMix(nn.Module):
         self.receptance = nn.Linear(n_embd, n_att, bias=False)
         self.output = nn.Linear(n_att, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor, state: WKVState) -> tuple[Tensor, Tensor, WKVState]:
+    def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None) -> tuple[Tensor, Tensor, WKVState]:
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
-        if not rwkv4_fused.fits(self.key, self.value, self.receptance, self.output):
-            for_k, for_v, for_r = token_shift(x, last_x, *mus)
-            y, state = self._remember(self.key(for_k), self.value(for_v), state)
-            return self.output(torch.sigmoid(self.receptance(for_r)) * y), last(x), state
+        if not rwkv4_fused.can_fuse(self.key, self.value, self.receptance, self.output):
+            for_k, for_v, for_r = rwkv4_fused.token_shift(x, last_x, *mus)
+            y, after = self._wkv(self.key(for_k), self.value(for_v), before)
+            return self.output(torch.sigmoid(self.receptance(for_r)) * y), rwkv4_fused.last(x), after
         weights = self.key.weight, self.value.weight, self.receptance.weight
         k, v, r = rwkv4_fused.mixed_products(x, last_x, mus, weights)
-        y, state = self._remember(k, v, state)
-        return rwkv4_fused.gated_product(r, y, self.output.weight), last(x), state
+        y, after = self._wkv(k, v, before)
+        return rwkv4_fused.gated_product(r, y, self.output.weight), rwkv4_fused.last(x), after
 
-    def _remember(self, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
-        if k.shape[1] == 1 and not torch.is_grad_enabled():
-            y, state = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], state)
-            return y.unsqueeze(1), state
-        return self.wkv(self.time_decay, self.time_first, k, v, state)
+    def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None) -> tuple[Tensor, WKVState]:
+        if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
+            y, after = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], before)
+            return y.unsqueeze(1), after
+        return self.wkv(self.time_decay, self.time_first, k, v, before)
 
 
 class ChannelMix(nn.Module):
-    """x (B,T,C) and last_x (B,C) before it -> (out (B,T,C), last x)."""
+    """x (B,T,C) and last_x (B,C) before it, None for zeros -> (out (B,T,C), last x)."""
 
     def __init__(self, n_embd: int, n_ffn: int) -> None:
         super().__init__()
@@ -159,17 +123,53 @@ class ChannelMix(nn.Module):
         self.receptance = nn.Linear(n_embd, n_embd, bias=False)
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
         mus = self.time_mix_k, self.time_mix_r
-        if not rwkv4_fused.fits(self.key, self.receptance, self.value):
-            for_k, for_r = token_shift(x, last_x, *mus)
+        if not rwkv4_fused.can_fuse(self.key, self.receptance, self.value):
+            for_k, for_r = rwkv4_fused.token_shift(x, last_x, *mus)
             positive = torch.relu(self.key(for_k))
-            return torch.sigmoid(self.receptance(for_r)) * self.value(positive * positive), last(x)
+            return torch.sigmoid(self.receptance(for_r)) * self.value(positive * positive), rwkv4_fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
-        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), last(x)
+        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), rwkv4_fused.last(x)
 
 
-def init_time_mix(att: TimeMix, layer: int, n_layer: int) -> None:
+class Block(nn.Module):
+    """x + time mixing of it, then + channel mixing of it, each after a LayerNorm; block 0 normalises the embedding."""
+
+    def __init__(self, config: ModelConfig, layer: int, wkv: WKV) -> None:
+        super().__init__()
+        C, A, F = sizes(config)
+        self.first = layer == 0
+        if self.first:
+            self.ln0 = nn.LayerNorm(C)
+        self.ln1 = nn.LayerNorm(C)
+        self.ln2 = nn.LayerNorm(C)
+        self.att = TimeMix(C, A, wkv)
+        self.ffn = ChannelMix(C, F)
+
+    def forward(self, x: Tensor, before: State | None, carry: None = None) -> tuple[Tensor, State, None]:
+        """x (B,T,C) and this layer's state before it, None for the empty one -> (x, the state after it, None).
+
+        carry: what a block hands to the blocks above it; nothing in RWKV-4.
+        """
+        att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, WKVState(*before[1:4]), before.ffn_x)
+        x = self.ln0(x) if self.first else x
+        mixed, att_x, wkv = self.att(self.ln1(x), att_x, wkv)
+        x = x + mixed
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x)
+        return x + mixed, State(att_x, *wkv, ffn_x), None
+
+
+def init_weights(model: Any) -> None:
+    """Decays spread over the channels and layers, matrices orthogonal or zero. Draws from torch's global generator."""
+    nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
+    _orthogonal(model.head, scale=0.5)
+    for layer, block in enumerate(model.blocks):
+        _init_time_mix(block.att, layer, len(model.blocks))
+        _init_channel_mix(block.ffn, layer, len(model.blocks))
+
+
+def _init_time_mix(att: TimeMix, layer: int, n_layer: int) -> None:
     rho, sigma = _depth(layer, n_layer)
     n_att, x = len(att.time_decay), _ramp(att.time_mix_k.shape[-1])
     h = torch.arange(n_att)
@@ -183,7 +183,7 @@ def init_time_mix(att: TimeMix, layer: int, n_layer: int) -> None:
     _orthogonal(att.value)
 
 
-def init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
+def _init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
     _, sigma = _depth(layer, n_layer)
     with torch.no_grad():
         for mu in (ffn.time_mix_k, ffn.time_mix_r):
@@ -192,13 +192,8 @@ def init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
     _orthogonal(ffn.key)
 
 
-def init_embedding_and_head(emb: nn.Embedding, head: nn.Linear) -> None:
-    nn.init.uniform_(emb.weight, -1e-4, 1e-4)
-    _orthogonal(head, scale=0.5)
-
-
 def _depth(layer: int, n_layer: int) -> tuple[float, float]:
-    """How deep the layer lies, from 0 to 1, and from 1 towards 0."""
+    """The layer's depth from 0 to 1, and from 1 towards 0."""
     return layer / max(n_layer - 1, 1), 1 - layer / n_layer
 
 

@@ -1,10 +1,9 @@
-"""What time and channel mixing compute between LayerNorm, WKV and the residual stream, in three steps of autograd.
+"""RWKV-4's token shift, and the fused form of time and channel mixing: three autograd steps that compute their own gradients.
 
-Each computes its gradient itself, in few operations over few temporaries. A CPU spends a third of a small model's step on
-starting operations and on autograd's own, and those between a large model's matrix products are bound by memory: autograd's
-general formulas read and write each tensor several times more. Under autocast everything here is in the dtype of the products.
-
-The token shift, by its formula; rwkv/model/rwkv4_fused.py computes the same with what follows it.
+Each uses few operations over few temporaries. A CPU spends a third of a small model's training step on starting operations and
+on autograd itself, and the operations between a large model's matrix products are bound by memory: autograd's general formulas
+read and write each tensor several times more. Under autocast everything here is in the dtype of the matrix products.
+rwkv4.py has the plain formulas beside these, and `can_fuse` decides.
 """
 
 from collections.abc import Sequence
@@ -13,53 +12,75 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.nn.modules.module import _has_any_global_hook
 
 Tensors = tuple[Tensor, ...]
 
 
-def fits(*layers: nn.Module) -> bool:
-    """Whether these layers' products may be computed without calling them.
+def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor) -> Tensors:
+    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
 
-    Not where a compiler, which fuses better, or a hook has to see them called, where another layer or forward stands in one's
-    place, or where a weight learns nothing, which autograd leaves out.
+    x (B,T,C), and last_x (B,C) before its first step, None for zeros.
     """
-    return not (torch.compiler.is_compiling() or _has_any_global_hook()) and all(map(_plain, layers))
+    dtype = product_dtype(x)
+    x = x.to(dtype)
+    before = _before(x, last_x)
+    return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
 
 
-def _plain(layer: nn.Module) -> bool:
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of x in a matrix product: autocast's, which leaves float64 as it is."""
+    lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
+
+
+def last(x: Tensor) -> Tensor:
+    """The last step of x (B,T,C), for the next state: (B,C), not a view, which would keep all of x in memory."""
+    return x[:, -1].clone()
+
+
+def can_fuse(*layers: nn.Module) -> bool:
+    """Whether these layers' products may be computed without calling the layers.
+
+    False where a compiler, which fuses better, or a hook must see the call; where a layer is another class or has another
+    forward; and where a weight does not learn, because autograd then skips its gradient.
+    """
+    return not (torch.compiler.is_compiling() or _has_any_global_hook()) and all(map(_is_plain, layers))
+
+
+def _is_plain(layer: nn.Module) -> bool:
     hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return (type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and not hooked
             and type(layer.weight) in (nn.Parameter, Tensor)
             and (layer.weight.requires_grad or not torch.is_grad_enabled()))
 
 
-def mixed_products(x: Tensor, last_x: Tensor, mus: Tensors, weights: Tensors) -> Tensors:
-    """W mix(x) for each mu (1,1,C), of mix(x) = mu x_t + (1 - mu) x_{t-1}, and its W (O,C): (B,T,O) each.
+def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
+    """W mix(x) for each mu (1,1,C) and its W (O,C), with mix(x) = mu x_t + (1 - mu) x_{t-1}: (B,T,O) each.
 
-    x (B,T,C), and last_x (B,C) before its first step.
+    x (B,T,C), and last_x (B,C) before its first step, None for zeros.
     """
-    products: Tensors = _MixedProducts.apply(multiplied(x), x, last_x, *mus, *weights)
+    products: Tensors = _MixedProducts.apply(product_dtype(x), x, last_x, *mus, *weights)
     return products
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """W (sigmoid(gate) * x), of gate and x (B,T,C) and W (O,C): (B,T,O)."""
+    """W (sigmoid(gate) * x), with gate and x (B,T,C) and W (O,C): (B,T,O)."""
     product: Tensor = _GatedProduct.apply(gate, x, weight)
     return product
 
 
-def channel_mixing(x: Tensor, last_x: Tensor, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
-    """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), of x (B,T,C), last_x (B,C), mus = (mu_k, mu_r) and K, R, V."""
-    mixed: Tensor = _ChannelMixing.apply(multiplied(x), x, last_x, *mus, key, receptance, value)
+def channel_mixing(x: Tensor, last_x: Tensor | None, mus: Tensors, key: Tensor, receptance: Tensor, value: Tensor) -> Tensor:
+    """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), with mus = (mu_k, mu_r); x and last_x as in mixed_products."""
+    mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, *mus, key, receptance, value)
     return mixed
 
 
 class _MixedProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
-        mus, weights = others[:len(others) // 2], _in(dtype, others[len(others) // 2:])
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
+        mus, weights = others[:len(others) // 2], _cast(dtype, others[len(others) // 2:])
         kept, mixes = _mix(dtype, x, last_x, mus)
         ctx.save_for_backward(*mixes, *weights, *kept)
         return tuple(map(linear, mixes, weights))
@@ -69,70 +90,82 @@ class _MixedProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n, saved = len(grads), ctx.saved_tensors
         products = list(map(_product_backward, grads, saved[:n], saved[n:2 * n]))
-        of_mixes, of_weights = zip(*products, strict=True)
-        return None, *_mix_backward(saved[2 * n:], of_mixes), *of_weights
+        grad_mixes, grad_weights = zip(*products, strict=True)
+        grad_x, grad_last_x, *grad_mus = _mix_backward(saved[2 * n:], grad_mixes)
+        return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, *grad_mus, *grad_weights
 
 
 class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        share, weight = torch.sigmoid(gate), weight.to(gate.dtype)
-        gated = share * x
-        ctx.save_for_backward(share, x, gated, weight)
+        gate = torch.sigmoid(gate)
+        weight = weight.to(gate.dtype)
+        gated = gate * x
+        ctx.save_for_backward(gate, x, gated, weight)
         return linear(gated, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensors:
-        share, x, gated, weight = ctx.saved_tensors
-        of_gated, of_weight = _product_backward(grad, gated, weight)
-        return *_gate_backward(of_gated, share, x), of_weight
+        gate, x, gated, weight = ctx.saved_tensors
+        grad_gated, grad_weight = _product_backward(grad, gated, weight)
+        return *_gate_backward(grad_gated, gate, x), grad_weight
 
 
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor,
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
-        kept, (for_k, for_r) = _mix(dtype, x, last_x, (mu_k, mu_r))
-        key, receptance, value = weights = _in(dtype, weights)
-        positive = linear(for_k, key).clamp_(min=0)
-        share, hidden = linear(for_r, receptance).sigmoid_(), positive * positive
-        read = linear(hidden, value)
-        ctx.save_for_backward(for_k, for_r, positive, hidden, share, read, *weights, *kept)
-        return share * read
+        kept, (mix_k, mix_r) = _mix(dtype, x, last_x, (mu_k, mu_r))
+        key, receptance, value = weights = _cast(dtype, weights)
+        relu_k = linear(mix_k, key).clamp_(min=0)
+        gate = linear(mix_r, receptance).sigmoid_()
+        hidden = relu_k * relu_k
+        kv = linear(hidden, value)
+        ctx.save_for_backward(mix_k, mix_r, relu_k, hidden, gate, kv, *weights, *kept)
+        return gate * kv
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        for_k, for_r, positive, hidden, share, read, key, receptance, value, *kept = ctx.saved_tensors
-        of_r, of_read = _gate_backward(grad, share, read)
-        of_hidden, of_value = _product_backward(of_read, hidden, value)
-        of_k = torch.addcmul(grad.new_zeros(()), of_hidden, positive, value=2, out=of_hidden)     # 2 of_hidden positive
-        of_for_k, of_key = _product_backward(of_k, for_k, key)
-        of_for_r, of_receptance = _product_backward(of_r, for_r, receptance)
-        return None, *_mix_backward(kept, (of_for_k, of_for_r)), of_key, of_receptance, of_value
+        mix_k, mix_r, relu_k, hidden, gate, kv, key, receptance, value, *kept = ctx.saved_tensors
+        grad_r, grad_kv = _gate_backward(grad, gate, kv)
+        grad_hidden, grad_value = _product_backward(grad_kv, hidden, value)
+        grad_k = torch.addcmul(grad.new_zeros(()), grad_hidden, relu_k, value=2, out=grad_hidden)     # 2 grad_hidden relu_k
+        grad_mix_k, grad_key = _product_backward(grad_k, mix_k, key)
+        grad_mix_r, grad_receptance = _product_backward(grad_r, mix_r, receptance)
+        grad_x, grad_last_x, *grad_mus = _mix_backward(kept, (grad_mix_k, grad_mix_r))
+        grad_last_x = grad_last_x if ctx.needs_input_grad[2] else None
+        return None, grad_x, grad_last_x, *grad_mus, grad_key, grad_receptance, grad_value
 
 
-def _mix(dtype: torch.dtype, x: Tensor, last_x: Tensor, mus: Tensors) -> tuple[Tensors, Tensors]:
+def _before(x: Tensor, last_x: Tensor | None) -> Tensor:
+    """x (B,T,C) one step later: last_x (B,C) or zeros first."""
+    if last_x is None:
+        return pad(x[:, :-1], (0, 0, 1, 0))
+    return torch.cat((last_x.unsqueeze(1).to(x.dtype), x[:, :-1]), dim=1)
+
+
+def _mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[Tensors, Tensors]:
     """What _mix_backward needs, and the mixes in dtype."""
-    x, last_x, mus = x.to(dtype), last_x.to(dtype), _in(dtype, mus)
-    before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
+    x, mus = x.to(dtype), _cast(dtype, mus)
+    before = _before(x, last_x)
     change = x - before
     return (change, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
 
 
 def _mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
-    """The gradients of x, last_x and each mu; those of the mixes are used up."""
+    """The gradients of x, last_x and each mu; those of the mixes are overwritten."""
     change, *mus = kept
     wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
-    of_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
-    of_x, of_before = grads[0] * mus[0], grads[0]
+    grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
+    grad_x, grad_before = grads[0] * mus[0], grads[0]
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
-        of_x.addcmul_(grad, mu)
-        of_before += grad
-    of_before -= of_x
-    of_x[:, :-1].add_(of_before[:, 1:])      # += would write the part back once more
-    return of_x, of_before[:, 0], *of_mus
+        grad_x.addcmul_(grad, mu)
+        grad_before += grad
+    grad_before -= grad_x
+    grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the part back once more
+    return grad_x, grad_before[:, 0], *grad_mus
 
 
 def _product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,32 +173,10 @@ def _product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
-def _gate_backward(grad: Tensor, share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a gate, whose sigmoid is share, and x, of that of share * x."""
-    return torch.ops.aten.sigmoid_backward(grad * x, share), grad * share
+def _gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the gate before its sigmoid and of x, of that of gate * x."""
+    return torch.ops.aten.sigmoid_backward(grad * x, gate), grad * gate
 
 
-def _in(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
+def _cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
     return tuple(tensor.to(dtype) for tensor in tensors)
-
-
-def token_shift(x: Tensor, last_x: Tensor, *mus: Tensor) -> tuple[Tensor, ...]:
-    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, of x (B,T,C) and last_x (B,C) before its first step.
-
-    In the dtype of the products that read them.
-    """
-    dtype = multiplied(x)
-    x = x.to(dtype)
-    before = torch.cat((last_x.unsqueeze(1).to(dtype), x[:, :-1]), dim=1)
-    return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
-
-
-def multiplied(x: Tensor) -> torch.dtype:
-    """The dtype of x in a matrix product: autocast leaves float64 as it is."""
-    lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
-
-
-def last(x: Tensor) -> Tensor:
-    """The last step of x (B,T,C), for the next state: (B,C), not a view, which would keep all of x in memory."""
-    return x[:, -1].clone()

@@ -15,7 +15,9 @@ Curve = dict[int, float]                 # by step
 
 @dataclass
 class Run:
-    """config: as nested plain containers. metrics: by column. measured: kernel.json (rwkv/training/kernel_probe.py). order: among a sweep's."""
+    """config: as nested plain containers. metrics: by column. measured: the content of kernel.json
+    (rwkv/training/kernel_probe.py). order: among a sweep's runs.
+    """
 
     name: str
     kernel: str

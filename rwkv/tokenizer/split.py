@@ -1,22 +1,31 @@
-"""Long texts in pieces whose ids, one after the other, are those of the whole.
+"""Splitting a long text so that the ids of its pieces, one after the other, are those of the whole.
 
-A piece ends between a character and a newline after it. That changes nothing where the tokenizer has no token with the two
-side by side, as nobody's has for a letter or a digit, and where a newline at the beginning of a text is what it is elsewhere.
-Both are looked up in the vocabulary. A text that offers no such place for LONGEST characters is cut there, and so is any long
-one with a tokenizer that looks across lines: the ids at the cut may then be others than those of the whole text.
+A text is split before a newline that follows a non-space. That is safe if no token spans the two characters and if a newline
+at the beginning of a text is encoded as elsewhere; both are checked against the vocabulary. A text without such a place within
+LONGEST characters is split there, and so is any long text if the tokenizer looks across lines: the ids at the split may then
+differ from those of the whole text.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-from rwkv.tokenizer.tokenizers import Tokenizer
+from typing import Any, Protocol
 
 LONGEST = 1 << 22                        # characters
 PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")
 Cut = Callable[[str], int]
 
 
-def cutter(tokenizer: Tokenizer) -> Cut:
+class Encoder(Protocol):
+    """What `cutter` needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> Any: ...
+
+    def decoder(self) -> Any: ...
+
+
+def cutter(tokenizer: Encoder) -> Cut:
     """A function that says where the last cut is that `text` offers; 0 for none."""
     if not all(tokenizer.encode(probe) == [*tokenizer.encode(probe[:1]), *tokenizer.encode(probe[1:])]
                for probe in PROBES if _covers(tokenizer, probe)):
@@ -46,7 +55,7 @@ def pieces(chunks: Iterable[str], cut: Cut) -> Iterator[str]:
         yield rest
 
 
-def _before_newline(tokenizer: Tokenizer) -> frozenset[str]:
+def _before_newline(tokenizer: Encoder) -> frozenset[str]:
     """Characters that stand before a newline in some token."""
     found: set[str] = set()
     decoder = tokenizer.decoder()
@@ -56,7 +65,7 @@ def _before_newline(tokenizer: Tokenizer) -> frozenset[str]:
     return frozenset(found)
 
 
-def _covers(tokenizer: Tokenizer, text: str) -> bool:
+def _covers(tokenizer: Encoder, text: str) -> bool:
     try:
         tokenizer.encode(text)
     except ValueError:                   # char, made from a text without these characters
@@ -64,7 +73,7 @@ def _covers(tokenizer: Tokenizer, text: str) -> bool:
     return True
 
 
-def _splits_at_lines(parsed: dict[str, Any]) -> bool:
+def splits_at_lines(parsed: dict[str, Any]) -> bool:
     """Whether the file's rules never look across the place between a character and a newline after it.
 
     So it is with GPT-2's and GPT-NeoX's: words do not contain spaces, and NFC never joins anything to a newline.
@@ -74,11 +83,3 @@ def _splits_at_lines(parsed: dict[str, Any]) -> bool:
     whole = any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in parsed.get("added_tokens", []))
     return (normal and not whole and words.get("type") == "ByteLevel" and not words.get("add_prefix_space")
             and words.get("use_regex", True))
-
-
-def _last_line_end(text: str) -> int:
-    """Where the last newline is that follows a character which is no space; 0 for none."""
-    end = text.rfind("\n")
-    while end > 0 and text[end - 1].isspace():
-        end = text.rfind("\n", 0, end)
-    return max(end, 0)

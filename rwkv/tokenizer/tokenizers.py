@@ -18,7 +18,7 @@ import tokenizers
 
 from rwkv.tokenizer import world
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
-from rwkv.tokenizer.split import _last_line_end, _splits_at_lines
+from rwkv.tokenizer.split import last_line_end, splits_at_lines
 
 END_OF_TEXT = "<|endoftext|>"
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
@@ -169,7 +169,7 @@ class JsonTokenizer(Tokenizer):
         parsed = json.loads(text)
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
-        self._splits_at_lines = _splits_at_lines(parsed)
+        self._splits_at_lines = splits_at_lines(parsed)
         self._special = {token["id"] for token in parsed.get("added_tokens", []) if token["special"]}
         self.vocab_size = 1 + max(self._library.get_vocab().values(), default=-1)
         self.end_of_text = self._find_end_of_text(source)
@@ -194,7 +194,7 @@ class JsonTokenizer(Tokenizer):
         return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _settled(self, text: str) -> int:
-        return _last_line_end(text) if self._splits_at_lines else 0
+        return last_line_end(text) if self._splits_at_lines else 0
 
     def decoder(self) -> Decoder:
         if self._byte_level:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
-from rwkv.checkpoint.formats._stored import DTYPES
+from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import with_sentences
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats with no room for it

@@ -21,8 +21,8 @@ from rwkv import cli
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import EvaluateConfig
 from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
-from rwkv.model.rwkv4 import RWKV
-from rwkv.pretrained import computed_in, tokenizer_of
+from rwkv.model.base import Model
+from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -44,7 +44,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     print(written, end="", flush=True)
 
 
-def text(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], RWKV]) -> dict[str, Any]:
+def text(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], Model]) -> dict[str, Any]:
     """The whole file is tokenised once before the model is loaded, so that what is wrong with it is said at once."""
     path = Path(str(config.data.path))
     model_tokens, size = count_tokens(tokenizer, path), path.stat().st_size
@@ -56,7 +56,7 @@ def text(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], loa
     return {"task": "text", **TextScore(model_tokens, size, _finite(nats)).as_dict(), "seconds": time.perf_counter() - since}
 
 
-def last_words(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], RWKV]) -> dict[str, Any]:
+def last_words(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], Model]) -> dict[str, Any]:
     """All texts are read and tokenised before the model is loaded."""
     words = read_last_words(tokenizer, Path(str(config.data.path)), start)
     model, total, since = load(), WordScore(0, 0, 0.0), time.perf_counter()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from rwkv.distributed import rank, summed, world_size
-from rwkv.model.rwkv4 import RWKV
+from rwkv.model.base import Model
 from rwkv.training.checkpoints import Checkpoints
 from rwkv.training.loggers import norm_names
 
@@ -97,7 +97,7 @@ class Metrics(Callback):
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
         if self.grad_norms and (trainer.global_step + 1) % self.log_every == 0:
-            self._norms = gradient_norms(cast(RWKV, pl_module.model))
+            self._norms = gradient_norms(cast(Model, pl_module.model))
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._restart()
@@ -209,7 +209,7 @@ def peak_memory_mib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
 
 
-def gradient_norms(model: RWKV) -> dict[str, float]:
+def gradient_norms(model: Model) -> dict[str, float]:
     """By the names of rwkv.tracking.norm_names: the 2-norm of all gradients of that part. One wait for the device."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([_norm(part) for part in parts])

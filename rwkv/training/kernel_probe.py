@@ -25,8 +25,7 @@ from torch import Tensor
 
 from kernels.bench.hardware import describe
 from kernels.compare import err_ratio
-from kernels.wkv4 import WKV, WKVState
-from kernels.wkv4.cases import wkv_tolerance
+from kernels.wkv4 import WKV, WKVState, cases
 from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank
@@ -243,7 +242,7 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
     finally:
         attached.detach()
     dtype = records[0].y.dtype
-    return {"step": trainer.global_step, "dtype": str(dtype).removeprefix("torch."), "allowed": wkv_tolerance(dtype),
+    return {"step": trainer.global_step, "dtype": str(dtype).removeprefix("torch."), "allowed": cases.tolerance(dtype),
             "layers": [{"errors": record.errors(), "ranges": record.ranges()} for record in records]}
 
 

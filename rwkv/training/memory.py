@@ -30,9 +30,11 @@ from typing import Any
 import torch
 
 from kernels.registry import names
-from rwkv.config import ModelConfig, TrainConfig
+from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
+from rwkv.model.base import n_parameters
 from rwkv.model.loss import rows_at_once
+from rwkv.model.rwkv4 import sizes
 from rwkv.training.checkpoints import FOLDER
 from rwkv.training.run import Run
 
@@ -64,12 +66,6 @@ class Memory:
         return self.certain + self.activations + self.loss + self.workers
 
 
-def n_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """2VC + L (9C + C^2 + 2A + 4AC + 2FC) + 4C, which with A = C and F = 4C is 2VC + L (13C^2 + 11C) + 4C."""
-    C, A, F, V = *_widths(config), vocab_size
-    return 2 * V * C + config.n_layer * (9 * C + C * C + 2 * A + 4 * A * C + 2 * F * C) + 4 * C
-
-
 def memory(config: TrainConfig, vocab_size: int, kernel: str, processes: int = 1) -> Memory:
     """Of one of `processes` that together read data.batch_size; with fsdp each has a share of the weights."""
     trainer, half = config.trainer, config.trainer.precision != "32-true"
@@ -85,7 +81,7 @@ def memory(config: TrainConfig, vocab_size: int, kernel: str, processes: int = 1
 
 def _activations(config: TrainConfig, kernel: str, N: int, half: bool) -> tuple[int, int]:
     """When the forward pass ends, and when the backward pass is in its first layer, whose inner ones are there again."""
-    C, A, F = _widths(config.model)
+    C, A, F = sizes(config.model)
     block = int(FLOAT * N * (7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F))
     work = FLOAT * N * A * (CONVOLUTION_WORK if kernel in names("timex") else SCAN_WORK)
     if not config.trainer.activation_checkpointing:
@@ -96,13 +92,9 @@ def _activations(config: TrainConfig, kernel: str, N: int, half: bool) -> tuple[
 
 def _between(config: TrainConfig, N: int) -> int:
     """What there is of all segments at a time: the states between them, and the head's input with its gradient."""
-    C, A, _ = _widths(config.model)
+    C, A, _ = sizes(config.model)
     states = N // config.model.ctx_len * config.model.n_layer * (2 * C + 3 * A)
     return FLOAT * (states + 2 * N * C) if config.trainer.tbptt else 0
-
-
-def _widths(config: ModelConfig) -> tuple[int, int, int]:
-    return config.n_embd, config.n_att or config.n_embd, config.n_ffn or 4 * config.n_embd
 
 
 SURE = 0.75                              # of an estimate, that much is needed for certain

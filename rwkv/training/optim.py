@@ -1,4 +1,4 @@
-"""TODO."""
+"""The optimiser, its parameter groups and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -6,31 +6,31 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rwkv.config import ORTHOGONAL, SCALED, OptimConfig
+from rwkv.model.base import Model
 from rwkv.training.muon import Muon
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
 
 
-def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Weight decay on matrices alone; the rate scaled by the parameter's name. muon and normuon have matrices in blocks."""
+def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
+    """Groups of one rate and one weight decay, which vectors do not have; the rate is scaled by the parameter's name.
+
+    muon and normuon take the blocks' matrices, but gates: they learn as well by AdamW, which costs less.
+    """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        orthogonal = optim.name in ORTHOGONAL and _in_the_stream(name, parameter)
+        group = model.generation.group(name)
+        orthogonal = optim.name in ORTHOGONAL and group == "matrix"
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
-        decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
+        decay = 0.0 if group == "vector" else optim.weight_decay
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
     return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
             for (lr, decay, orthogonal), parameters in groups.items()]
-
-
-def _in_the_stream(name: str, parameter: Tensor) -> bool:
-    """Of a block's matrices, those whose products are not gates: gates learn as well by AdamW, which costs less."""
-    return parameter.dim() == 2 and name.startswith("blocks.") and not name.endswith("receptance.weight")
 
 
 def lr_scale(name: str, optim: OptimConfig) -> float:

@@ -1,7 +1,7 @@
 """What a run will do and what it takes, said before it begins; what cannot fit is refused before anything long is begun.
 
-Sizes come from formulas (rwkv/training/memory.py), so that a model that is too large is never built, nor its data tokenised; the time
-comes from two steps, which leave nothing behind.
+Sizes come from formulas (rwkv/training/memory.py), so that a model that is too large is never built, nor its data tokenised;
+the time comes from two steps, which leave nothing behind.
 """
 
 import sys
@@ -15,9 +15,10 @@ from rwkv.config import TrainConfig
 from rwkv.data import documents
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import rank, say, world_size
+from rwkv.model.base import n_parameters
 from rwkv.model.rwkv4 import Block
 from rwkv.training.device import dtype_for
-from rwkv.training.memory import disk, free_disk, free_memory, in_words, memory, n_checkpoints, n_parameters, with_options
+from rwkv.training.memory import disk, free_disk, free_memory, in_words, memory, n_checkpoints, with_options
 from rwkv.training.run import Run
 from rwkv.training.task import LanguageModel
 

@@ -10,7 +10,7 @@ from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TrainConfig
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_room

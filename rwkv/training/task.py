@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 
+from rwkv.checkpoint.content import ENTRY
 from rwkv.checkpoint.files import describe
-from rwkv.checkpoint.formats._content import ENTRY
 from rwkv.config import OptimConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank, summed, world_size
+from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
-from rwkv.model.rwkv4 import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups
 from rwkv.training.tbptt import Carried, hidden_of_segments
@@ -35,7 +35,7 @@ class LanguageModel(lightning.LightningModule):
     With trainer.tbptt those of training are Segments, which carry their rows' state on from the step before.
     """
 
-    def __init__(self, model: RWKV, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
+    def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
         super().__init__()
         self.model, self.optim, self.max_steps = model, optim, max_steps
         self.val_bytes_per_token = val_bytes_per_token

@@ -15,24 +15,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rwkv.distributed import gathered, rank, world_size
-from rwkv.model.rwkv4 import RWKV
-from rwkv.model.state import State
+from rwkv.model.base import Model, State
 
 
-def hidden_of_segments(model: RWKV, x: Tensor, opens: Tensor, state: State) -> tuple[Tensor, State]:
+def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> tuple[Tensor, State]:
     """x (B,K,T) after `state`, emptied where opens (B,K): what the head reads (B,K*T,C), and the state after the last."""
     hidden, empty, last = [], model.empty_state(len(x)), x.shape[1] - 1
     with _each_converts_weights(x.device.type):
         for k in range(x.shape[1]):
-            state = emptied(state, opens[:, k], empty)
+            state = state.where(opens[:, k], empty)
             out, state = model.hidden(x[:, k], state) if k == last else _kept_small(model, x[:, k], state)
             hidden.append(out)
     return torch.cat(hidden, 1), state
-
-
-def emptied(state: State, rows: Tensor, empty: State) -> State:
-    """`empty` in `rows` (B,), a mask, and `state` in the others; no gradient goes into what was before an emptied one."""
-    return State(*(torch.where(rows[:, None], nothing, part) for part, nothing in zip(state, empty, strict=True)))
 
 
 def _each_converts_weights(kind: str) -> torch.autocast:
@@ -40,7 +34,7 @@ def _each_converts_weights(kind: str) -> torch.autocast:
     return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
-def _kept_small(model: RWKV, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+def _kept_small(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
     result: tuple[Tensor, State] = checkpoint(model.hidden, tokens, state, use_reentrant=False, preserve_rng_state=False)
     return result
 
@@ -55,21 +49,21 @@ class Carried:
         self._parts: dict[int, State] = {}
         self._loaded: State | None = None
 
-    def before(self, part: int, model: RWKV, B: int) -> State:
+    def before(self, part: int, model: Model, B: int) -> State:
         """What batch `part` of a step begins with."""
         if part not in self._parts and self._loaded is not None:
-            return State(*(tensor.to(model.emb.weight.device) for tensor in _share(self._loaded, part, B)))
+            return _share(self._loaded, part, B).to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
 
     def after(self, part: int, state: State) -> None:
-        self._parts[part] = State(*(tensor.detach() for tensor in state))
+        self._parts[part] = state.detach()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same in every process; all of them must ask."""
         ranks = gathered([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
         parts = [State(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
                  for of_ranks in zip(*ranks, strict=True)]
-        return {name: torch.cat([getattr(part, name) for part in parts], 1) for name in State._fields} if parts else {}
+        return State.cat(parts)._asdict() if parts else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parts, self._loaded = {}, State(**state_dict) if state_dict else None
@@ -83,4 +77,4 @@ def _interleaved(ranks: tuple[Tensor, ...]) -> Tensor:
 def _share(state: State, part: int, B: int) -> State:
     """This process's B rows of batch `part`, of the state of all lanes."""
     common = B * world_size()
-    return State(*(tensor[:, part * common + rank():(part + 1) * common:world_size()] for tensor in state))
+    return state.rows(slice(part * common + rank(), (part + 1) * common, world_size()))

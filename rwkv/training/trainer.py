@@ -23,7 +23,8 @@ from rwkv import report
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import launched, rank, say, world_size
 from rwkv.generation.engine import generate
-from rwkv.model.rwkv4 import RWKV, Block
+from rwkv.model.base import Model
+from rwkv.model.rwkv4 import Block
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks import Bar, Metrics, StopCleanly
 from rwkv.training.checkpoints import Checkpoints, RandomState, VerifiedFiles
@@ -111,7 +112,7 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
     return {"precision": config.precision.replace("fp16", "16")}
 
 
-def prepare_blocks(model: RWKV, config: TrainerConfig) -> RWKV:
+def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
     """trainer.activation_checkpointing and trainer.compile, block by block; names and values of the weights stay."""
     if config.compile and (compiler := missing_compiler()):
         raise ValueError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.files import locate, read_checkpoint, require_tokenizer
 from rwkv.config import ModelConfig
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 Weights = dict[str, Any]

@@ -26,7 +26,7 @@ from rwkv.checkpoint.files import checkpoint_of, describe, read_checkpoint, writ
 from rwkv.checkpoint.formats import ggmf
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer
 from rwkv.tools import convert
 

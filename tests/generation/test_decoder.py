@@ -7,9 +7,9 @@ import torch
 from models import small_model, tokens
 
 from rwkv.generation.decoder import Decoder
+from rwkv.model.base import State
 from rwkv.model.quantized import Int8Linear, to_int8
-from rwkv.model.rwkv4 import RWKV
-from rwkv.model.state import State
+from rwkv.pretrained import RWKV
 
 SIZES = {"n_att": 24, "n_ffn": 40}
 

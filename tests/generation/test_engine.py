@@ -13,7 +13,7 @@ from rwkv.generation.engine import Sample, Writer, generate, generate_batch
 from rwkv.generation.prefill import Context, PrefixCache, read, read_prompts
 from rwkv.generation.sampling import Sampling, next_tokens
 from rwkv.generation.stopping import Ending
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 PROMPT = "naïve — 你好\n"

@@ -27,7 +27,7 @@ def support(**options: Any) -> set[int]:
 
 
 def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
-    """The probabilities of a row's tokens, by the order that rwkv/generation/sampling.py states, one token after the other, in float64."""
+    """The probabilities of a row's tokens in float64, in the order of operations of rwkv/generation/sampling.py."""
     def softmax(x: np.ndarray) -> np.ndarray:
         return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
 

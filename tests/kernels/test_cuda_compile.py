@@ -1,4 +1,4 @@
-"""Every CUDA source compiles for sm_80 and sm_90 and takes what cuda_resources.txt says; kernels/backends/cuda.py. Needs no GPU."""
+"""Every CUDA source compiles for sm_80 and sm_90 and uses what cuda_resources.txt says (kernels/backends/cuda.py). No GPU."""
 
 import contextlib
 import shutil

@@ -14,7 +14,6 @@ from cuda_host import ORDERS, Host, LaunchError, on_the_cpu
 from kernels.backends.cuda import Source
 from kernels.registry import names
 from kernels.timex import TimeX, cases
-from kernels.timex.cases import timex_results
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CUDA = [name for name in names("timex") if name.startswith("cuda_")]
@@ -50,7 +49,7 @@ def test_the_same_bits_in_every_order(name: str, host: Host) -> None:
     results = []
     for order in ORDERS:
         with on_the_cpu(host, order):
-            results.append(timex_results(TimeX(name), *cases.inputs(5, 3, 129)))
+            results.append(cases.results(TimeX(name), *cases.inputs(5, 3, 129)))
     assert all(torch.equal(result[name], results[0][name]) for result in results for name in result)
 
 

@@ -9,7 +9,6 @@ from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
 
 from kernels.compare import errors
 from kernels.wkv4 import WKV, cases
-from kernels.wkv4.cases import wkv_results
 
 pytestmark = [pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
               pytest.mark.usefixtures("poisoned_memory")]
@@ -30,7 +29,7 @@ def test_output_state_and_gradients(scan: WKV, shape: tuple[int, int, int], spre
     k_spread = (cases.SPREADS | cases.WIDE_SPREADS)[spread]
     time_decay, time_first, k, v, state = cases.inputs(*shape, k_spread, with_state)
     inputs = time_decay, time_first, k, v, state if with_state else None
-    found = errors(wkv_results(scan, inputs), conformance.reference(inputs))
+    found = errors(cases.results(scan, inputs), conformance.reference(inputs))
     assert max(found.values()) <= ALLOWED[spread], found
 
 
@@ -65,7 +64,7 @@ def test_a_slow_decay_over_many_chunks(scan: WKV) -> None:
     """The decay of one step, rounded to float32 and raised to the 3000th power, would be off by 1e-4."""
     _, time_first, k, v, state = cases.inputs(1, 3000, 2)
     inputs = torch.full((2,), -9.0), time_first, k, v, state
-    found = errors(wkv_results(scan, inputs), conformance.reference(inputs))
+    found = errors(cases.results(scan, inputs), conformance.reference(inputs))
     assert max(found.values()) <= 5e-6, found
 
 

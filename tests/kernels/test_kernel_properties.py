@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kernels.compare import err_ratio, errors, misses
 from kernels.registry import names, why_not
 from kernels.select import selectable
-from kernels.timex import TimeX, cases
+from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv4 import WKV, WKVState, cases
+from kernels.wkv4 import WKV, WKVState
 from kernels.wkv4 import cases as wkv_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -44,8 +44,8 @@ def wkv(request: pytest.FixtureRequest, device: str) -> WKV:
 @given(shape=shapes, seed=seeds)
 def test_timex_at_any_shape(timex: TimeX, shape: tuple[int, int, int], seed: int, device: str) -> None:
     w, k = timex_cases.inputs(*shape, device=device, seed=seed)
-    expected = cases.timex_results(TimeX("formula"), w.double(), k.double())
-    assert not misses(errors(cases.timex_results(timex, w, k), expected), cases.timex_tolerance(torch.float32))
+    expected = timex_cases.results(TimeX("formula"), w.double(), k.double())
+    assert not misses(errors(timex_cases.results(timex, w, k), expected), timex_cases.tolerance(torch.float32))
 
 
 @few
@@ -64,8 +64,8 @@ def test_timex_commutes_with_a_delay(timex: TimeX, shape: tuple[int, int, int], 
 def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spread: float, device: str) -> None:
     B, C, T = shape
     inputs = wkv_cases.inputs(B, T, C, spread, device=device, seed=seed)
-    expected = cases.wkv_results(WKV("reference"), cases.double(inputs))
-    assert not misses(errors(cases.wkv_results(wkv, inputs), expected), cases.wkv_tolerance())
+    expected = wkv_cases.results(WKV("reference"), wkv_cases.double(inputs))
+    assert not misses(errors(wkv_cases.results(wkv, inputs), expected), wkv_cases.tolerance())
 
 
 @few

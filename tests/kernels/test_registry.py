@@ -14,7 +14,6 @@ from kernels import registry
 from kernels.compare import errors, misses
 from kernels.registry import KernelUnavailable
 from kernels.timex import TimeX, cases, formula
-from kernels.timex.cases import timex_results, timex_tolerance
 from kernels.wkv4 import WKV
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -43,10 +42,10 @@ def test_sizes_are_padded_to_the_declared_multiples(shape: tuple[int, ...], padd
     seen: list[tuple[int, ...]] = []
     w, k = cases.inputs(*shape)
     with stub(**recording(seen), T_multiple=4, B_multiple=8) as name:
-        results = timex_results(TimeX(name), w, k, 0.25)
+        results = cases.results(TimeX(name), w, k, 0.25)
     assert seen == [padded, padded]
-    expected = timex_results(TimeX("formula"), w.double(), k.double(), 0.25)
-    assert not misses(errors(results, expected), timex_tolerance(torch.float32))
+    expected = cases.results(TimeX("formula"), w.double(), k.double(), 0.25)
+    assert not misses(errors(results, expected), cases.tolerance(torch.float32))
 
 
 def test_padding_inside_wkv() -> None:
@@ -135,7 +134,7 @@ def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_operator_is_a_folder_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that is not finished is no operator yet."""
-    for file in ("done/__init__.py", "done/subject.py", "begun/__init__.py", "lost/subject.py"):
+    for file in ("done/__init__.py", "done/cases.py", "begun/__init__.py", "lost/cases.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))

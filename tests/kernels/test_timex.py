@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 from kernels.compare import err_ratio, errors, misses
 from kernels.registry import names, why_not
 from kernels.timex import TimeX, cases
-from kernels.timex.cases import timex_results, timex_tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -29,7 +28,7 @@ def timex(request: pytest.FixtureRequest, device: str) -> TimeX:
 
 
 def reference(w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
-    return timex_results(FORMULA, w.double(), k.double(), eps)
+    return cases.results(FORMULA, w.double(), k.double(), eps)
 
 
 def four_loops(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -56,23 +55,23 @@ def test_formula_is_one_line_of_pytorch() -> None:
     w, k = (tensor.requires_grad_() for tensor in cases.inputs(3, 4, 33, dtype=torch.float64))
     out = EPS + F.conv1d(F.pad(k, (k.shape[-1] - 1, 0)), w.unsqueeze(1), groups=k.shape[1])
     grad_w, grad_k = torch.autograd.grad(cases.loss(out), (w, k))
-    found = errors(timex_results(FORMULA, w, k, EPS), {"out": out, "grad_w": grad_w, "grad_k": grad_k})
-    assert not misses(found, timex_tolerance(torch.float64))
+    found = errors(cases.results(FORMULA, w, k, EPS), {"out": out, "grad_w": grad_w, "grad_k": grad_k})
+    assert not misses(found, cases.tolerance(torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_output_and_gradients(timex: TimeX, shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     w, k = cases.inputs(*shape, dtype=dtype, device=device)
-    results = timex_results(timex, w, k, EPS)
+    results = cases.results(timex, w, k, EPS)
     assert {result.dtype for result in results.values()} == {dtype}
-    assert not misses(errors(results, reference(w, k, EPS)), timex_tolerance(dtype))
+    assert not misses(errors(results, reference(w, k, EPS)), cases.tolerance(dtype))
 
 
 def test_a_long_row(timex: TimeX, device: str) -> None:
     """Thousands of terms, added one after the other, round more than a few hundred do."""
     w, k = cases.inputs(1, 2, 4099, device=device)
-    assert max(errors(timex_results(timex, w, k, EPS), reference(w, k, EPS)).values()) <= 2e-6
+    assert max(errors(cases.results(timex, w, k, EPS), reference(w, k, EPS)).values()) <= 2e-6
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 11), (5, 3, 129)], ids=str)
@@ -80,7 +79,7 @@ def test_float64_is_exact_or_refused(timex: TimeX, shape: tuple[int, int, int], 
     """Never computed in float32 behind the user's back."""
     w, k = cases.inputs(*shape, dtype=torch.float64, device=device)
     if torch.float64 in timex.requires.dtypes:
-        assert not misses(errors(timex_results(timex, w, k, EPS), reference(w, k, EPS)), timex_tolerance(torch.float64))
+        assert not misses(errors(cases.results(timex, w, k, EPS), reference(w, k, EPS)), cases.tolerance(torch.float64))
     else:
         with pytest.raises(ValueError, match=f"{timex.name} does not compute in float64"):
             timex(w, k)
@@ -96,7 +95,7 @@ def test_gradcheck(timex: TimeX, device: str) -> None:
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_an_empty_size_gives_an_empty_tensor(timex: TimeX, shape: tuple[int, int, int], device: str) -> None:
     w, k = cases.inputs(*shape, device=device)
-    results = timex_results(timex, w, k, EPS)
+    results = cases.results(timex, w, k, EPS)
     assert results["out"].shape == results["grad_k"].shape == shape
     assert torch.equal(results["grad_w"], torch.zeros_like(w))
 
@@ -122,7 +121,7 @@ def test_causality(timex: TimeX, device: str) -> None:
 
 def test_the_same_bits_twice(timex: TimeX, device: str) -> None:
     w, k = cases.inputs(8, 16, 256, device=device)
-    first, second = timex_results(timex, w, k), timex_results(timex, w, k)
+    first, second = cases.results(timex, w, k), cases.results(timex, w, k)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -139,7 +138,7 @@ def test_strided_inputs(timex: TimeX, device: str) -> None:
     strided_w, strided_k = w.t().contiguous().t(), k.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     assert not strided_w.is_contiguous()
     assert not strided_k.is_contiguous()
-    contiguous, strided = timex_results(timex, w, k), timex_results(timex, strided_w, strided_k)
+    contiguous, strided = cases.results(timex, w, k), cases.results(timex, strided_w, strided_k)
     assert all(torch.equal(contiguous[name], strided[name]) for name in contiguous)
 
 
@@ -155,7 +154,7 @@ def test_an_expanded_gradient(timex: TimeX, device: str) -> None:
 def test_inputs_inside_a_larger_buffer(timex: TimeX, offset: int, device: str) -> None:
     """Nothing beside the inputs is read (it is NaN), and an address that no vector load takes is no trouble."""
     w, k = (surrounded_by_nan(tensor, offset) for tensor in cases.inputs(3, 32, 63, device=device))
-    assert not misses(errors(timex_results(timex, w, k), reference(w, k)), timex_tolerance(torch.float32))
+    assert not misses(errors(cases.results(timex, w, k), reference(w, k)), cases.tolerance(torch.float32))
 
 
 def surrounded_by_nan(tensor: Tensor, offset: int) -> Tensor:
@@ -184,10 +183,10 @@ def test_one_compilation_serves_every_size(device: str) -> None:
     """Also a size of 1, and sizes that are equal, for which torch.compile would make another."""
     if reason := why_not("timex", "torch_compile", device):
         pytest.skip(reason)
-    timex_results(TimeX("torch_compile"), *cases.inputs(3, 5, 11, device=device))
+    cases.results(TimeX("torch_compile"), *cases.inputs(3, 5, 11, device=device))
     before = counters["stats"]["unique_graphs"]
     for shape in ((1, 1, 1), (1, 4, 9), (5, 5, 5), (2, 1, 64)):
-        timex_results(TimeX("torch_compile"), *cases.inputs(*shape, device=device))
+        cases.results(TimeX("torch_compile"), *cases.inputs(*shape, device=device))
     assert counters["stats"]["unique_graphs"] == before > 0
 
 

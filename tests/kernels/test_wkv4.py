@@ -17,7 +17,7 @@ from kernels.select import selectable
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import WKV, WKVState, cases
-from kernels.wkv4.cases import WKVInputs, double, wkv_results, wkv_tolerance
+from kernels.wkv4.cases import WKVInputs, double
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -47,11 +47,11 @@ def scan(request: pytest.FixtureRequest, device: str) -> WKV:
 
 
 def reference(inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
-    return wkv_results(REFERENCE, double(inputs), of)
+    return cases.results(REFERENCE, double(inputs), of)
 
 
 def against_reference(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, str]:
-    return misses(errors(wkv_results(wkv, inputs, of), reference(inputs, of)), wkv_tolerance())
+    return misses(errors(cases.results(wkv, inputs, of), reference(inputs, of)), cases.tolerance())
 
 
 def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
@@ -72,7 +72,7 @@ def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state:
 @pytest.mark.parametrize("of", ["y", "state"])
 def test_the_reference_is_the_sum(spread: float, of: str) -> None:
     inputs = cases.inputs(2, 12, 3, spread, dtype=torch.float64)
-    found = errors(wkv_results(REFERENCE, inputs, of), wkv_results(the_sum, inputs, of))
+    found = errors(cases.results(REFERENCE, inputs, of), cases.results(the_sum, inputs, of))
     assert max(found.values()) <= 1e-12, found
 
 
@@ -106,9 +106,9 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are one thread's: it is done before others are awake."""
     scan, inputs = operator("taichi_scan", device), cases.inputs(*shape, device=device)
-    of_one = wkv_results(scan, inputs)
+    of_one = cases.results(scan, inputs)
     monkeypatch.setattr(load("wkv4", "taichi_scan"), "SERIAL", 0)
-    of_all = wkv_results(scan, inputs)
+    of_all = cases.results(scan, inputs)
     assert not against_reference(scan, inputs)
     assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
 
@@ -116,9 +116,9 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
 def test_autocast_does_not_reach_inside(wkv: WKV, device: str) -> None:
     """What is float32 is computed in it, whatever dtype products outside are in; backward inside of autocast, too."""
     inputs = cases.inputs(2, 33, 16, device=device)
-    expected = wkv_results(wkv, inputs)
+    expected = cases.results(wkv, inputs)
     with torch.autocast(device, torch.bfloat16):
-        found = wkv_results(wkv, inputs)
+        found = cases.results(wkv, inputs)
     assert all(torch.equal(expected[name], found[name]) for name in expected if name != "p + log b")
 
 
@@ -139,7 +139,7 @@ def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
 def test_the_scans_are_right_at_any_spread(scan: WKV, spread: str, y: float, gradient: float, device: str) -> None:
     """Exponents are integers; the reference's are not: float32 holds one near 230 to 1.5e-5, and each step rounds again."""
     inputs = cases.inputs(2, 1024, 16, (cases.SPREADS | cases.WIDE_SPREADS)[spread], device=device)
-    found = errors(wkv_results(scan, inputs), reference(inputs))
+    found = errors(cases.results(scan, inputs), reference(inputs))
     allowed = {name: 1e-4 if name in ("a/b", "p + log b") else y if name == "y" else gradient for name in found}
     if scan.name == "reference":
         allowed = dict.fromkeys(found, 1e-3)
@@ -148,7 +148,7 @@ def test_the_scans_are_right_at_any_spread(scan: WKV, spread: str, y: float, gra
 
 @pytest.mark.parametrize("spread", cases.WIDE_SPREADS)
 def test_finite_at_any_spread(wkv: WKV, spread: str, device: str) -> None:
-    results = wkv_results(wkv, cases.inputs(3, 130, 16, cases.WIDE_SPREADS[spread], device=device), of="y")
+    results = cases.results(wkv, cases.inputs(3, 130, 16, cases.WIDE_SPREADS[spread], device=device), of="y")
     assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
@@ -158,7 +158,7 @@ def test_finite_at_extreme_parameters(wkv: WKV, device: str) -> None:
     _, _, k, v, state = cases.inputs(4, 70, len(corners), device=device)
     k = k * torch.tensor([1.0, 50.0, 1e7, 0.0], device=device)[:, None, None]
     for incoming in (None, state):
-        results = wkv_results(wkv, (corners[:, 0], corners[:, 1], k, v, incoming), of="y")
+        results = cases.results(wkv, (corners[:, 0], corners[:, 1], k, v, incoming), of="y")
         assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
@@ -189,7 +189,7 @@ def test_whole_is_chunks_is_steps(wkv: WKV, device: str) -> None:
     steps = in_pieces(lambda k, v, state: step(time_decay, time_first, k, v, state), k, v, state, [1] * 131)
     for pieces in (chunks, steps):
         found = errors(outputs(*pieces), outputs(*whole))
-        assert not misses(found, wkv_tolerance())
+        assert not misses(found, cases.tolerance())
 
 
 def in_pieces(operator, k: Tensor, v: Tensor, state: WKVState, lengths) -> tuple[Tensor, WKVState]:
@@ -225,7 +225,7 @@ def test_one_state_has_many_forms(wkv: WKV, device: str) -> None:
     time_decay, time_first, k, v, (a, b, p) = cases.inputs(3, 70, 4, device=device)
     here, there = (wkv(time_decay, time_first, k, v, state)
                    for state in (WKVState(a, b, p), WKVState(a * 2**10, b * 2**10, p - torch.tensor(2.0**10).log())))
-    assert not misses(errors(outputs(*here), outputs(*there)), wkv_tolerance())
+    assert not misses(errors(outputs(*here), outputs(*there)), cases.tolerance())
 
 
 def test_a_state_is_left_as_it_was(wkv: WKV, device: str) -> None:
@@ -249,14 +249,14 @@ def test_causality(wkv: WKV, device: str) -> None:
 
 def test_the_same_bits_twice(wkv: WKV, device: str) -> None:
     inputs = cases.inputs(5, 129, 16, device=device)
-    first, second = wkv_results(wkv, inputs), wkv_results(wkv, inputs)
+    first, second = cases.results(wkv, inputs), cases.results(wkv, inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 def test_an_empty_size_passes_the_state_through(wkv: WKV, shape: tuple[int, int, int], device: str) -> None:
     inputs = cases.inputs(*shape, device=device)
-    results = wkv_results(wkv, inputs, of="state")
+    results = cases.results(wkv, inputs, of="state")
     state = inputs[4]
     assert results["y"].shape == shape
     assert torch.equal(results["a/b"], state.a / state.b)
@@ -269,7 +269,7 @@ def test_strided_inputs(wkv: WKV, device: str) -> None:
     strided = (time_decay.expand(2, -1)[0], torch.stack((time_first, time_first), 1)[:, 0],
                k.transpose(0, 1).contiguous().transpose(0, 1), v.permute(2, 1, 0).contiguous().permute(2, 1, 0),
                WKVState(*(part.t().contiguous().t() for part in state)))
-    contiguous, other = wkv_results(wkv, (time_decay, time_first, k, v, state)), wkv_results(wkv, strided)
+    contiguous, other = cases.results(wkv, (time_decay, time_first, k, v, state)), cases.results(wkv, strided)
     assert all(torch.equal(contiguous[name], other[name]) for name in contiguous)
 
 
@@ -278,7 +278,7 @@ def test_half_precision_in_and_out(wkv: WKV, dtype: torch.dtype, device: str) ->
     """k and v as autocast gives them, parameters and state in float32: y comes back in the dtype of k, the state does not."""
     time_decay, time_first, k, v, state = cases.inputs(3, 63, 4, device=device)
     inputs = time_decay, time_first, k.to(dtype), v.to(dtype), state
-    results = wkv_results(wkv, inputs)
+    results = cases.results(wkv, inputs)
     expected = {"y": dtype, "a/b": torch.float32, "grad k": dtype, "grad v": dtype, "grad time_decay": torch.float32,
                 "grad a": torch.float32}
     assert {name: results[name].dtype for name in expected} == expected
@@ -327,7 +327,7 @@ def test_compiles_without_a_graph_break(wkv: WKV, device: str) -> None:
 def test_one_compilation_serves_every_size(device: str) -> None:
     """Any B, C and T; the steps that are left over are not compiled."""
     scan = operator("torch_compile_scan", device)
-    wkv_results(scan, cases.inputs(2, 19, 3, device=device))
+    cases.results(scan, cases.inputs(2, 19, 3, device=device))
     before = counters["stats"]["unique_graphs"]
     for shape in ((1, 8, 1), (1, 33, 4), (3, 16, 3), (2, 5, 2)):
         assert not against_reference(scan, cases.inputs(*shape, device=device))
@@ -374,7 +374,7 @@ def test_float64_is_exact_or_refused(wkv: WKV, device: str) -> None:
     """Never computed in float32 behind the user's back."""
     inputs = cases.inputs(3, 70, 4, dtype=torch.float64, device=device)
     if torch.float64 in wkv.requires.dtypes:
-        found = errors(wkv_results(wkv, inputs), reference(inputs))
+        found = errors(cases.results(wkv, inputs), reference(inputs))
         assert max(found.values()) <= 1e-12, found
     else:
         with pytest.raises(ValueError, match=f"{wkv.name} does not compute in float64"):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
-from rwkv.model.rwkv4 import RWKV
-from rwkv.model.state import State
+from rwkv.model.base import State
+from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
 

@@ -147,20 +147,20 @@ def test_who_hangs_a_hook_on_a_layer_sees_it_called(number: int) -> None:
 def test_layers_of_another_kind_are_called() -> None:
     """As adapters and quantised weights are."""
     plain = nn.Linear(C, C, bias=False)
-    assert rwkv4_fused.fits(plain, plain)
+    assert rwkv4_fused.can_fuse(plain, plain)
     other = type("Adapter", (nn.Linear,), {})(C, C, bias=False)
     quantised = nn.Linear(C, C, bias=False)
     quantised.weight = nn.Parameter(torch.Tensor._make_subclass(type("Quantised", (Tensor,), {}), torch.ones(C, C)))
     patched = nn.Linear(C, C, bias=False)
     patched.forward = lambda x: x                                        # type: ignore[method-assign]
-    assert not any(rwkv4_fused.fits(plain, layer) for layer in (other, quantised, patched, nn.Linear(C, C), nn.Identity()))
+    assert not any(rwkv4_fused.can_fuse(plain, layer) for layer in (other, quantised, patched, nn.Linear(C, C), nn.Identity()))
 
 
 def test_what_learns_nothing_is_left_to_autograd() -> None:
     frozen = nn.Linear(C, C, bias=False).requires_grad_(False)
-    assert not rwkv4_fused.fits(frozen)
+    assert not rwkv4_fused.can_fuse(frozen)
     with torch.no_grad():
-        assert rwkv4_fused.fits(frozen)
+        assert rwkv4_fused.can_fuse(frozen)
 
 
 def test_who_looks_at_all_modules_sees_all_layers() -> None:

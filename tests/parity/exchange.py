@@ -16,7 +16,7 @@ from parity import peers
 from parity.cases import CASES, GREEDY, Case, random_tokens, random_weights
 from parity.comparison import Answers
 
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"

@@ -9,8 +9,8 @@ from numpy_rwkv4 import LayerState, NumpyRWKV4
 from parity.cases import GREEDY, Case, random_tokens, random_weights
 from parity.peers import answers, state_values
 
-from rwkv.model.rwkv4 import RWKV
-from rwkv.model.state import State
+from rwkv.model.base import State
+from rwkv.pretrained import RWKV
 
 
 def ours(case: Case, path: Path, kernel: str) -> dict[str, ndarray]:

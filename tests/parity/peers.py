@@ -66,7 +66,7 @@ class RwkvPackage:
     """
 
     def __init__(self, path: Path) -> None:
-        from rwkv.model.rwkv4 import RWKV
+        from rwkv.pretrained import RWKV
 
         self.model = RWKV(model=str(path), strategy="cpu fp32", verbose=False)
 

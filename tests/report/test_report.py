@@ -25,11 +25,12 @@ from kernels.timex import conv1d
 from kernels.wkv4 import WKV
 from rwkv import cli, report
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.report import page, svg
+from rwkv.report import page as report_page
+from rwkv.report import svg
 from rwkv.report.findings import findings
 from rwkv.report.numbers import COLUMNS, RESULTS, compare
 from rwkv.report.reading import Run, read
-from rwkv.tools import report
+from rwkv.tools import report as report_tool
 from rwkv.training import sweep
 from rwkv.training.run import open_run
 
@@ -284,7 +285,7 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     for seed in range(3):
         make_run(tmp_path, "conv1d", seed, [3.0, 2.0, 1.0 + seed], 100)
         make_run(tmp_path, "taichi_v3", seed, [3.0, 2.0 + seed / 8, 1.0 + seed], 200 + 10 * seed * seed)
-    assert report.main([str(tmp_path)]) == 0
+    assert report_tool.main([str(tmp_path)]) == 0
     found = {(row["kernel"], row["statistic"]): row for row in table(tmp_path) if row["level"] == "kernel"}
     assert list(table(tmp_path)[0]) == list(COLUMNS)
     assert [float(found["taichi_v3", statistic]["tok_per_sec"]) for statistic in ("median", "min", "max")] == [213, 203, 243]
@@ -294,7 +295,7 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     runs = [row for row in table(tmp_path) if row["level"] == "run"]
     assert [row["difference_step"] for row in runs] == ["", "", "", "1.0", "2.0", "2.0"]
     assert "2.07" in parsed(tmp_path / "report.html").text, "taichi_v3's throughput beside conv1d's 103"
-    assert report.main([str(tmp_path), "--reference", "taichi_v3"]) == 0
+    assert report_tool.main([str(tmp_path), "--reference", "taichi_v3"]) == 0
     assert "compared with taichi_v3" in parsed(tmp_path / "report.html").text
 
 
@@ -329,10 +330,10 @@ def test_a_loss_that_is_not_a_number_is_the_largest_difference(tmp_path: Path) -
 
 def test_a_folder_without_runs_and_an_unknown_reference_get_a_sentence(tmp_path: Path,
                                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(tmp_path)]) == 2
+    assert report_tool.main([str(tmp_path)]) == 2
     assert "error: no run in" in capsys.readouterr().err
     make_run(tmp_path, "conv1d", 0, [3.0])
-    assert report.main([str(tmp_path), "--reference", "fft"]) == 2
+    assert report_tool.main([str(tmp_path), "--reference", "fft"]) == 2
     assert "conv1d; got 'fft'" in capsys.readouterr().err
 
 
@@ -346,7 +347,7 @@ def test_what_users_name_is_text(tmp_path: Path) -> None:
     for runs in ([run], [run, Run("b", "b", 0, metrics={"train/loss": {1: 2.5}})]):
         comparison = compare(runs)
         path = tmp_path / "page.html"
-        path.write_text(page(tmp_path, comparison, findings(comparison)), encoding="utf-8")
+        path.write_text(report_page.page(tmp_path, comparison, findings(comparison)), encoding="utf-8")
         page = parsed(path)
         assert HOSTILE in page.text
         assert "script" not in page.tags

@@ -17,7 +17,7 @@ from rwkv import cli, evaluation
 from rwkv.config import EvaluateConfig
 from rwkv.data.sources import files
 from rwkv.evaluation import LastWord, count_tokens, read_last_words, read_text, score_last_words, score_text
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, build
 from rwkv.tools import evaluate
 

@@ -11,7 +11,7 @@ from programs import Run, one_sentence
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 from rwkv.training.setup import new_model
 

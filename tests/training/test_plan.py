@@ -20,7 +20,7 @@ from kernels.select import select
 from rwkv import cli
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.data.documents import Segments
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan
 from rwkv.training.memory import free_disk, free_memory
 from rwkv.training.run import Run as RunOf

@@ -18,7 +18,7 @@ from rwkv import cli
 from rwkv.checkpoint.files import locate, read_checkpoint
 from rwkv.config import TrainConfig
 from rwkv.generation.engine import generate
-from rwkv.model.rwkv4 import RWKV
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.samples import read_samples
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
-from rwkv.checkpoint.formats._stored import Stored, raw
+from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 
 ZIP, PICKLES = b"PK", tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats._torch_file import load, stored
 from rwkv.errors import CheckpointError
 from rwkv.io import write_file

@@ -17,10 +17,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
-from rwkv.checkpoint.formats._content import Content, Outgoing
-from rwkv.checkpoint.formats._stored import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.formats._stored import Stored, raw, release
+from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.stored import Stored, raw, release
 from rwkv.errors import CheckpointError
 from rwkv.io import write_file
 

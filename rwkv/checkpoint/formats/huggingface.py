@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
-from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.formats._stored import Stored
 from rwkv.checkpoint.rwkv4 import to_hugging_face
+from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
 from rwkv.io import write_file, write_folder
 

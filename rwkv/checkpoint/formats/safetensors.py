@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import first_bytes
-from rwkv.checkpoint.formats._content import ENTRY, Content, Outgoing, plain_entry
-from rwkv.checkpoint.formats._stored import Stored, raw
+from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io import write_file
 

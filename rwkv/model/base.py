@@ -1,0 +1,98 @@
+"""The model of every generation: an embedding, the generation's blocks, a LayerNorm and a head.
+
+One model, three forms that agree: whole sequences (T > 1), chunks with the state carried between them, and one token
+at a time (T = 1). Which kernel mixes time is the operator that it is built with; the weights do not depend on it.
+A generation is a file beside this one: rwkv4.py says everything about RWKV-4's architecture.
+"""
+
+import hashlib
+import math
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from rwkv.config import ModelConfig
+from rwkv.model import rwkv4
+
+SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
+State = rwkv4.State
+
+
+def generation(config: ModelConfig) -> ModuleType:
+    """The file that says everything about the architecture of a model of this configuration."""
+    return rwkv4
+
+
+def n_parameters(config: ModelConfig, vocab_size: int) -> int:
+    """The number of weights."""
+    return sum(math.prod(shape) for shape in generation(config).shapes(config, vocab_size).values())
+
+
+class Model(nn.Module):
+    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
+        super().__init__()
+        self.generation = generation(config)
+        self.config, self.vocab_size = config, vocab_size
+        self.fingerprint_before: str | None = None       # of the weights before they were quantised
+        self.emb = nn.Embedding(vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
+        self.ln_out = nn.LayerNorm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        hidden, state = self.hidden(tokens, state)
+        return self.head(hidden), state
+
+    def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """What the head reads, (B,T,C), and the state after it: for a loss, or for the logits of the last position alone."""
+        hidden, layers = self._blocks(tokens, state)
+        return hidden, self.generation.State.stack(layers)
+
+    def hidden_alone(self, tokens: Tensor) -> Tensor:
+        """What the head reads, (B,T,C), from the empty state: for training on windows, which needs no state."""
+        return self._blocks(tokens, None)[0]
+
+    def _blocks(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[State]]:
+        """What the head reads, and the state of each layer after the last token."""
+        if tokens.dim() != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
+        before = [None] * len(self.blocks) if state is None else state.layers()
+        x, carry, after = self.emb(tokens).to(self.ln_out.weight.dtype), None, []
+        for block, layer_state in zip(self.blocks, before, strict=True):
+            x, layer_state, carry = block(x, layer_state, carry)
+            after.append(layer_state)
+        return self.ln_out(x), after
+
+    def empty_state(self, B: int) -> State:
+        """The state before the first token, for B rows."""
+        state: State = self.generation.empty_state(self.config, B, self.emb.weight.device)
+        return state
+
+    def init_weights(self) -> Self:
+        """The generation's initialisation, from torch's global random generator."""
+        self.generation.init_weights(self)
+        return self
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
+        hidden, state = self.hidden(tokens, state)
+        return self.head(hidden[:, -1]), state
+
+    def fingerprint(self) -> str:
+        """Which model this is: SHA-256 of names, shapes and evenly spaced elements rounded to bfloat16.
+
+        It is the same in every dtype that the weights are run in; of a quantised model, what it was before.
+        """
+        if self.fingerprint_before is not None:
+            return self.fingerprint_before
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            spaced = tensor.detach().flatten()[::max(1, tensor.numel() // SAMPLED)]
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()
