@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rwkv.generation.prefill import Context
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 from rwkv.model.fingerprint import fingerprint
 from rwkv.model.rwkv4 import RWKV
 from rwkv.model.state import State

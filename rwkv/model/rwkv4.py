@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv4_fused
-from rwkv.model.rwkv4_fused import last, token_shift
+from rwkv.model.rwkv4_fused import last, token_shift, untouched
 from rwkv.model.state import LayerState, State
 from rwkv.pretrained import Pretrained
 
@@ -83,7 +83,9 @@ class RWKV(Pretrained, nn.Module):
     def _read(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[LayerState]]:
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
-        state = state if state is not None else self.empty_state(len(tokens))
+        if state is None:
+            state = self.empty_state(len(tokens))
+        self.check_state(state, len(tokens))
         blocks, layers = self._layers(), []
         x = self.emb(tokens).to(self.ln_out.weight.dtype)
         for block, layer_state in zip(blocks, state.layers(), strict=True):
@@ -95,6 +97,16 @@ class RWKV(Pretrained, nn.Module):
         """The state before the first token, for B rows."""
         C = self.config.n_embd
         return State.empty(self.config.n_layer, B, C, self.config.n_att or C, self.emb.weight.device)
+
+    def check_state(self, state: State, B: int) -> None:
+        """Raises ValueError where `state` is not one of this model for B rows."""
+        L, C = self.config.n_layer, self.config.n_embd
+        A = self.config.n_att or C
+        expected = [(L, B, C), (L, B, A), (L, B, A), (L, B, A), (L, B, C)]
+        found = [tuple(part.shape) for part in state]
+        if found != expected:
+            raise ValueError(f"the state does not fit this model and {B} rows: its parts have the shapes {found}, expected "
+                             f"{expected}")
 
     def init_weights(self) -> "RWKV":
         """RWKV-4's initialisation, from torch's global random generator."""
@@ -110,6 +122,9 @@ class RWKV(Pretrained, nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The logits (B,V) after the last of tokens (B,T), T >= 1, in one parallel pass."""
+        if not untouched(self):              # a hook on the model sees and changes the logits of all positions
+            logits, state = self(tokens, state)
+            return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)
         return self.head(hidden[:, -1]), state
 

@@ -30,7 +30,7 @@ from kernels.wkv4.cases import wkv_tolerance
 from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 from rwkv.model.rwkv4 import Block
 
 FILE = "kernel.json"

@@ -24,7 +24,8 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         decay = optim.weight_decay if parameter.squeeze().dim() >= 2 else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
-    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
+    adamws = {"betas": optim.betas, "eps": optim.eps}
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else adamws)
             for (lr, decay, orthogonal), parameters in groups.items()]
 
 
