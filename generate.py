@@ -1,6 +1,12 @@
 """Samples text from a checkpoint: `python generate.py checkpoint=runs/latest prompt="def main"`. Options: rwkv/config.py."""
 
 import sys
+from contextlib import nullcontext, redirect_stdout
+
+from kernels.backends import threads
+
+if __name__ == "__main__":
+    threads.wait_briefly()               # before torch is imported
 
 import torch
 
@@ -10,6 +16,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import GenerateConfig
 from rwkv.generation.output import check, prompts_of, write
 from rwkv.generation.states import load_context
+from rwkv.io.unread import abandon, unread
 from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
 
@@ -21,7 +28,14 @@ def main(config: GenerateConfig, line: cli.CommandLine) -> None:
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     context = load_context(config.state, model, tokenizer) if config.state else None
-    if not write(model, tokenizer, config, prompts, how, context):
+    files = config.out or config.save_state
+    with redirect_stdout(unread(sys.stdout)) if files else nullcontext():        # these are to be whole, whoever reads
+        try:
+            whole = write(model, tokenizer, config, prompts, how, context)
+        except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
+            abandon(sys.stdout)
+            return
+    if not whole:
         sys.exit(cli.INTERRUPTED)
 
 

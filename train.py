@@ -2,6 +2,11 @@
 
 import sys
 
+from kernels.backends import threads
+
+if __name__ == "__main__":
+    threads.wait_briefly()               # before torch is imported
+
 import lightning
 
 from rwkv import cli, distributed
@@ -11,7 +16,8 @@ from rwkv.distributed import say
 from rwkv.training import sweep
 from rwkv.training.callbacks import Interrupted
 from rwkv.training.device import device_for, process_count, share
-from rwkv.training.loggers import loggers
+from rwkv.training.divergence import Diverged
+from rwkv.training.loggers import loggers, require
 from rwkv.training.plan import announce
 from rwkv.training.run import Run, as_plain, create, open_run
 from rwkv.training.setup import data_for, kernel_for, new_model
@@ -22,9 +28,9 @@ from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, s
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
     if distributed.launched():
         with distributed.connected():
-            train(distributed.agreed(lambda: open_run(config, line.keys)))
+            train(distributed.agreed(lambda: open_run(config, line.keys, line.chosen)))
     else:
-        run = open_run(config, line.keys)
+        run = open_run(config, line.keys, line.chosen)
         count = process_count(run.config)
         if count > 1:
             run.lock.release()           # the first of the processes takes it
@@ -36,6 +42,7 @@ def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
+    distributed.agreed(lambda: require(config.logger))
     data = data_for(run, device, wkv.name)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.beginning, data.tokenizer, wkv), config.trainer)
@@ -53,9 +60,12 @@ def train(run: Run) -> None:
     except Interrupted:
         say(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
         sys.exit(130)
+    except Diverged as error:
+        leave_report(run.out_dir)
+        distributed.fail_together(error)
     say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
-    show_sample(task, data.tokenizer, config, run.out_dir)
     leave_report(run.out_dir)
+    show_sample(task, data.tokenizer, config, run.out_dir)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ signs and newlines need no escaping. Overrides are checked, and every job of a s
 """
 
 import itertools
-import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -26,12 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 from kernels.registry import KernelUnavailable
 from kernels.select import select
 from rwkv.errors import UsageError
+from rwkv.io.unread import unread
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-VERBATIM = ("prompt", "prompts", "stop", "logit_bias", "state", "save_state", "out", "start", "checkpoint", "tokenizer",
-            "out_dir", "resume", "init_from", "data.path", "data.cache_dir", "data.tokenizer", "data.sample_prompt",
-            "logger.run_name", "logger.group")
+PATHS = ("prompts", "state", "save_state", "out", "checkpoint", "tokenizer", "out_dir", "resume", "init_from", "data.path",
+         "data.cache_dir", "data.tokenizer")
+TEXTS = ("prompt", "start", "data.sample_prompt")        # verbatim, and `null` is a text like any other
+VERBATIM = (*PATHS, *TEXTS, "stop", "logit_bias", "logger.run_name", "logger.group")
 REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -51,6 +53,12 @@ class CommandLine:
         """What the user set, by dotted key; a group's name where a whole group was chosen."""
         return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
 
+    @property
+    def chosen(self) -> list[str]:
+        """The options that the chosen groups set, by dotted key: of trainer=cpu, trainer.accelerator."""
+        pairs = [override.partition("=")[::2] for override in self.overrides]
+        return [option for group, choice in pairs for option in _set_by(group.lstrip("+"), choice)]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -69,8 +77,15 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     """Composes configs/CONFIG_NAME.yaml with the command line into a `schema` and calls task(config, command line).
 
     sweep: called for -m instead, with the command line and what makes jobs of one; without it Hydra runs the jobs.
-    A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2.
+    A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2. The process
+    goes on where nobody reads standard error any more.
     """
+    with redirect_stderr(unread(sys.stderr)):
+        _run(task, schema, config_name, sweep)
+
+
+def _run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str,
+         sweep: Callable[[CommandLine, Jobs], None] | None) -> None:
     line = split(sys.argv[1:], schema)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
 
@@ -93,7 +108,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
         if equals and key in REPEATABLE and _exists(schema, key):
             line.verbatim[key] = [*line.verbatim.get(key, []), value]
         elif equals and key in VERBATIM and _exists(schema, key):
-            line.verbatim[key] = value
+            line.verbatim[key] = _from_home(value) if key in PATHS else value
         elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
@@ -101,15 +116,20 @@ def split(arguments: list[str], schema: type) -> CommandLine:
     return line
 
 
+def _from_home(path: str) -> str:
+    """With the home folder in the place of a leading ~, which shells expand only at the beginning of a word."""
+    return str(Path(path).expanduser()) if path.startswith("~/") else path
+
+
 def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object, with the verbatim values put in (`null` means none, as in YAML)."""
+    """The schema's object, with the verbatim values put in (`null` means none, as in YAML, but for texts)."""
     config = OmegaConf.to_object(composed)
     for key, value in verbatim.items():
         *parents, last = key.split(".")
         target = config
         for parent in parents:
             target = getattr(target, parent)
-        setattr(target, last, None if value == "null" else value)
+        setattr(target, last, None if value == "null" and key not in TEXTS else value)
     return config
 
 
@@ -142,9 +162,6 @@ def with_sentences(action: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:              # whoever read standard output has seen enough, as in: generate.py | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except (KernelUnavailable, UsageError) as error:
         _exit(error)
     except OSError as error:             # a full disk, a folder that may not be written
@@ -184,6 +201,19 @@ def check_override(override: str, schema: type) -> None:
         close = get_close_matches(key, options, n=1) or [option for option in options if option.endswith(f".{key}")]
         hint = f"did you mean {close[0]}?" if close else "--help lists them all"
         raise UsageError(f"unknown option {key}; {hint}")
+
+
+def _set_by(group: str, choice: str) -> list[str]:
+    """The options that the file of a group's choice sets; none where there is no such file, as for debug=null."""
+    file = CONFIGS / group / f"{choice}.yaml"
+    if not file.is_file():
+        return []
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    if group not in OPTIONAL:
+        return [f"{group}.{name}" for name in content]
+    overridden = [pair for entry in content.pop("defaults", []) for pair in entry.items()]
+    found = [option for key, value in overridden for option in _set_by(key.removeprefix("override /"), value)]
+    return found + [f"{key}.{name}" for key, options in content.items() if key != "hydra" for name in options]
 
 
 def _check_choice(group: str, choice: str) -> None:

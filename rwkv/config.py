@@ -4,7 +4,8 @@ Each checks its own values when built, so that a wrong one is a ValueError with 
 """
 
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +72,11 @@ ORTHOGONAL = ("muon", "normuon")                         # optimisers that take 
 class OptimConfig:
     """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
 
-    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon: rwkv/training/muon.py
-    moves the matrices inside of blocks but receptance, at matrix_lr, which rises and falls with lr; adamw takes everything else.
-    The rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of their own: 1, 2 and 3 in
-    RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap, confidence_penalty: see rwkv/model/loss.py; they are in the gradient, and in no
-    loss.
+    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon apply orthogonalised
+    updates (rwkv/training/muon.py) to the blocks' matrices but receptance, at matrix_lr, which rises and falls with lr; adamw
+    takes everything else. The rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of
+    their own: 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap and confidence_penalty (rwkv/model/loss.py) are in the
+    gradient, and in no loss.
     """
 
     name: str = "adamw"
@@ -122,8 +123,8 @@ class TrainerConfig:
     ctx_len tokens in a step, gradients through the state between them, which is carried on through each document; 0 for
     windows, each from an empty state.
 
-    probe: measure the kernel's share of the time and its errors on the run's own numbers (rwkv/training/kernel_probe.py), as sweeps
-    do.
+    probe: measure the kernel's share of the time and its errors on the run's own numbers, as sweeps do
+    (rwkv/training/kernel_probe.py).
     sample_every: steps between two texts of sample_tokens that continue data.sample_prompt, in samples.jsonl: val_every where
     it is null, 0 for none. grad_norms: of each part of the model, before clipping, among the metrics of every log_every steps.
     """
@@ -204,7 +205,7 @@ class TrainConfig:
     plan: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("seed", self.seed, 0)
+        whole_number("seed", self.seed, most=2**32 - 1)          # which NumPy's generator takes
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise ValueError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                              "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -296,6 +297,35 @@ class EvaluateConfig:
         _at_least("batch_size", self.batch_size, 1)
 
 
+def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+    """`value` as an int. Raises ValueError, with the option's name, where it is not a whole number from `least` to `most`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is a whole number; got {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
+    return number
+
+
+def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
+    """`values` as ints from 0 to `most`. Raises ValueError, with the option's name, for anything else."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a list of whole numbers; got {values!r}")
+    return tuple(whole_number(name, value, most=most) for value in values)
+
+
+def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    """`values`, which are strings. Raises ValueError, with the option's name, for anything else, a single string included."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
+    values = tuple(values)
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} holds strings alone; got {value!r}")
+    return values
+
+
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
@@ -304,6 +334,8 @@ def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
 def _at_least(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ValueError(f"{name} is at least {least}; got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name} is a finite number; got {value}")
 
 
 def _between(name: str, value: float, low: float, high: float, closed: bool = False) -> None:

@@ -11,7 +11,7 @@ from kernels.select import select
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.checkpoint.stored import dtype_for
 from rwkv.model.base import Model
-from rwkv.model.quantized import to_int8
+from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "int8")         # that a model is run in; int8 is for its matrices, on a CPU
@@ -29,43 +29,51 @@ class RWKV(Model):
     """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32") -> Self:
+    def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
+                        mmap: bool = True, trainable: bool = False) -> Self:
         """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
 
-        On a CPU, weights that the file holds in `dtype` already are the mapped file, not a copy. Raises CheckpointError (a
-        ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where the kernel cannot
-        run on `device`.
+        It is for inference: in evaluation mode, no weight has a gradient, and on a CPU weights that the file holds in `dtype`
+        already are the mapped file, not a copy: a program that writes into that file, instead of replacing it, changes the
+        model too. mmap=False gives the model memory of its own. trainable=True: for training, with gradients, in memory of
+        its own; `dtype` is then that of the weights, so float32 unless the optimiser is made for another. Raises
+        CheckpointError (a ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where
+        the kernel cannot run on `device`.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+        if trainable and dtype == "int8":
+            raise ValueError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         wkv = select(kernel, device, computed_in(dtype))
-        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype)
+        if trainable:
+            return cls.to_train_on(read_checkpoint(path), wkv, device, dtype)
+        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
+    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
+                        mmap: bool = True) -> Self:
         """The model of a checkpoint already read, in evaluation mode."""
         if dtype == "int8":
-            return cls._in_int8(checkpoint, wkv, device)
-        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get().to(device)
+            return cls._in_int8(checkpoint, wkv, device, mmap)
+        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get(copy=not mmap).to(device)
                    for name, tensor in checkpoint.weights.stored.items()}
         return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
-    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str) -> Self:
+    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
         """The matrices go from the file to int8 one at a time; all else is computed in float32."""
         if device != "cpu":
             raise ValueError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
-        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get()
+        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
-        model = cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
-        to_int8(model)
-        return model
+        return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
 
     @classmethod
-    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any) -> Self:
-        """The same on the CPU in float32, in memory of its own and ready for training."""
-        stored = checkpoint.weights.stored
-        return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get().clone() for name, tensor in stored.items()})
+    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
+        """The same in memory of its own and ready for training."""
+        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get(copy=True).to(device)
+                   for name, tensor in checkpoint.weights.stored.items()}
+        return cls._of(checkpoint, wkv, weights)
 
     @classmethod
     def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Self:
@@ -81,8 +89,11 @@ class RWKV(Model):
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, none for a Hugging Face
         directory), or `format` names it. dtype: None as in the model, or float32, float16, bfloat16. Raises ValueError for
-        another suffix, a dtype that the format lacks, and a tokenizer with more tokens than the model.
+        another suffix, a dtype that the format lacks, a tokenizer with more tokens than the model, and a model in int8.
         """
+        if isinstance(self.head, Int8Linear):
+            raise ValueError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
+                              "bfloat16 and save that")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 

@@ -64,7 +64,7 @@ def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
     config = compose("train", "experiment=shakespeare_char", "data.path=FILE").model
     model = RWKV(config, 66, select("reference"))                # tiny Shakespeare's 65 characters, and the end of text
     weights = sum(parameter.numel() for parameter in model.parameters())
-    assert f"the model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
+    assert f"The model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
 
 
 def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
@@ -88,7 +88,7 @@ def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
 
 HARD = ("", "a,b", "a=b", "'", '"', "it's", "${seed}", "${x}", "$(ls) `ls`", "[1, 2", "{a: b}", "line\nline\n", " space ", "\\",
         "\\,", "@", "#", "--help", "+a=1", "~a", "1e3", "true", "你好 🙂", "\t", "a: b", "???", "%",
-        "choice(a,b)", "prompt=")
+        "choice(a,b)", "prompt=", "null")
 
 
 def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
@@ -99,13 +99,29 @@ def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
 
 @settings(max_examples=300, deadline=None)
 @as_one_example_each
-@given(st.text().filter(lambda text: text != "null"))
+@given(st.text())
 def test_free_text_is_taken_as_it_is(text: str) -> None:
-    line = cli.split([f"prompt={text}", "seed=3", f"checkpoint={text}", "top_p=0.5", "-m"], GenerateConfig)
+    line = cli.split([f"prompt={text}", "seed=3", f"stop={text}", "top_p=0.5", "-m"], GenerateConfig)
     assert (line.overrides, line.flags) == (["seed=3", "top_p=0.5"], ["-m"])
-    assert line.keys == ["seed", "top_p", "prompt", "checkpoint"]
+    assert line.keys == ["seed", "top_p", "prompt", "stop"]
     config = cli.build(cli.OmegaConf.structured(GenerateConfig), line.verbatim)
-    assert config.prompt == config.checkpoint == text
+    assert (config.prompt, config.stop) == (text, [text])
+
+
+@pytest.mark.parametrize(("arguments", "chosen"), [
+    (["optim=adamw", "logger.name=csv"], {"optim.name"}),
+    (["trainer=auto", "seed=1", "debug=null"], {"trainer.accelerator"}),
+    (["+debug=overfit"], {
+        "model.n_layer", "model.n_embd", "model.ctx_len", "data.tokenizer", "data.batch_size", "optim.warmup_steps",
+        "trainer.max_steps", "trainer.val_every", "trainer.checkpoint_every", "trainer.overfit_batches"}),
+])
+def test_a_chosen_group_sets_what_is_in_its_file(arguments: list[str], chosen: set[str]) -> None:
+    assert set(cli.split(arguments, TrainConfig).chosen) == chosen
+
+
+def test_an_experiment_sets_what_its_groups_do_too() -> None:
+    assert {"data.name", "optim.name", "optim.matrix_lr"} < set(cli.split(["experiment=shakespeare_char"], TrainConfig).chosen)
+    assert not [key for key in cli.split(["experiment=kernel_ablation"], TrainConfig).chosen if key.startswith("hydra")]
 
 
 @pytest.mark.parametrize("key", ["data.path", "out_dir", "data.tokenizer", "logger.run_name"])
@@ -115,13 +131,22 @@ def test_paths_and_names_are_free_text_too(key: str) -> None:
     assert getattr(getattr(config, parents[0]) if parents else config, last) == "a,b=${c} 'd'"
 
 
+def test_a_path_may_begin_at_the_home_folder() -> None:
+    config = compose("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
+    assert (config.data.path, config.out_dir) == (str(Path.home() / "books"), str(Path.home() / "runs"))
+    assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
+
+
 @pytest.mark.parametrize("key", cli.VERBATIM)
 def test_every_verbatim_key_is_an_option(key: str) -> None:
     assert any(key in cli._options(schema) for _, schema in PROGRAMS.values())
 
 
-def test_null_is_none() -> None:
-    assert compose("generate", "prompt=null").prompt is None
+def test_null_is_no_path_and_no_name_but_a_text() -> None:
+    config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
+    assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
+    assert compose("generate", "prompt=null").prompt == "null"
+    assert compose("evaluate", "start=null").start == "null"
 
 
 # What is wrong is said in one sentence
@@ -149,7 +174,10 @@ def test_null_is_none() -> None:
     ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
     ("optim.lr=1e-5", "optim.min_lr above 0 and at most optim.lr"),
     ("data.val_fraction=2", "data.val_fraction lies above 0 and below 1"),
-    ("seed=-1", "seed is at least 0"),
+    ("trainer.max_tokens=inf", "trainer.max_tokens is"),
+    ("optim.weight_decay=inf", "optim.weight_decay is"),
+    ("seed=-1", "seed is"),
+    ("seed=4294967296", "seed is"),
     ("optim.lrr=1", "unknown option optim.lrr; did you mean optim.lr?"),
     ("n_layer=1", "unknown option n_layer; did you mean model.n_layer?"),
     ("nonsense=1", "unknown option nonsense; --help lists them all"),

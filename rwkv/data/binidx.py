@@ -26,7 +26,7 @@ from tqdm import tqdm
 from rwkv.data.sources.files import open_file, stamp, unchanged
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import Part, Starts, Stream
-from rwkv.io import read_json, write_checked, write_json
+from rwkv.io.cache import read_json, write, write_json
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -141,7 +141,7 @@ def _check(bin_file: Path, idx_file: Path, tokenizer: Tokenizer, remembered: Pat
     index = read_index(idx_file)
     ids = _require_ids(bin_file, index)
     found = _go_through(ids)
-    write_checked(starts, lambda file: np.save(file, _openings(ids, index.starts, tokenizer.end_of_text)))
+    write(starts, lambda file: np.save(file, _openings(ids, index.starts, tokenizer.end_of_text)))
     digest = _sha256(idx_file, found.pop("crc32"))
     entry = {**stamps, "time": now, "dtype": index.dtype, "tokens": index.tokens, **found, "sha256": digest,
              "starts": zlib.crc32(starts.read_bytes())}

@@ -23,7 +23,7 @@ from rwkv.data import binidx, shards
 from rwkv.data.sources import open_source
 from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import Stream
-from rwkv.io import read_json, write_json
+from rwkv.io.cache import read_json, write_json
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
 
@@ -60,6 +60,11 @@ class Corpus:
     def val_bytes_per_token(self) -> float:
         """Bytes of the validation text for each token that is predicted of it."""
         return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
+
+    @property
+    def val_share(self) -> float:
+        """Of the bytes of both splits, the part that is for validation."""
+        return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
 
     def bits_per_byte(self, val_loss: float) -> float:
         """From nats per predicted token of the validation split to bits per byte of its text."""

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from rwkv.data.sources.files import stamp, unchanged
 from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import Part, Starts, Stream
-from rwkv.io import cannot_write, read_json, write_bytes, write_checked, write_json
+from rwkv.io.cache import cannot_write, read_json, write, write_bytes, write_json
 from rwkv.tokenizer.split import Cut, cutter, pieces
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -41,13 +41,14 @@ BATCH = 1 << 20                          # characters given to a tokenizer at a 
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one; `opens`: it is the first of its document."""
+    """A document, or a part of one; `opens`: it is the first of its document. before: the characters of `where` before it."""
 
     text: str
     val: bool
     opens: bool
     where: str
     weight: int
+    before: int = 0
 
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -65,7 +66,7 @@ def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
     except ValueError:
         for part in batch:               # which one was it
             try:
-                tokenizer.encode(part.text)
+                tokenizer.encode(part.text, part.before)
             except ValueError as error:
                 raise ValueError(f"{part.where}: {error}") from None
         raise
@@ -210,10 +211,12 @@ def works(source: Source, cut: Cut) -> Iterator[Work]:
 
 def _pieces(source: Source, cut: Cut) -> Iterator[Piece]:
     for document in source.documents():
-        weight = document.weight
+        weight, before = document.weight, document.before
         for number, text in enumerate(pieces(document.chunks, cut)):
-            yield Piece(text, document.val, number == 0, document.where, len(text.encode()) if weight is None else weight)
+            size = len(text.encode()) if weight is None else weight
+            yield Piece(text, document.val, number == 0, document.where, size, before)
             weight = None if weight is None else 0
+            before += len(text)
 
 
 def _shard(work: Work, tokenizer: Tokenizer, folder: Path, dtype: np.dtype) -> tuple[dict[str, Any], int]:
@@ -250,7 +253,7 @@ def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype:
             found.append(before + np.flatnonzero(np.fromfile(folder / _file(number, split), dtype) == end_of_text))
             before += shard[split]["tokens"]
     starts = np.concatenate(found)
-    write_checked(folder / f"{split}-starts.npy", lambda file: np.save(file, starts))
+    write(folder / f"{split}-starts.npy", lambda file: np.save(file, starts))
     return len(starts)
 
 

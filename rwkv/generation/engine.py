@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv.generation.decoder import Decoder
+from rwkv.config import strings, whole_number, whole_numbers
+from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import Context, PrefixCache, read_prompts
 from rwkv.generation.sampling import Sampling, Seen, logprobs, next_tokens
 from rwkv.generation.stopping import Ending, StopStrings
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
+
+LARGEST_SEED = 2**63 - 1                 # that torch's generators take
 
 
 @dataclass
@@ -43,7 +46,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
     prompt, generation starts from the end-of-text token, which also ends a text. Raises ValueError, before the first piece
     is asked for, where an option means nothing, the prompt cannot be encoded or the tokenizer does not fit the model.
     """
-    writer = Writer(model, tokenizer, [prompt], [seed], Ending(max_new_tokens, tuple(stop), tuple(stop_tokens)),
+    writer = Writer(model, tokenizer, [prompt], [seed], Ending(max_new_tokens, stop, stop_tokens),
                     Sampling(**sampling), context, cache)
     return (piece for _, piece in writer if piece)
 
@@ -55,8 +58,9 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
 
     seeds: one per prompt, 0 for all where none are given. Raises ValueError as `generate` does.
     """
+    prompts = strings("prompts", prompts)
     writer = Writer(model, tokenizer, prompts, seeds if seeds is not None else [0] * len(prompts),
-                    Ending(max_new_tokens, tuple(stop), tuple(stop_tokens)), Sampling(**sampling), None, cache, logprobs)
+                    Ending(max_new_tokens, stop, stop_tokens), Sampling(**sampling), None, cache, logprobs)
     for _ in writer:
         pass
     return writer.samples
@@ -71,18 +75,19 @@ class Writer:
     def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], seeds: Sequence[int], ending: Ending,
                  sampling: Sampling, context: Context | None = None, cache: PrefixCache[Context] | None = None,
                  n_logprobs: int = 0) -> None:
+        prompts = strings("prompts", prompts)
+        seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):
             raise ValueError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
-        _require_seeds(seeds)
         _require_fit(model, tokenizer)
         sampling.check_ids(tokenizer.vocab_size)
         self.samples = [Sample(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        self._tokenizer, self._sampling, self._n_logprobs = tokenizer, sampling, n_logprobs
+        self._tokenizer, self._sampling, self._n_logprobs = tokenizer, sampling, whole_number("logprobs", n_logprobs)
         self._ids = [_prompt_ids(tokenizer, prompt, context) for prompt in prompts]
         self._rows = [_Row(tokenizer, sample, ending) for sample in self.samples]
         self.prompt_tokens = sum(map(len, self._ids))
         start = read_prompts(model, self._ids, context, cache)
-        self._decoder, self._logits = Decoder(model, start.state), start.logits
+        self._decoder, self._logits = decoder_of(model, start.state), start.logits
         self._unread: Tensor | None = None                    # tokens drawn and not yet read by the decoder
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -175,12 +180,6 @@ class _Row:
 def _prompt_ids(tokenizer: Tokenizer, prompt: str, context: Context | None) -> list[int]:
     ids = list(tokenizer.encode(prompt))
     return ids if ids or context is not None else [tokenizer.end_of_text]
-
-
-def _require_seeds(seeds: Sequence[int]) -> None:
-    for seed in seeds:
-        if not 0 <= seed < 2 ** 63:
-            raise ValueError(f"seed is a whole number from 0 to 2^63 - 1; got {seed}")
 
 
 def _require_fit(model: Model, tokenizer: Tokenizer) -> None:

@@ -16,12 +16,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TextIO
 
-from rwkv.config import GenerateConfig
-from rwkv.generation.engine import Writer
+from rwkv.config import GenerateConfig, whole_number
+from rwkv.generation.engine import LARGEST_SEED, Writer
 from rwkv.generation.prefill import Context
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import Ending
+from rwkv.io.json_lines import parse, text_of
+from rwkv.io.utf8 import decode
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -54,7 +56,8 @@ def check(config: GenerateConfig) -> tuple[Ending, Sampling]:
         raise ValueError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
     if config.state:
         require_file(config.state)
-    ending = Ending(config.max_new_tokens, tuple(config.stop), tuple(config.stop_tokens))
+    whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
+    ending = Ending(config.max_new_tokens, config.stop, config.stop_tokens)
     return ending, Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty,
                             config.presence_penalty, config.frequency_penalty, dict(map(_bias, config.logit_bias)),
                             tuple(config.banned), config.order)
@@ -67,12 +70,8 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     path = Path(config.prompts)
     if not path.is_file():
         raise ValueError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): convert it") from None
-    prompts = [_from_json(path, number, line) for number, line in enumerate(lines, 1) if line.strip()] \
-        if path.suffix == ".jsonl" else [line for line in lines if line]
+    content = path.read_bytes()
+    prompts = _from_json(content, path) if path.suffix == ".jsonl" else _from_text(content, path)
     if not prompts:
         raise ValueError(f"{path} holds no prompt: write one on each line")
     return prompts
@@ -142,12 +141,15 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
         yield file
 
 
-def _from_json(path: Path, number: int, line: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ValueError(f'{path}, line {number}: expected an object with a "prompt" string, as {{"prompt": "Once"}}; '
-                         f"found {line[:40]}")
-    return prompt
+def _from_json(content: bytes, path: Path) -> list[str]:
+    found = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            found.append(text_of(parse(line, where), "prompt", where))
+    return found
+
+
+def _from_text(content: bytes, path: Path) -> list[str]:
+    lines = (line.removesuffix("\r") for line in decode(content, str(path)).split("\n"))
+    return [line for line in lines if line]

@@ -11,6 +11,7 @@ go on up to the end of the next, and so on. Rows that have read the same are one
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -24,8 +25,8 @@ Value = TypeVar("Value", bound=tuple[Any, ...])
 class PrefixCache(Generic[Value]):
     """The contexts used last, under the tokens that they have read, in at most max_bytes.
 
-    For one model: a context of another means nothing to it. `longest` and `put` are what reading uses. Raises ValueError
-    for a max_bytes below 0.
+    For one model: a context of another means nothing to it. `longest` and `put` are what reading uses; threads may share a
+    cache. Raises ValueError for a max_bytes below 0.
     """
 
     def __init__(self, max_bytes: int = 256 * 2**20) -> None:
@@ -33,6 +34,7 @@ class PrefixCache(Generic[Value]):
             raise ValueError(f"max_bytes is 0 or more; got {max_bytes}")
         self.max_bytes, self.bytes = max_bytes, 0
         self._entries: OrderedDict[tuple[int, ...], Value] = OrderedDict()
+        self._lock = Lock()              # of the entries and of their bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -40,22 +42,24 @@ class PrefixCache(Generic[Value]):
     def longest(self, tokens: Sequence[int]) -> tuple[int, Value | None]:
         """How many of the first tokens have been read, and the context after them; 0 and None where none have."""
         tokens = tuple(tokens)
-        found = max((key for key in self._entries if tokens[:len(key)] == key), key=len, default=None)
-        if found is None:
-            return 0, None
-        self._entries.move_to_end(found)
-        return len(found), self._entries[found]
+        with self._lock:
+            found = max((key for key in self._entries if tokens[:len(key)] == key), key=len, default=None)
+            if found is None:
+                return 0, None
+            self._entries.move_to_end(found)
+            return len(found), self._entries[found]
 
     def put(self, tokens: Sequence[int], context: Value) -> None:
         """Remembers `context`, and forgets what was used longest ago where there is no room."""
-        self._forget(tuple(tokens))
         size = _bytes(context)
-        if size > self.max_bytes:
-            return
-        while self.bytes + size > self.max_bytes:
-            self._forget(next(iter(self._entries)))
-        self._entries[tuple(tokens)] = context
-        self.bytes += size
+        with self._lock:
+            self._forget(tuple(tokens))
+            if size > self.max_bytes:
+                return
+            while self.bytes + size > self.max_bytes:
+                self._forget(next(iter(self._entries)))
+            self._entries[tuple(tokens)] = context
+            self.bytes += size
 
     def _forget(self, tokens: tuple[int, ...]) -> None:
         if tokens in self._entries:
@@ -91,7 +95,14 @@ def read(model: Model, tokens: Tensor, context: Context | None = None) -> Contex
 
 def read_prompts(model: Model, prompts: Sequence[Sequence[int]], start: Context | None = None,
                  cache: PrefixCache[Context] | None = None) -> Context:
-    """The context after each prompt, B rows: prompts of any length, at least 1, or 0 after a `start` of one row."""
+    """The context after each prompt, B rows: prompts of any length, at least 1, or 0 after a `start` of one row.
+
+    Raises ValueError where `start` is not of one row, or of another model.
+    """
+    if start is not None:
+        model.check_state(start.state, B=1)
+    if not prompts:
+        return Context(torch.empty(0, model.vocab_size), model.empty_state(0))
     unique = sorted({tuple(prompt) for prompt in prompts})
     shared = _shared(unique)
     position, context = cache.longest(shared) if cache and start is None else (0, start)

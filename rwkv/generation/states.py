@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rwkv.generation.prefill import Context
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 from rwkv.model.base import Model, State
 from rwkv.tokenizer.tokenizers import Tokenizer
 

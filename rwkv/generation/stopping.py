@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rwkv.config import strings, whole_number, whole_numbers
+
 
 class StopStrings:
     """Text in pieces of any size in, text to show out: the same text however it is cut into pieces.
 
     The stop string that is complete first ends the text; of two that end together, the longer one. Raises ValueError for
-    an empty stop string.
+    an empty stop string, and for what is not a list of strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if "" in stops:
+        self._stops = strings("stop", stops)
+        if "" in self._stops:
             raise ValueError("stop holds an empty string, which would end every text at once: leave it out")
-        self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None    # the stop string that ended the text
 
@@ -45,13 +47,17 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Ending:
-    """When a text ends: after max_new_tokens, before the first stop string or stop token, or at the end-of-text token."""
+    """When a text ends: after max_new_tokens, before the first stop string or stop token, or at the end-of-text token.
+
+    Raises ValueError for a value that means nothing, or of another type.
+    """
 
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is 0 or more; got {self.max_new_tokens}")
+        object.__setattr__(self, "max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
+        object.__setattr__(self, "stop_tokens", whole_numbers("stop_tokens", self.stop_tokens))
+        object.__setattr__(self, "stop", strings("stop", self.stop))
         StopStrings(self.stop)

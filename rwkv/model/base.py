@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv4
+from rwkv.model.rwkv4_fused import untouched
 
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
 State = rwkv4.State
@@ -60,6 +61,8 @@ class Model(nn.Module):
         """What the head reads, and the state of each layer after the last token."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
+        if state is not None:
+            self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
         x, carry, after = self.emb(tokens).to(self.ln_out.weight.dtype), None, []
         for block, layer_state in zip(self.blocks, before, strict=True):
@@ -72,6 +75,15 @@ class Model(nn.Module):
         state: State = self.generation.empty_state(self.config, B, self.emb.weight.device)
         return state
 
+    def check_state(self, state: State, B: int) -> None:
+        """Raises ValueError where `state` is not one of this model for B rows."""
+        with torch.device("meta"):
+            expected = [tuple(part.shape) for part in self.generation.empty_state(self.config, B, "meta")]
+        found = [tuple(part.shape) for part in state]
+        if found != expected:
+            raise ValueError(f"the state does not fit this model and {B} rows: its parts have the shapes {found}, expected "
+                             f"{expected}")
+
     def init_weights(self) -> Self:
         """The generation's initialisation, from torch's global random generator."""
         self.generation.init_weights(self)
@@ -80,6 +92,9 @@ class Model(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
+        if not untouched(self):              # a hook on the model sees and changes the logits of all positions
+            logits, state = self(tokens, state)
+            return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)
         return self.head(hidden[:, -1]), state
 

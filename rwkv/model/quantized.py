@@ -7,7 +7,7 @@ product of the integers is exact: a batch gives to the bit what its rows give al
 
 import warnings
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from rwkv.model.base import Model
 SMALLEST = 1e-30                         # a row of zeros stays one
 ENGINES = ("x86", "fbgemm")
 ROWS = 1024                              # that are rounded at once
+M = TypeVar("M", bound=Model)
 
 
 class Int8Linear(nn.Module):
@@ -58,7 +59,7 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def to_int8(model: Model) -> None:
+def to_int8(model: M) -> M:
     """Replaces every matrix of the model by its int8 form, one at a time; the embedding becomes bfloat16.
 
     The model, which must be on a CPU, then reads and writes, and cannot be trained or saved. Raises ValueError where this
@@ -72,6 +73,7 @@ def to_int8(model: Model) -> None:
         layer = cast(nn.Linear, model.get_submodule(name))
         model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
+    return model
 
 
 def _largest(magnitudes: Tensor) -> Tensor:

@@ -71,11 +71,10 @@ class State(NamedTuple):
 
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
-    """The state before the first token, for B rows."""
+    """The state before the first token, for B rows; no two of its elements share memory."""
     C, A, _ = sizes(config)
-    x = torch.zeros(config.n_layer, B, C, device=device)
-    a, b, p = (part.expand(config.n_layer, B, A) for part in WKVState.empty(B, A, device))
-    return State(x, a, b, p, x)
+    a, b, p = (part.repeat(config.n_layer, 1, 1) for part in WKVState.empty(B, A, device))
+    return State(torch.zeros(config.n_layer, B, C, device=device), a, b, p, torch.zeros(config.n_layer, B, C, device=device))
 
 
 class TimeMix(nn.Module):

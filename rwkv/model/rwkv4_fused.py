@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 from torch.nn.modules.module import _has_any_global_hook
+
+from rwkv.model.first_derivative import first_derivative
 
 Tensors = tuple[Tensor, ...]
 
@@ -43,15 +44,23 @@ def last(x: Tensor) -> Tensor:
 def can_fuse(*layers: nn.Module) -> bool:
     """Whether these layers' products may be computed without calling the layers.
 
-    False where a compiler, which fuses better, or a hook must see the call; where a layer is another class or has another
-    forward; and where a weight does not learn, because autograd then skips its gradient.
+    False where a compiler, which fuses better, torch.jit.trace, a function transform (torch.func) or a hook must see the call;
+    where a layer is another class or has another forward; and where a weight does not learn, because autograd then skips its
+    gradient.
     """
-    return not (torch.compiler.is_compiling() or _has_any_global_hook()) and all(map(_is_plain, layers))
+    seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    return not seen and all(map(_is_plain, layers))
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward and nothing else: it has no hook and no forward of its own."""
+    hooked = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+              or _has_any_global_hook())
+    return "forward" not in module.__dict__ and not hooked
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return (type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and not hooked
+    return (type(layer) is nn.Linear and layer.bias is None and untouched(layer)
             and type(layer.weight) in (nn.Parameter, Tensor)
             and (layer.weight.requires_grad or not torch.is_grad_enabled()))
 
@@ -86,7 +95,7 @@ class _MixedProducts(torch.autograd.Function):
         return tuple(map(linear, mixes, weights))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n, saved = len(grads), ctx.saved_tensors
         products = list(map(_product_backward, grads, saved[:n], saved[n:2 * n]))
@@ -105,7 +114,7 @@ class _GatedProduct(torch.autograd.Function):
         return linear(gated, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         gate, x, gated, weight = ctx.saved_tensors
         grad_gated, grad_weight = _product_backward(grad, gated, weight)
@@ -126,7 +135,7 @@ class _ChannelMixing(torch.autograd.Function):
         return gate * kv
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mix_k, mix_r, relu_k, hidden, gate, kv, key, receptance, value, *kept = ctx.saved_tensors
         grad_r, grad_kv = _gate_backward(grad, gate, kv)

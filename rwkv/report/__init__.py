@@ -6,7 +6,7 @@ Everything is read from the files that training leaves (reading.py), so a report
 
 from pathlib import Path
 
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 from rwkv.report.findings import findings
 from rwkv.report.numbers import Comparison, as_csv, compare, rows
 from rwkv.report.page import page

@@ -11,8 +11,8 @@ from typing import Any
 
 from rwkv.report import svg
 from rwkv.report.findings import BAD, NOTE, Finding
-from rwkv.report.numbers import COLUMNS, EARLY, RESULTS, WHEN, Comparison, Kernel, allowed, flat
-from rwkv.report.reading import Curve, Run
+from rwkv.report.numbers import COLUMNS, EARLY, WHEN, Comparison, Kernel, allowed, flat
+from rwkv.report.reading import RESULTS, Curve, Run
 
 WORDS = {BAD: "Look:", NOTE: "Note:"}
 PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))

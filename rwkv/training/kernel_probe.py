@@ -29,7 +29,7 @@ from kernels.wkv4 import WKV, WKVState, cases
 from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 from rwkv.model.rwkv4 import Block
 
 FILE = "kernel.json"

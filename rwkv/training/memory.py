@@ -17,7 +17,7 @@ What cannot fit is refused before it is begun: memory that training needs, and t
 What a machine has to spare: memory that a program may still take, and room on a disk.
 
 A container's limit counts as well as the machine's memory, which most libraries report alone. Sources: the Linux kernel's
-documentation, proc_meminfo, cgroup-v1/memory and cgroup-v2.
+documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
 
 import os
@@ -105,10 +105,11 @@ def require_room(run: Run, device: torch.device, kernel: str, vocab_size: int) -
     """Raises ValueError, one sentence, where memory or disk cannot hold what the run is certain to need."""
     here = world_size() // run.config.trainer.num_nodes
     if device.type == "cuda":            # where it is built, each process has all of it in the machine's own memory
-        _require_memory(here * FLOAT * n_parameters(run.config.model, vocab_size), torch.device("cpu"), "take a smaller model=")
+        _require_memory(here * FLOAT * n_parameters(run.config.model, vocab_size), torch.device("cpu"), here,
+                        "take a smaller model=")
     share = 1 if device.type == "cuda" else here
     need = memory(run.config, vocab_size, kernel, world_size())
-    _require_memory(share * _at_least(need), device, _remedy(run.config, vocab_size, kernel, device, share))
+    _require_memory(share * _at_least(need), device, share, _remedy(run.config, vocab_size, kernel, device, share))
     _require_disk(run, vocab_size)
 
 
@@ -132,11 +133,20 @@ def in_words(size: int | None) -> str:
     return f"{size / unit:,.{1 if size < 100 * unit else 0}f} {name}"
 
 
-def _require_memory(need: int, device: torch.device, remedy: str) -> None:
+def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
+    """`need`: of all `processes` on the device, beside what their programs take, which is free no longer."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
-        raise ValueError(f"training needs at least {in_words(need)} of memory, and {where} has {in_words(free)} free: {remedy}")
+        programs = _of_programs(device, processes)
+        already = f", {in_words(programs)} of which the programs take already," if programs else ""
+        raise ValueError(f"training needs at least {in_words(need + programs)} of memory{already} and {where} has "
+                         f"{in_words(free)} free: {remedy}")
+
+
+def _of_programs(device: torch.device, processes: int) -> int:
+    """What the processes take by now; nothing of a GPU, where free memory is all that can be told."""
+    return processes * resident_memory() if device.type == "cpu" else 0
 
 
 def _require_disk(run: Run, vocab_size: int) -> None:
@@ -158,7 +168,7 @@ def _remedy(config: TrainConfig, vocab_size: int, kernel: str, device: torch.dev
     for options, changed in _smaller(config):
         need = share * memory(changed, vocab_size, kernel, world_size()).total
         if free is not None and need <= free:
-            return f"with {options} it would be {in_words(need)}"
+            return f"with {options} it would be {in_words(need + _of_programs(device, share))}"
     return "take a smaller model=" + (", or several GPUs with trainer=fsdp" if device.type == "cuda" else "")
 
 
@@ -186,6 +196,13 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     found = [*_unused(root), *_left_by_groups(root)]
     return min(found) if found else _installed()
+
+
+def resident_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process takes by now, its programs included; 0 where the system does not tell."""
+    for line in _lines(root / "proc/self/statm"):
+        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def free_disk(folder: Path) -> int:

@@ -29,7 +29,8 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
         decay = 0.0 if group == "vector" else optim.weight_decay
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
-    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
+    adamws = {"betas": optim.betas, "eps": optim.eps}
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else adamws)
             for (lr, decay, orthogonal), parameters in groups.items()]
 
 

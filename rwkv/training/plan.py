@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from kernels.backends import threads
 from rwkv.config import TrainConfig
 from rwkv.data import documents
 from rwkv.data.prepare import Corpus
@@ -18,11 +19,22 @@ from rwkv.distributed import rank, say, world_size
 from rwkv.model.base import n_parameters
 from rwkv.model.rwkv4 import Block
 from rwkv.training.device import dtype_for
-from rwkv.training.memory import disk, free_disk, free_memory, in_words, memory, n_checkpoints, with_options
+from rwkv.training.memory import (
+    FLOAT,
+    disk,
+    free_disk,
+    free_memory,
+    in_words,
+    memory,
+    n_checkpoints,
+    resident_memory,
+    with_options,
+)
 from rwkv.training.run import Run
 from rwkv.training.task import LanguageModel
 
 ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
+EXCESS = 0.1                             # of the text in validation beyond data.val_fraction: more is worth a warning
 FORWARD = 1 / 3                          # of a step's time: what a step of validation takes
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # the first of which there are two
 
@@ -40,7 +52,12 @@ def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, d
 
 def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
     config, model, V = run.config, run.config.model, task.model.vocab_size
+    taken = resident_memory() if device.type == "cpu" else 0     # before the data are read, whose pages would count
     yield "data", data.describe()
+    if data.val_share > config.data.val_fraction + EXCESS:
+        yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
+                          f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
+                          "longest ones, or change their order or names")
     if config.trainer.tbptt:
         yield "lanes", documents.describe(config, data)
     yield "model", (f"RWKV-4, {model.n_layer} layers, {model.n_embd} wide, {n_parameters(model, V):,} parameters, "
@@ -48,23 +65,27 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
     if run.beginning is not None and run.resume_from is None:
         yield "weights", f"from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew"
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
-                     f"threads of each {torch.get_num_threads()}")
-    yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device)
+                     f"{', '.join([f'threads of each {torch.get_num_threads()}', *threads.settings()])}")
+    yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device, taken)
     yield "disk", (f"{in_words(disk(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{in_words(free_disk(run.out_dir))} is free")
     yield "training", _training(run, device, task, data)
     yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
 
 
-def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device) -> Iterator[tuple[str, str]]:
-    """What one process needs and can have: the weights, which are in the machine's memory by now, are in both."""
+def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device,
+            taken: int) -> Iterator[tuple[str, str]]:
+    """What one process needs, and what is free. `taken`: what it has of the device by now, programs and weights."""
     need, free = memory(config, vocab_size, kernel, world_size()), free_memory(device)
     checkpointing = config.trainer.activation_checkpointing
     other = memory(with_options(config, activation_checkpointing=not checkpointing), vocab_size, kernel, world_size())
-    there = need.weights if free is not None and device.type == "cpu" else 0
-    yield "memory", f"about {in_words(need.total)} for each process; {in_words(free and free + there)} is free"
-    yield "", (f"weights {in_words(need.weights)}, gradients {in_words(need.gradients)}, optimiser {in_words(need.optimiser)}, "
-               f"loss {in_words(need.loss)}" + (f", data workers {in_words(need.workers)}" if need.workers else ""))
+    programs = max(0, taken - FLOAT * n_parameters(config.model, vocab_size))
+    already = f", {in_words(taken)} of which it takes already" if taken else ""
+    yield "memory", f"about {in_words(programs + need.total)} for each process{already}; {in_words(free)} is free"
+    yield "", ((f"programs {in_words(programs)}, " if programs else "")
+               + f"weights {in_words(need.weights)}, gradients {in_words(need.gradients)}, "
+               + f"optimiser {in_words(need.optimiser)}, loss {in_words(need.loss)}"
+               + (f", data workers {in_words(need.workers)}" if need.workers else ""))
     yield "", (f"activations {in_words(need.activations)}; {in_words(other.activations)} with "
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
 

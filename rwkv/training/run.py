@@ -3,8 +3,10 @@
 Also what a run continues from, and what it may not change when it does.
 """
 
+import os
+import sys
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from math import ceil
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 import yaml
 
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
-from rwkv.config import TrainConfig
-from rwkv.io import write_file
+from rwkv.config import SCALED, TrainConfig
+from rwkv.io.atomic import write_file
+from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import with_precision
@@ -24,6 +27,11 @@ from rwkv.training.lock import NAME, RunLock
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 FREE = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # what may change when a run is continued
+FIXED = ("model", "data", "seed",        # what may not: options, and whole groups of them
+         "optim.name", "optim.weight_decay",   # the optimiser's state is of these
+         *(f"optim.{name}_lr_scale" for name in SCALED),
+         "trainer.accumulate")           # the place in the data is counted in batches
+DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Run:
     """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run).
 
     beginning, tokenizer: of a run that began with init_from=, the file that its weights come from and what reads its data.
-    lock: held for a run that is continued, and for a new one from `create` on.
+    begun: the directory is this run's already. lock: held for a run that is continued, and for a new one from `create` on.
     """
 
     out_dir: Path
@@ -40,29 +48,41 @@ class Run:
     resume_step: int | None = None
     beginning: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
+    begun: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
 
-def open_run(config: TrainConfig, given: Collection[str] = ()) -> Run:
-    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line.
+def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
+    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line;
+    `chosen`: the options that the groups among them set.
 
     Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, where another
-    process is training that run, and where a given key of model or data differs from the run's, or from the file that
-    `init_from` names.
+    process is training that run, where one of the FIXED options differs from the run's, and where a given key of model or
+    data differs from the file that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
     if config.resume is not None:
-        resumed = _resumed(config, given)
+        resumed = _resumed(config, [*given, *_not_overruled(chosen, given)])
         if resumed is not None:
             return resumed
-    out_dir = Path(config.out_dir) if config.out_dir else RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
-        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
+    out_dir = Path(config.out_dir) if config.out_dir else new_folder()
+    require_unused(out_dir)
     if config.init_from is None:
         return Run(out_dir, decided(config, given))
     sized, beginning, tokenizer = begin(config, given)
     return Run(out_dir, decided(sized, given), beginning=beginning, tokenizer=tokenizer)
+
+
+def new_folder(kind: str = "") -> Path:
+    """In runs/, by the time: two that are started in the same second differ too."""
+    return RUNS / f"{kind}{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+
+
+def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
+    """Raises ValueError where there is something in the directory. `resume`: how it would be continued."""
+    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
+        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
 
 
 def decided(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -92,6 +112,8 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
     except OSError as error:
         raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
     run.lock.hold(run.out_dir)
+    if not run.begun:
+        require_unused(run.out_dir)      # asked before, but another process may have begun and ended a run since
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
@@ -113,7 +135,7 @@ def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
     except ValueError:
         lock.release()                   # its traceback refers to it
         raise
-    return run and replace(run, lock=lock)
+    return run and replace(run, begun=True, lock=lock)
 
 
 def _held(out_dir: Path) -> RunLock:
@@ -144,7 +166,7 @@ def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: 
     if "trainer" not in saved or read.path.parent.name != FOLDER:
         raise ValueError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, out_dir, saved)
-    if read.step >= merged.trainer.max_steps:
+    if read.step > merged.trainer.max_steps or (read.step == merged.trainer.max_steps and is_finished(out_dir)):
         raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, read.path, read.step)
     if merged.init_from is None:
@@ -164,30 +186,39 @@ def _begin_again(config: TrainConfig, given: Collection[str], out_dir: Path) -> 
 
 def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
     """The run's own configuration, with what the user gave anew, save what would make it another run."""
-    merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
-    for key in _options_given(given):
+    current = _without_deleted(saved, out_dir)
+    merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in current.items()})
+    for key in _options_given(config, given):
         old, new = _look_up(merged, key), _look_up(config, key)
-        if key.split(".")[0] in ("model", "data", "seed") and key not in FREE and old != new:
-            raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
-        for option in _set_by(key, new):
-            _put(merged, option, _look_up(config, option))
-    return decided(replace(merged, resume=config.resume, out_dir=str(out_dir)), given)
+        if old != new and key not in FREE and not {key, key.split(".")[0]}.isdisjoint(FIXED):
+            raise ValueError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
+                             "that sets it; or start a new run")
+        _put(merged, key, new)
+    checked = TrainConfig(**{name: _restore(getattr(merged, name), value) for name, value in asdict(merged).items()})
+    return decided(replace(checked, resume=config.resume, out_dir=str(out_dir)), given)
 
 
-def _options_given(given: Collection[str]) -> list[str]:
-    """The keys to compare or take anew; an experiment= or debug= sets options of every group but the kernel and the logger."""
-    if any(key in ("experiment", "debug") for key in given):
-        given = ["model", "data", "optim", "trainer", *given]
-    return [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+def _without_deleted(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
+    """The configuration of a run of any version. Raises ValueError where it set an option that no longer exists."""
+    current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
+    for option, default in DELETED.items():
+        group, _, name = option.partition(".")
+        value = current[group].pop(name, default)
+        if value != default:
+            raise ValueError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
+                             "with the version that began it, or begin a new run with its weights, init_from=")
+    return current
 
 
-def _set_by(key: str, value: Any) -> list[str]:
-    """The key itself; of a group, as in trainer=cpu, its options that are not what they are by default."""
-    if not is_dataclass(value):
-        return [key]
-    kind: Any = type(value)
-    default = kind()
-    return [f"{key}.{item.name}" for item in fields(value) if getattr(value, item.name) != getattr(default, item.name)]
+def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
+    """The options to compare or take anew, without the groups that set some of them."""
+    options = [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+    return [key for key in options if not is_dataclass(_look_up(config, key))]
+
+
+def _not_overruled(chosen: Collection[str], given: Collection[str]) -> list[str]:
+    """The tokens that a user gives stand in the place of the steps of an experiment."""
+    return [option for option in chosen if option != "trainer.max_steps" or "trainer.max_tokens" not in given]
 
 
 def _restore(default: Any, value: Any) -> Any:
@@ -209,14 +240,27 @@ def _put(config: Any, key: str, value: Any) -> None:
 
 
 def _point_latest(out_dir: Path) -> None:
-    """A symlink, or a one-line file where links need rights."""
-    latest = RUNS / "latest"
-    latest.parent.mkdir(exist_ok=True)
-    target = out_dir.resolve()
+    """A symlink, or a one-line file where links need rights; put in place whole, and no reason for a run to fail."""
+    latest, target = RUNS / "latest", out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
-    latest.unlink(missing_ok=True)
     try:
-        latest.symlink_to(target, target_is_directory=True)
-    except OSError:
-        latest.write_text(f"{target}\n", encoding="utf-8")
+        RUNS.mkdir(exist_ok=True)
+        try:
+            _replace_link(latest, target)
+        except OSError:
+            if latest.is_symlink():
+                latest.unlink()          # Windows does not replace a link to a directory
+            write_file(latest, lambda file: file.write(f"{target}\n".encode()))
+    except OSError as error:
+        print(f"{latest} does not point to this run ({error.strerror}): name it with out_dir={out_dir}", file=sys.stderr)
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target, target_is_directory=True)
+    try:
+        temporary.replace(link)
+    finally:
+        temporary.unlink(missing_ok=True)

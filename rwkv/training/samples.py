@@ -5,6 +5,7 @@ a generator of their own (rwkv/generation/engine.py): training draws the same on
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from lightning.pytorch.callbacks import Callback
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import rank
 from rwkv.generation.engine import generate
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
+from rwkv.io.json_lines import parse
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
@@ -54,15 +56,22 @@ class Samples(Callback):
         if rank() == 0 and (step % self.every == 0 or step >= trainer.max_steps):
             _wait_for(pl_module.device)
             since = time.perf_counter()
-            self._add({"step": step, "prompt": self.prompt, "text": self._text(pl_module.model)})
-            log_samples(trainer.loggers, self._rows, step)
+            text = self._text(pl_module.model, step)
+            if text is not None:
+                self._add({"step": step, "prompt": self.prompt, "text": text})
+                log_samples(trainer.loggers, self._rows, step)
             self._paused(time.perf_counter() - since)
 
-    def _text(self, model: Any) -> str:
+    def _text(self, model: Any, step: int) -> str | None:
+        """None, with the reason on standard error, where none can be drawn: training goes on."""
         model.eval()
-        text = "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
-        model.train()
-        return text
+        try:
+            return "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
+        except Exception as error:
+            print(f"no sample at step {step}: {error}", file=sys.stderr)
+            return None
+        finally:
+            model.train()
 
     def _add(self, row: Row) -> None:
         self._rows.append(row)
@@ -80,7 +89,7 @@ def sample_every(config: TrainerConfig) -> int:
 def read_samples(path: Path) -> list[Row]:
     """Those of a run's samples.jsonl; a last line that a kill cut short is left out."""
     whole = path.read_bytes().rpartition(b"\n")[0]
-    return [json.loads(line) for line in whole.split(b"\n") if line]
+    return [parse(line, f"{path}, line {number}") for number, line in enumerate(whole.split(b"\n"), start=1) if line]
 
 
 def _rows_until(path: Path, step: int) -> list[Row]:

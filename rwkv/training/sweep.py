@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -29,19 +28,21 @@ from kernels.registry import KernelUnavailable
 from rwkv import cli, report
 from rwkv.config import TrainConfig
 from rwkv.distributed import say
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 from rwkv.report import reading
 from rwkv.training.device import device_for
 from rwkv.training.lock import RunLock
 from rwkv.training.loggers import log_report
-from rwkv.training.run import CONFIG_FILE, RUNS
+from rwkv.training.run import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.setup import kernel_for
 
 PROGRAM = cli.ROOT / "train.py"
 FILE, LOGS = "sweep.json", "logs"
 ORDER_SEED = 0
 FINISHED, FAILED, UNAVAILABLE, STOPPED, WAITING = "finished", "failed", "unavailable", "stopped", "waiting"
+RESUME = "-m resume=auto"
 OF_A_SWEEP = ("out_dir", "resume")       # options that the runs have from the sweep
+IGNORED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")      # of Hydra's own way to sweep
 SOME_FAILED, NONE_RAN = 1, 2             # exit status
 
 
@@ -119,6 +120,8 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep, lock = opened(line, jobs_of), RunLock()
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
+    if "resume" not in line.verbatim:
+        require_unused(sweep.folder, RESUME)     # asked before, but another process may have begun and ended a sweep since
     sweep.save()
     try:
         asked = train_all(sweep)
@@ -145,15 +148,15 @@ def train_all(sweep: Sweep) -> bool:
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or one that goes on: its entries, with those that the command line adds."""
+    _require_ours(line)
     own = {key: value for key, value in line.verbatim.items() if key in OF_A_SWEEP}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
-    folder, goes_on = Path(str(own.get("out_dir") or RUNS / f"sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}")), "resume" in own
+    folder, goes_on = Path(str(own.get("out_dir") or new_folder("sweep_"))), "resume" in own
     if goes_on and (own["resume"] != "auto" or "out_dir" not in own):
         raise ValueError("a sweep is continued with resume=auto out_dir=DIR, where DIR is the directory of the sweep")
     found = read(folder) if goes_on else []
-    if not goes_on and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out_dir {folder} exists already: choose another, or continue a sweep with -m resume=auto "
-                         f"out_dir={folder}")
+    if not goes_on:
+        require_unused(folder, RESUME)
     if goes_on and not found and not rest.keys:
         raise ValueError(f"no sweep to continue in {folder}: it has no {FILE}")
     jobs = [job for entry in found for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
@@ -161,6 +164,14 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     if rest.keys or not found:
         _add(sweep, jobs_of(rest))
     return sweep
+
+
+def _require_ours(line: cli.CommandLine) -> None:
+    """Raises ValueError for an option of Hydra's own way to sweep, which is not this one."""
+    theirs = [key for key in line.keys if key.startswith(IGNORED)]
+    if theirs:
+        raise ValueError(f"{theirs[0]} has no effect here: each run of a sweep is a process of its own, one after the other; "
+                         "leave it out")
 
 
 def read(folder: Path) -> list[Entry]:
@@ -178,6 +189,9 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
     """The jobs that the sweep does not have yet. Raises ValueError for one that it has with other options."""
     known, added = {entry.name: entry for entry in sweep.entries}, []
     for job in jobs:
+        if job.config.plan:
+            raise ValueError("plan=true trains nothing, and a sweep is of runs that train: leave out -m to see the plan of one "
+                             "run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
         before = known.setdefault(entry.name, entry)
         if sorted(before.arguments) != sorted(entry.arguments):

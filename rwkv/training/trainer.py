@@ -4,11 +4,13 @@ What lets a run grow: over several processes, with less memory for activations, 
 """
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -20,14 +22,18 @@ from torch.utils.checkpoint import checkpoint
 from kernels.backends.allocator import keep_large_blocks
 from kernels.registry import missing_compiler
 from rwkv import report
+from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import launched, rank, say, world_size
 from rwkv.generation.engine import generate
+from rwkv.io.unread import unread
 from rwkv.model.base import Model
 from rwkv.model.rwkv4 import Block
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks import Bar, Metrics, StopCleanly
-from rwkv.training.checkpoints import Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.checkpoints import LAST, Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.divergence import Divergence
 from rwkv.training.kernel_probe import Probe
 from rwkv.training.run import Run
 from rwkv.training.samples import Samples, sample_every
@@ -47,18 +53,35 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     options, precision = config.trainer, precision_for(config.trainer, device)
     if options.malloc == "tuned":
         keep_large_blocks()
-    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last)
+    divergence = Divergence(out_dir, options.log_every)
+    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
     probe = Probe(out_dir, options, metrics.leave_out)
     samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
-    return lightning.Trainer(
+    trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        overfit_batches=options.overfit_batches, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
-        log_every_n_steps=1, callbacks=[probe, metrics, Bar(metrics), *samples, saved, StopCleanly(saved), RandomState()],
+        limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
+        log_every_n_steps=1,
+        callbacks=[probe, metrics, Bar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
         default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+    if run.resume_step == options.max_steps:
+        trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]
+    return trainer
+
+
+def _validate_alone(trainer: lightning.Trainer) -> None:
+    """What is left of a run that was stopped after its last step. Lightning's own loop would do nothing at all."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    loop.reset()
+    loop.on_run_start()
+    trainer.validating = True
+    loop.epoch_loop.val_loop.run()
+    trainer.training = True
+    loop.on_run_end()
 
 
 def quiet() -> None:
@@ -69,17 +92,29 @@ def quiet() -> None:
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """A sample on standard output, and the command for more."""
+    """A sample on standard output, and the command for more; where none can be drawn, the reason."""
     if rank() > 0:
         return
-    task.model.eval()
+    model = _whole(task, config, out_dir).eval()
     say("\nsample:")
     prompt = config.data.sample_prompt
-    print(prompt, end="")
-    for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
-        print(piece, end="", flush=True)
-    print(flush=True)
+    with redirect_stdout(unread(sys.stdout)):
+        print(prompt, end="")
+        try:
+            for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+                print(piece, end="", flush=True)
+        except Exception as error:
+            say(f"no sample: {error}")
+        print(flush=True)
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
+
+
+def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> RWKV:
+    """The trained model; with trainer=fsdp, where each process has a share of the weights, from the last checkpoint."""
+    if config.trainer.strategy != "fsdp":
+        return task.model
+    wkv = cast(Block, task.model.blocks[0]).att.wkv
+    return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), wkv, str(task.device))
 
 
 def leave_report(out_dir: Path) -> None:

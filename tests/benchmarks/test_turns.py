@@ -1,15 +1,25 @@
-"""Two programs in turns, as benchmarks/training.py measures them: never at the same time, and both come to something."""
+"""Two programs in turns, as benchmarks/training.py measures them: never at the same time, and both come to something.
 
+What the table then shows is what was measured, like beside like first.
+"""
+
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import _turns
+from benchmarks import _turns, tables, training
 
 SECONDS = 0.3
+ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
 CLOCK = "import time\nfor _ in range({}):\n    print(time.monotonic(), flush=True, file={}); time.sleep(0.01)"
+
+LOCKS = [sys.executable, "-c", "import fcntl, os, time\nwith open(str(os.getpid()), 'w') as file:\n"
+         "    fcntl.flock(file, fcntl.LOCK_EX); file.write('.'); file.flush(); time.sleep(600)"]
 
 
 def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
@@ -25,8 +35,38 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
     assert runs.count("mo") + runs.count("om") < len(runs) / 3           # turns of many ticks, not tick beside tick
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_neither_is_left_behind_where_the_benchmark_is_ended(name: str, tmp_path: Path) -> None:
+    """Of the two, one runs and one is held. Each has a lock as long as it lives."""
+    code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as benchmark:
+        while sum(path.stat().st_size for path in tmp_path.iterdir()) < 2:
+            time.sleep(0.02)
+        benchmark.send_signal(getattr(signal, name))
+    fcntl = pytest.importorskip("fcntl")
+    for path in tmp_path.iterdir():
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
 @pytest.mark.parametrize(("main", "other"), [(["-c", "import no_such_thing"], ["-c", "import time; time.sleep(60)"]),
                                              (["-c", "import time; time.sleep(60)"], ["-c", "import no_such_thing"])])
 def test_what_fails_is_said(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
         _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
+
+
+def test_the_table_shows_a_share_below_zero_as_it_was_measured() -> None:
+    one = {"tok_per_sec": 1500.0, "of_matmuls": 0.9, "ms": {"step": 1358.0}, "around_a_step": -0.0216}
+    report = {"machine": {"commit": "c"}, "float32": one}
+    assert "| -2.2% |" in tables.training(report)
+
+
+def test_what_computes_as_nanogpt_does_stands_first() -> None:
+    one = {"val_loss": 1.5, "ms": 40.0, "fast_ms": 30.0, "nanogpt_ms": 50.0, "nanogpt_fast_ms": 40.0}
+    report = {"machine": {"commit": "c"}, "shakespeare": dict.fromkeys(sorted(training.VARIANTS), one)}
+    lines = [line for line in tables.training(report).splitlines() if "1.5000" in line]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines]
+    same = [options for options in map(training.VARIANTS.get, names) if "trainer.precision=32-true" in options]
+    assert list(map(training.VARIANTS.get, names))[:len(same)] == same
+    assert "model.n_embd=128" in same[0], "the same shape and the same precision"

@@ -8,7 +8,6 @@ from models import small_model
 
 from rwkv.generation.prefill import read
 from rwkv.generation.states import load_context, save_context
-from rwkv.model.fingerprint import fingerprint
 from rwkv.model.quantized import to_int8
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -32,13 +31,13 @@ def test_a_context_comes_back_to_the_bit(saved: Path) -> None:
 
 def test_the_hash_is_of_the_weights_whatever_their_dtype() -> None:
     model = small_model(vocab_size=256)
-    whole = fingerprint(model)
-    assert fingerprint(small_model(vocab_size=256, seed=1)) != whole
-    assert fingerprint(small_model(vocab_size=256).bfloat16()) == whole
-    assert fingerprint(to_int8(small_model(vocab_size=256).requires_grad_(False))) == whole
+    whole = model.fingerprint()
+    assert small_model(vocab_size=256, seed=1).fingerprint() != whole
+    assert small_model(vocab_size=256).bfloat16().fingerprint() == whole
+    assert to_int8(small_model(vocab_size=256).requires_grad_(False)).fingerprint() == whole
     with torch.no_grad():
         model.blocks[1].att.key.weight.add_(0.01)
-    assert fingerprint(model) != whole
+    assert model.fingerprint() != whole
 
 
 def test_a_file_of_another_model_or_tokenizer_is_refused(saved: Path) -> None:

@@ -76,6 +76,24 @@ def test_the_state_has_the_shape_and_dtype_that_are_promised() -> None:
             assert {part.dtype for part in state} == {torch.float32}
 
 
+def test_the_parts_of_an_empty_state_share_no_memory() -> None:
+    """One element that is changed changes no other."""
+    for index in range(5):
+        state = small_model().empty_state(2)
+        before = copy.deepcopy(state)
+        state[index][0, 0, 0] = 7.0
+        assert sum(int((one != other).sum()) for one, other in zip(state, before, strict=True)) == 1
+
+
+@pytest.mark.parametrize("other", [{"B": 1}, {"n_layer": 2}, {"n_embd": 8}, {"n_att": 8}], ids=str)
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_state_of_another_shape_is_refused(T: int, other: dict[str, int]) -> None:
+    model = small_model()
+    state = small_model(**{name: size for name, size in other.items() if name != "B"}).empty_state(other.get("B", 2))
+    with pytest.raises(ValueError, match="the state does not fit"):
+        model(tokens(model, T=T), state)
+
+
 @pytest.mark.parametrize("kernel", kernels())
 @torch.no_grad()
 def test_a_later_token_changes_nothing_earlier(kernel: str) -> None:
@@ -102,6 +120,33 @@ def test_prefill_is_the_last_position() -> None:
     last, after = model.prefill(tokens(model))
     close(last, logits[:, -1], 1e-6)
     same_state(after, state)
+
+
+@pytest.mark.parametrize("kernel", ["taichi_scan", "conv1d"])
+def test_gradients_of_each_sample(kernel: str) -> None:
+    """By torch.func, of the whole model: the ones that autograd has of one sample after the other."""
+    model = small_model(kernel)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits, _ = torch.func.functional_call(model, weights, (row[None, :-1],))
+        return torch.nn.functional.cross_entropy(logits[0], row[1:])
+
+    rows = tokens(model, T=8)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
+    loss(dict(model.named_parameters()), rows[1]).backward()
+    for name, weight in model.named_parameters():
+        close(each[name][1], weight.grad, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_is_the_model() -> None:
+    """Every layer and operator is in it, and no long loop over what is traced."""
+    model = small_model("torch_scan")
+    read = tokens(model)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (read,), check_trace=False)
+        close(traced(tokens(model, seed=2))[0], model(tokens(model, seed=2))[0], 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (5,), (1, 2, 3)])

@@ -1,6 +1,11 @@
 """What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
 
+import json
+import os
 import random
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +20,7 @@ from hypothesis import strategies as st
 from programs import Run, one_sentence
 from training_runs import TEXT
 
+from kernels.backends import threads
 from kernels.bench.peak_memory import extra_bytes
 from kernels.select import select
 from rwkv import cli
@@ -22,7 +28,8 @@ from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, Train
 from rwkv.data.documents import Segments
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan
-from rwkv.training.memory import free_disk, free_memory
+from rwkv.training.callbacks import peak_memory_mib
+from rwkv.training.memory import free_disk, free_memory, resident_memory
 from rwkv.training.run import Run as RunOf
 from rwkv.training.run import in_steps
 from rwkv.training.task import LanguageModel
@@ -160,20 +167,30 @@ def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
     assert found is None or installed is None or installed >= found
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
+    held = torch.ones(64 * MIB // 4)
+    assert held.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
+    assert resident_memory(tmp_path) == 0, "where there is no /proc"
+
+
 # What cannot fit
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GB)
+    monkeypatch.setattr(memory, "resident_memory", lambda: 10 * GB)
     monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "training needs at least 186 GB of memory, and this machine has 8.0 GB free: take a smaller model=")
+                 "training needs at least 196 GB of memory, 10.0 GB of which the programs take already, and this machine has "
+                 "8.0 GB free: take a smaller model=")
     assert not list(Path().iterdir())
 
 
 def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """None where the configuration fits into `free` bytes, else what is said."""
     monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(memory, "resident_memory", lambda: GB // 10)
     try:
         memory.require_room(RunOf(Path("run"), config), CPU, "torch_scan", V)
     except ValueError as error:
@@ -182,8 +199,8 @@ def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("free", "remedy"), [
-    (7, "with trainer.activation_checkpointing=true it would be 3.3 GB"),
-    (2, "with trainer.activation_checkpointing=true data.batch_size=8 trainer.accumulate=4 it would be 1.7 GB"),
+    (7, "with trainer.activation_checkpointing=true it would be 3.4 GB"),
+    (2, "with trainer.activation_checkpointing=true data.batch_size=8 trainer.accumulate=4 it would be 1.8 GB"),
     (1, "take a smaller model="),
 ])
 def test_the_remedy_is_the_least_that_helps(free: int, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +271,59 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
                  "2.1 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
         assert said in error
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_the_memory_that_is_promised_is_the_whole_processs(run: Run) -> None:
+    """The programs, which take more than a small model does."""
+    Path("text.txt").write_text(TEXT)
+    _, _, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache",
+                      "trainer=cpu", "kernel=conv1d", "logger=csv", "plan=true")
+    size, unit = re.findall(r"^memory +about ([\d,.]+) ([MG]B) for each process", error, re.MULTILINE)[0]
+    promised = float(size.replace(",", "")) * {"MB": 10 ** 6, "GB": GB}[unit]
+    assert promised == pytest.approx(resident_memory(), rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "warned"), [("long.jsonl", True), ("even.jsonl", False)])
+def test_validation_that_holds_most_of_the_text_is_said(run: Run, name: str, warned: bool) -> None:
+    """As it does where the first document, which is always for validation, is much longer than the others."""
+    even = [json.dumps({"text": TEXT[:999]}) + "\n"] * 30
+    Path("even.jsonl").write_text("".join(even))
+    Path("long.jsonl").write_text("".join([json.dumps({"text": TEXT * 99}) + "\n", *even]))
+    status, _, error = run("train", "debug=fast", "data=jsonl", f"data.path={name}", "data.cache_dir=cache", "trainer=cpu",
+                           "kernel=torch_scan", "plan=true")
+    assert status == 0, error
+    assert ("data.val_fraction" in error) == warned
+
+
+def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python where nobody has said how long threads wait, but for `environment`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
+    return subprocess.run([sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True, check=True,
+                          cwd=Path(__file__).parent.parent.parent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
+@pytest.mark.parametrize("program", ["train.py", "generate.py"])
+def test_the_programs_say_how_long_threads_wait_before_openmp_asks(program: str) -> None:
+    """libgomp itself tells what it has read."""
+    assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in fresh(program, "--help", OMP_DISPLAY_ENV="VERBOSE").stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
+@pytest.mark.parametrize("set_by_user", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) -> None:
+    found = fresh("-c", "from kernels import threads; threads.wait_briefly(); print(threads.settings())", **set_by_user).stdout
+    expected = set_by_user or {"GOMP_SPINCOUNT": threads.SPINS}
+    assert found == f"{[f'{name}={value}' for name, value in expected.items()]}\n"
+
+
+def test_the_plan_says_how_long_threads_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    Path("text.txt").write_text(TEXT)
+    _, _, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache",
+                      "trainer=cpu", "kernel=torch_scan", "plan=true")
+    assert "GOMP_SPINCOUNT=77" in next(line for line in error.splitlines() if line.startswith("kernel"))
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

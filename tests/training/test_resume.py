@@ -8,15 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import Run, one_sentence
 from training_runs import (
     ENVIRONMENT,
     ROOT,
@@ -31,14 +34,21 @@ from training_runs import (
     wait_for,
 )
 
+from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.pretrained import RWKV
+from rwkv.report.reading import is_finished
 from rwkv.training.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
-from rwkv.training.run import open_run
+from rwkv.training.optim import lr_factor, parameter_groups
+from rwkv.training.run import as_plain, open_run
+from rwkv.training.task import LanguageModel
 
 STEPS = 150
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
        "data.num_workers=2", f"trainer.max_steps={STEPS}", "trainer.val_every=20", "trainer.checkpoint_every=10")
+SHORT = (*SMALL, "logger=csv", "kernel=torch_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
+         "optim.min_lr=1e-3", "trainer.max_steps=2", "trainer.sample_every=0", "trainer.sample_tokens=0")
 FULL_DISK = """
 import resource, runpy, signal, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
@@ -96,6 +106,121 @@ def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
     assert (list(losses(folder / "stopped")), list(losses(folder / "stopped", "val/loss"))) == ([1, 2, 3, 4, 5, 6], [3, 6])
 
 
+# Options given at a resume
+
+
+def begin(run: Run, *options: str) -> None:
+    """Two steps of two accumulated batches, in ./run."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    status, _, error = run("train", *SHORT, *options, "out_dir=run")
+    assert status == 0, error
+
+
+@pytest.mark.parametrize(("begun", "options"), [
+    ("adamw", {"lr": 1e-2, "min_lr": 1e-3, "schedule": "linear", "warmup_steps": 1, "betas": (0.5, 0.75), "eps": 1e-3}),
+    ("muon", {"lr": 1e-2, "eps": 1e-3, "matrix_lr": 0.1, "matrix_momentum": 0.5}),
+])
+def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, begun: str, options: dict[str, Any]) -> None:
+    begin(run, f"optim={begun}")
+    given = [f"optim.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in options.items()]
+    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", *given)
+    assert status == 0, error
+    optim = OptimConfig(begun, **options)
+    expected = parameter_groups(RWKV(ModelConfig(1, 32, ctx_len=16), 256, select("torch_scan")), optim)
+    factor = lr_factor(optim, 4)
+    logged = losses(Path("run"), "lr")
+    assert [logged[3], logged[4]] == [expected[0]["lr"] * factor(2), expected[0]["lr"] * factor(3)]
+    content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    for group, configured in zip(content["optimizer_states"][0]["param_groups"], expected, strict=True):
+        assert group["initial_lr"] == configured["lr"]
+        assert group["lr"] == configured["lr"] * factor(4)
+        for name in configured.keys() & {"betas", "eps", "weight_decay", "momentum", "iterations"}:
+            assert group[name] == pytest.approx(configured[name])
+
+
+def test_at_a_rate_of_nothing_no_weight_moves_any_more(run: Run) -> None:
+    begin(run, "optim=muon")
+    before = read_weights(Path("run"))
+    rates = ("optim.lr=1e-20", "optim.min_lr=1e-20", "optim.matrix_lr=0")
+    assert run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3", *rates)[0] == 0
+    for weight, after in zip(before, read_weights(Path("run")), strict=True):
+        torch.testing.assert_close(weight, after, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run by Muon that was begun, and in which nothing may change."""
+    folder = tmp_path_factory.mktemp("muons")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    done = finish(start(folder, "train", *SHORT, "optim=muon", "out_dir=run"))
+    assert done.status == 0, done.error
+    return folder
+
+
+@pytest.mark.parametrize(("argument", "named"), [
+    ("optim=adamw", "optim.name"), ("optim.name=normuon", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
+    ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("optim.time_decay_lr_scale=1", "optim.time_decay_lr_scale"),
+    ("optim.time_first_lr_scale=1", "optim.time_first_lr_scale"),
+    ("trainer.accumulate=1", "trainer.accumulate"), ("trainer.accumulate=4", "trainer.accumulate"),
+    ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"),
+])
+def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muons: Path, argument: str, named: str,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(muons)
+    before = {path: path.stat().st_mtime_ns for path in muons.rglob("*")}
+    one_sentence(run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", argument), named)
+    assert before == {path: path.stat().st_mtime_ns for path in muons.rglob("*")}
+
+
+def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> None:
+    before = TrainConfig(logger=LoggerConfig("csv"), trainer=TrainerConfig(accelerator="cpu", max_steps=7))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
+    config = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), ["logger", "trainer"],
+                      ["logger.name", "trainer.accelerator"]).config
+    assert (config.logger.name, config.trainer.accelerator, config.trainer.max_steps) == ("wandb", "auto", 7)
+
+
+def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path) -> None:
+    asked = TrainConfig(trainer=TrainerConfig(max_tokens=1e5))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(asked)), encoding="utf-8")
+    config = open_run(replace(asked, resume="auto", out_dir=str(tmp_path)), ["experiment", "trainer.max_tokens"],
+                      ["trainer.max_steps"]).config
+    assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
+
+
+def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Run, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped; twice is no worse."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=5",
+               "trainer.val_every=3", "trainer.checkpoint_every=2", "data.num_workers=0")
+    whole = run("train", *options, "out_dir=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModel, "validation_step", asking_to_stop(LanguageModel.validation_step, step=5))
+        stopped = run("train", *options, "out_dir=stopped")
+        again = run("train", "resume=auto", "out_dir=stopped")
+    assert (whole[0], stopped[0], again[0]) == (0, 130, 130), stopped[2] + again[2]
+    assert not is_finished(Path("stopped"))
+    resumed = run("train", "resume=auto", "out_dir=stopped")
+    assert resumed[0] == 0, resumed[2]
+    assert_same_training(Path("stopped"), Path("whole"))
+    assert list(losses(Path("stopped"), "val/loss")) == [3, 5]
+    assert resumed[1] == whole[1], "the last sample"
+    assert is_finished(Path("stopped"))
+    assert Path("stopped/report.html").is_file()
+    one_sentence(run("train", "resume=auto", "out_dir=stopped"), "trainer.max_steps")
+
+
+def asking_to_stop(validation_step: Callable[..., None], step: int) -> Callable[..., None]:
+    """Sends this process a Ctrl-C in the validation after that step."""
+    def asked(task: LanguageModel, batch: Any, batch_idx: int) -> None:
+        if task.trainer.global_step == step and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        validation_step(task, batch, batch_idx)
+
+    return asked
+
+
 # Damage and full disks
 
 
@@ -111,6 +236,18 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Pa
     damage(last.with_name("last-1.ckpt"))
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
         newest_sound(tmp_path)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """However often it is asked to go on: a new beginning would write over its best.ckpt, which may be sound."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for name in ("last.ckpt", "last-1.ckpt"):
+        damage(tmp_path / "checkpoints" / name)
+    before = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"init_from=.*best\.ckpt"):
+            open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == before
 
 
 def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -143,8 +280,36 @@ def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_
     kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
     assert kept[0] == saved
     assert kept == sorted(kept, reverse=True)
-    assert len(kept) >= min(keep, saved + 1) - 1
+    assert len(kept) == min(keep, saved + 1)
     assert not (run / "checkpoints" / "next.ckpt").exists()
+
+
+@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
+                                                                     saved: int, cut: int) -> None:
+    """It does not know keep_last yet; the next checkpoint that is saved does."""
+    run = tmp_path_factory.mktemp("run")
+    for number in range(saved):
+        write(run, number)
+        settle(run, keep)
+    write(run, saved)
+    with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
+        settle(run, keep)
+    settle(run)
+    assert set(range(saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
+    write(run, saved + 1)
+    settle(run, keep)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:saved + 2])
+
+
+def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    settle(tmp_path, 1)
+    (tmp_path / "checkpoints" / "last-good.ckpt").write_text("mine")
+    write(tmp_path, 1)
+    settle(tmp_path, 1)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"last.ckpt", "last-good.ckpt"}
 
 
 def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:
@@ -178,6 +343,10 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     callback.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     callback.on_train_start()
     assert drawn() == expected
+
+
+def read_weights(run: Path) -> list[torch.Tensor]:
+    return list(torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].values())
 
 
 def write(run: Path, number: int) -> None:

@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
 import re
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 import yaml
+from programs import Run
 from training_runs import OWN, SMALL, TEXT, Done, content, finish, losses, rows, same, start, wait_for
 
 import train
@@ -69,6 +73,28 @@ def resumed(folder: Path, stopped_at: int) -> Done:
     return finish(start(folder, "train", "resume=auto"))
 
 
+@pytest.mark.parametrize(("stream", "nobody"), [("stderr", "pipe"), ("stderr", "terminal"), ("stderr", "none"),
+                                                ("stdout", "pipe")])
+def test_training_goes_on_where_nobody_reads_what_it_says(run: Run, monkeypatch: pytest.MonkeyPatch, stream: str,
+                                                          nobody: str) -> None:
+    """`2>&1 | head`, a terminal that is closed, `2>&-`."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    with unread_stream(nobody) as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, stream, unread)
+        status, *_ = run("train", *SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "out_dir=unread")
+    assert status == 0
+    assert read_checkpoint(Path("unread")).step == 5
+    assert Path("unread", "report.html").exists()
+
+
+def unread_stream(nobody: str) -> AbstractContextManager[TextIO | None]:
+    if nobody == "none":
+        return nullcontext()
+    reader, writer = os.pipe() if nobody == "pipe" else os.openpty()
+    os.close(reader)
+    return open(writer, "w", encoding="utf-8")           # noqa: PTH123 (a descriptor)
+
+
 def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, whole: Done) -> None:
     assert whole.status == 0, whole.error
     leaves_a_run(folder / "whole", 200, "conv1d")
@@ -115,6 +141,16 @@ def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_overfitting_a_batch_limits_training_alone(run: Run) -> None:
+    """One step of the same batch gives the same weights, and the whole split is the whole split."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    once = (*SMALL, "logger=csv", "kernel=conv1d", "trainer.sample_tokens=0", "trainer.val_every=1")
+    assert run("train", *once, "trainer.max_steps=1", "out_dir=all")[0] == 0
+    assert run("train", *once, "trainer.max_steps=3", "trainer.overfit_batches=1", "out_dir=one")[0] == 0
+    assert losses(Path("one"), "val/loss")[1] == losses(Path("all"), "val/loss")[1]
+    assert list(losses(Path("one"))) == [1, 2, 3]
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, interrupted: Done, stopped_at: int) -> None:
     assert interrupted.status == 130
     assert 3 <= stopped_at < 200
@@ -138,7 +174,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(folder: Path, who
 
 @pytest.mark.parametrize(("argument", "said"), [
     ("model.n_layer=2", "model.n_layer differs from that of the run"),
-    ("model=small", "model differs from that of the run"),
+    ("model=small", "model.n_layer differs from that of the run"),
     ("data.batch_size=5", "data.batch_size differs"),
     ("data.path=other.txt", "data.path differs"),
     ("seed=1", "seed differs"),

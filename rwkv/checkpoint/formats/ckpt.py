@@ -7,7 +7,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats._torch_file import load, stored
 from rwkv.errors import CheckpointError
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
 PREFIX = "model."                        # Lightning's, of the model's attribute in rwkv/training/task.py

@@ -22,7 +22,7 @@ from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw, release
 from rwkv.errors import CheckpointError
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 
 SUFFIXES = (".bin", ".ggmf")
 MAGIC, VERSIONS = 0x67676D66, (100, 101)

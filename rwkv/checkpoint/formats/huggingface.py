@@ -17,7 +17,7 @@ from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.rwkv4 import to_hugging_face
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError
-from rwkv.io import write_file, write_folder
+from rwkv.io.atomic import write_file, write_folder
 
 SUFFIXES = ("",)
 CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"

@@ -5,7 +5,7 @@ from pathlib import Path
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, ckpt
 from rwkv.checkpoint.formats._torch_file import load, stored
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 
 SUFFIXES = (".pth",)
 

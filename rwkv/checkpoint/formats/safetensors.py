@@ -19,7 +19,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
-from rwkv.io import write_file
+from rwkv.io.atomic import write_file
 
 SUFFIXES = (".safetensors",)
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

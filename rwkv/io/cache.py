@@ -1,0 +1,46 @@
+"""Cache files: each appears whole or not at all, however many processes write it, and wherever one of them stops."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rwkv.io.atomic import write_file
+
+
+def write(path: Path, put: Callable[[BinaryIO], None]) -> None:
+    """Writes `path` by put(file). Raises ValueError where it cannot be written; what was there then stays."""
+    try:
+        write_file(path, put)
+    except OSError as error:
+        raise ValueError(cannot_write(path, error)) from None
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {error.strerror}; data.cache_dir must be a folder with room"
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    def put(file: BinaryIO) -> None:
+        file.write(content)
+
+    write(path, put)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """With a checksum, by which read_json knows a damaged file."""
+    write_bytes(path, json.dumps({"crc32": _checksum(content), "content": content}).encode())
+
+
+def read_json(path: Path) -> Any:
+    """What write_json wrote; None where the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found["content"] if found["crc32"] == _checksum(found["content"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checksum(content: Any) -> int:
+    return zlib.crc32(json.dumps(content).encode())
