@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
-from rwkv.model import rwkv4_fused, state
+from rwkv.model import rwkv4_fused
+from rwkv.model.state import StateMethods
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
@@ -57,17 +58,18 @@ def group(name: str) -> str:
     return "gate" if name.endswith("receptance.weight") else "matrix"
 
 
-class State(NamedTuple):
-    """att_x, ffn_x (L,B,C), the inputs of the last step; a, b, p (L,B,A), WKV's state; float32, on the model's device."""
-
+class _Tensors(NamedTuple):
     att_x: Tensor
     a: Tensor
     b: Tensor
     p: Tensor
     ffn_x: Tensor
 
-    layers, rows, where, to, detach, nbytes = state.layers, state.rows, state.where, state.to, state.detach, state.nbytes
-    cat, stack = classmethod(state.cat), classmethod(state.stack)
+
+class State(_Tensors, StateMethods):
+    """att_x, ffn_x (L,B,C), the inputs of the last step; a, b, p (L,B,A), WKV's state; float32, on the model's device."""
+
+    __slots__ = ()
 
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:

@@ -1,64 +1,62 @@
 """The recurrent state of a model: everything that it remembers of the tokens it has read. A value: nothing changes it in place.
 
-Each generation has a State of its own: a named tuple of tensors whose first two axes are layers and rows, (L,B,...). The
-functions here are its methods; a state of one layer is the same named tuple without the first axis.
+Each generation has a State of its own: a named tuple of tensors whose first two axes are layers and rows, (L,B,...), with the
+methods that stand here. The state of one layer is the same named tuple without the first axis.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-S = TypeVar("S", bound=tuple[Tensor, ...])
 
+class StateMethods(tuple[Tensor, ...]):
+    """The methods of a State; a generation's State derives from this and from a named tuple."""
 
-def each(state: S, function: Callable[[Tensor], Tensor]) -> S:
-    """`function` of each tensor."""
-    made: Any = type(state)
-    return made(*map(function, state))
+    __slots__ = ()
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """`function` of each tensor."""
+        return self._of(map(function, self))
 
-def rows(state: S, chosen: Sequence[int] | Tensor | slice) -> S:
-    """The state of these rows, in this order; a row may come more than once."""
-    return each(state, lambda tensor: tensor[:, chosen])
+    def rows(self, chosen: Sequence[int] | Tensor | slice) -> Self:
+        """The state of these rows, in this order; a row may come more than once."""
+        return self.each(lambda tensor: tensor[:, chosen])
 
+    def layers(self) -> list[Self]:
+        """The state of each layer, without the layer axis."""
+        return [self._of(tensors) for tensors in zip(*self, strict=True)]
 
-def layers(state: S) -> list[S]:
-    """The state of each layer, without the layer axis."""
-    made: Any = type(state)
-    return [made(*tensors) for tensors in zip(*state, strict=True)]
+    def where(self, mask: Tensor, other: Self) -> Self:
+        """`other` in the rows of the mask (B,), this state in the rest. What those rows had gets no gradient."""
+        return self._of(torch.where(mask.view(1, -1, *[1] * (mine.dim() - 2)), theirs, mine)
+                        for mine, theirs in zip(self, other, strict=True))
 
+    def to(self, device: torch.device | str) -> Self:
+        """The state on `device`."""
+        return self.each(lambda tensor: tensor.to(device))
 
-def where(state: S, mask: Tensor, other: S) -> S:
-    """`other` in the rows of the mask (B,), `state` in the rest. No gradient reaches what `state` had in those rows."""
-    made: Any = type(state)
-    return made(*(torch.where(mask.view(1, -1, *[1] * (mine.dim() - 2)), theirs, mine)
-                  for mine, theirs in zip(state, other, strict=True)))
+    def detach(self) -> Self:
+        """The state without its history of gradients."""
+        return self.each(Tensor.detach)
 
+    def nbytes(self) -> int:
+        """The memory of its tensors, in bytes."""
+        return sum(tensor.nbytes for tensor in self)
 
-def to(state: S, device: torch.device | str) -> S:
-    """The state on `device`."""
-    return each(state, lambda tensor: tensor.to(device))
+    @classmethod
+    def cat(cls, states: Iterable[Self]) -> Self:
+        """One state with the rows of all, in order."""
+        return cls._of(torch.cat(tensors, 1) for tensors in zip(*states, strict=True))
 
+    @classmethod
+    def stack(cls, states: Iterable[Self]) -> Self:
+        """The state of a model from those of its layers, in float32."""
+        return cls._of(torch.stack(tensors).float() for tensors in zip(*states, strict=True))
 
-def detach(state: S) -> S:
-    """The state without its history of gradients."""
-    return each(state, Tensor.detach)
-
-
-def nbytes(state: tuple[Tensor, ...]) -> int:
-    """The memory of its tensors, in bytes."""
-    return sum(tensor.nbytes for tensor in state)
-
-
-def cat(kind: type[S], states: Iterable[S]) -> S:
-    """One state with the rows of all, in order."""
-    made: Any = kind
-    return made(*(torch.cat(tensors, 1) for tensors in zip(*states, strict=True)))
-
-
-def stack(kind: type[S], states: Iterable[S]) -> S:
-    """The state of a model from those of its layers, in float32."""
-    made: Any = kind
-    return made(*(torch.stack(tensors).float() for tensors in zip(*states, strict=True)))
+    @classmethod
+    def _of(cls, tensors: Iterable[Tensor]) -> Self:
+        made: Any = cls
+        state: Self = made(*tensors)
+        return state
