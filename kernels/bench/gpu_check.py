@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             outcomes.append(outcome(part))
             log.write(f"\n=== {part.name}: {' '.join(part.command)}\n" + "\n".join(outcomes[-1].output) + "\n")
             print(f"{part.name}: {outcomes[-1].status} in {outcomes[-1].seconds:.0f} s", flush=True)
-    return report(outcomes, args.device, args.out_dir, args.peer_ms)
+    return report(outcomes, args.device, args.out_dir)
 
 
 def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | None = None) -> Iterator[Part]:

@@ -311,7 +311,7 @@ def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV, device: str) -> None:
     inputs = time_decay.clamp(max=-5), time_first, k, v, state
     y, new = wkv(*inputs)
     found = errors(outputs(y, new), outputs(*REFERENCE(*double(inputs))))
-    assert not misses(found, wkv_tolerance())
+    assert not misses(found, cases.tolerance())
 
 
 @pytest.mark.parametrize("parameter", ["time_decay", "time_first", "a", "b", "p"])
