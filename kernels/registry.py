@@ -19,6 +19,10 @@ EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are install
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
+class UnknownKernel(ValueError):
+    """A name that no implementation of the operator has."""
+
+
 class KernelUnavailable(RuntimeError):
     """An implementation that cannot run here; the message is one sentence with the reason and the remedy."""
 
@@ -64,7 +68,7 @@ def names(op: str) -> tuple[str, ...]:
 def load(op: str, name: str) -> ModuleType:
     """The module kernels/OP/NAME.py. Raises ValueError for an unknown name, KernelUnavailable for a missing package."""
     if name not in names(op):
-        raise ValueError(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
+        raise UnknownKernel(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
     try:
         return importlib.import_module(f"kernels.{op}.{name}")
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.registry import KernelUnavailable, check, load, names, runnable, why_not
+from kernels.registry import KernelUnavailable, UnknownKernel, check, load, names, runnable, why_not
 from kernels.wkv4 import WKV
 
 AUTO = "auto"
@@ -74,7 +74,7 @@ def select(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = t
     """
     name, device = resolve(name, device, dtype), torch.device(device)
     if name not in (*names("timex"), *names("wkv4")) or name == "timex":
-        raise ValueError(f"unknown kernel {name!r}; on {device.type} there are: {', '.join(_runnable(device))}")
+        raise UnknownKernel(f"unknown kernel {name!r}; on {device.type} there are: {', '.join(_runnable(device))}")
     try:
         check(_op(name), name, device)
     except KernelUnavailable as error:

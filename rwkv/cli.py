@@ -6,7 +6,6 @@ signs and newlines need no escaping. Overrides are checked, and every job of a s
 
 import itertools
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, is_dataclass
@@ -23,9 +22,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kernels.registry import KernelUnavailable
+from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.select import select
-from rwkv.errors import UsageError
+from rwkv.errors import UsageError, UserError
 from rwkv.io.unread import unread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,19 +155,13 @@ def _params(config_name: str, line: CommandLine) -> list[str]:
 
 
 def with_sentences(action: Callable[[], None]) -> None:
-    """Turns a user's error into its sentence and exit status 2. A ValueError that we did not raise is a bug, and stays one."""
+    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug, and keeps its traceback."""
     try:
         action()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except (KernelUnavailable, UsageError) as error:
-        _exit(error)
-    except OSError as error:             # a full disk, a folder that may not be written
-        _exit(error)
-    except ValueError as error:
-        if not _raised_here(error):
-            raise
+    except (UserError, UnknownKernel, KernelUnavailable, OSError) as error:      # OSError: a full disk, a forbidden folder
         _exit(error)
 
 
@@ -267,13 +260,6 @@ def _options(schema: type, prefix: str = "") -> list[str]:
         else:
             found.append(prefix + item.name)
     return found
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of this program made it: not a library's, and not one of Python's own functions called by us."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(last.filename).is_relative_to(ROOT) and "site-packages" not in last.filename
-    return ours and (last.line or "").startswith("raise ")
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv.errors import UserError
+
 
 @dataclass
 class KernelConfig:
@@ -104,12 +106,12 @@ class OptimConfig:
                      *(f"{name}_lr_scale" for name in SCALED)):
             _at_least(f"optim.{name}", getattr(self, name), 0)
         if not 0 <= self.matrix_momentum < 1:
-            raise ValueError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
+            raise UserError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
+            raise UserError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.min_lr <= self.lr < math.inf:
-            raise ValueError("optim.lr must be finite, and optim.min_lr above 0 and at most optim.lr; "
-                             f"got {self.lr} and {self.min_lr}")
+            raise UserError("optim.lr must be finite, and optim.min_lr above 0 and at most optim.lr; "
+                            f"got {self.lr} and {self.min_lr}")
 
 
 @dataclass
@@ -163,13 +165,13 @@ class TrainerConfig:
         _at_least("trainer.max_tokens", 1 if self.max_tokens is None else self.max_tokens, 1)
         _at_least("trainer.sample_every", self.sample_every or 0, 0)
         if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
-            raise ValueError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
+            raise UserError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
         if self.strategy == "fsdp" and self.tbptt:
-            raise ValueError("trainer=fsdp gathers a block's weights for one pass through it, and trainer.tbptt makes one for "
-                             "each segment: use trainer=ddp")
+            raise UserError("trainer=fsdp gathers a block's weights for one pass through it, and trainer.tbptt makes one for "
+                            "each segment: use trainer=ddp")
         if self.strategy == "fsdp" and (self.grad_norms or self.sample_every):
-            raise ValueError("trainer=fsdp gives each process a share of the weights, and trainer.grad_norms and "
-                             "trainer.sample_every need them whole: leave these out")
+            raise UserError("trainer=fsdp gives each process a share of the weights, and trainer.grad_norms and "
+                            "trainer.sample_every need them whole: leave these out")
 
 
 @dataclass
@@ -207,9 +209,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, most=2**32 - 1)          # which NumPy's generator takes
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
-            raise ValueError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
-                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
-                             "optim.weight_decay=0, or trainer=ddp")
+            raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
+                            "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
+                            "optim.weight_decay=0, or trainer=ddp")
 
     @property
     def tokens_per_step(self) -> int:
@@ -302,42 +304,42 @@ def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) 
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} is a whole number; got {value!r}") from None
+        raise UserError(f"{name} is a whole number; got {value!r}") from None
     if not least <= number <= most:
-        raise ValueError(f"{name} is {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
+        raise UserError(f"{name} is {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
     return number
 
 
 def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
     """`values` as ints from 0 to `most`. Raises ValueError, with the option's name, for anything else."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is a list of whole numbers; got {values!r}")
+        raise UserError(f"{name} is a list of whole numbers; got {values!r}")
     return tuple(whole_number(name, value, most=most) for value in values)
 
 
 def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
     """`values`, which are strings. Raises ValueError, with the option's name, for anything else, a single string included."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
+        raise UserError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
     values = tuple(values)
     for value in values:
         if not isinstance(value, str):
-            raise ValueError(f"{name} holds strings alone; got {value!r}")
+            raise UserError(f"{name} holds strings alone; got {value!r}")
     return values
 
 
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
+        raise UserError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
 
 
 def _at_least(name: str, value: float, least: float) -> None:
     if not value >= least:
-        raise ValueError(f"{name} is at least {least}; got {value}")
+        raise UserError(f"{name} is at least {least}; got {value}")
     if value == math.inf:
-        raise ValueError(f"{name} is a finite number; got {value}")
+        raise UserError(f"{name} is a finite number; got {value}")
 
 
 def _between(name: str, value: float, low: float, high: float, closed: bool = False) -> None:
     if not (low < value < high or (closed and value == high)):
-        raise ValueError(f"{name} lies above {low:g} and {'at most' if closed else 'below'} {high:g}; got {value:g}")
+        raise UserError(f"{name} lies above {low:g} and {'at most' if closed else 'below'} {high:g}; got {value:g}")

@@ -21,6 +21,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import distributed
 
+from rwkv.errors import UserError
+
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)            # for what the first process does for all, as tokenising a large corpus
 POLLED = 0.5                             # seconds between two looks at whether the launcher lives
@@ -69,7 +71,7 @@ def connected() -> Iterator[None]:
     except RuntimeError as error:
         if "peer" not in str(error) and not isinstance(error, distributed.DistError):
             raise
-        raise ValueError("another process of this run ended, and this one with it; resume=auto continues the run") from None
+        raise UserError("another process of this run ended, and this one with it; resume=auto continues the run") from None
     distributed.destroy_process_group()
 
 

@@ -1,10 +1,13 @@
-"""TODO."""
+"""Errors that are a user's mistake: programs show them as one sentence and end with status 2. Anything else is a bug."""
 
 
+class UserError(ValueError):
+    """A user's mistake. The message is one sentence: what is wrong, what was expected, what to do."""
 
-class CheckpointError(ValueError):
-    """A file that is not, or not wholly, an RWKV-4 checkpoint: which, what was found, what was expected, the likely cause."""
+
+class CheckpointError(UserError):
+    """A file that is not a whole checkpoint: which file or tensor, what was found, what was expected, the likely cause."""
 
 
-class UsageError(Exception):
-    """A command line that says something that does not exist or does not fit."""
+class UsageError(UserError):
+    """A command line that names something that does not exist or does not fit."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rwkv.data.sources.files import chunks, open_file
+from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -71,7 +72,7 @@ def count_tokens(tokenizer: Tokenizer, path: Path) -> int:
     """How many tokens score_text will predict. Raises ValueError for what would stop it: other encodings, no text at all."""
     tokens = sum(len(ids) for ids in tokenizer.encode_stream(read_text(path)))
     if not tokens:
-        raise ValueError(f"data.path={path} is empty: there is nothing to predict")
+        raise UserError(f"data.path={path} is empty: there is nothing to predict")
     return tokens
 
 
@@ -95,7 +96,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
         found = [_last_word(tokenizer, line, f"line {number} of data.path={path}", start)
                  for number, line in enumerate(file, start=1) if line.strip()]
     if not found:
-        raise ValueError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
+        raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
     return found
 
 
@@ -156,11 +157,11 @@ def _padded(words: Sequence[LastWord]) -> tuple[Tensor, Tensor]:
 def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[int]) -> LastWord:
     context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
-        raise ValueError(f"{where} has no word before its last one: nothing to predict it from")
+        raise UserError(f"{where} has no word before its last one: nothing to predict it from")
     try:
         return LastWord([*start, *tokenizer.encode(context)], tokenizer.encode(f" {word}"))
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
 
 
 def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
@@ -177,7 +178,7 @@ def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
 
 def _require_file(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise ValueError(f"data.path={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
+        raise UserError(f"data.path={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
 
 
 def _exp(value: float) -> float | None:

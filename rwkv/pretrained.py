@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from kernels.select import select
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.checkpoint.stored import dtype_for
+from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -41,9 +42,9 @@ class RWKV(Model):
         the kernel cannot run on `device`.
         """
         if dtype not in DTYPES:
-            raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+            raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype == "int8":
-            raise ValueError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
+            raise UserError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         wkv = select(kernel, device, computed_in(dtype))
         if trainable:
             return cls.to_train_on(read_checkpoint(path), wkv, device, dtype)
@@ -63,7 +64,7 @@ class RWKV(Model):
     def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
         """The matrices go from the file to int8 one at a time; all else is computed in float32."""
         if device != "cpu":
-            raise ValueError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
+            raise UserError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
         weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
         return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
@@ -92,8 +93,8 @@ class RWKV(Model):
         another suffix, a dtype that the format lacks, a tokenizer with more tokens than the model, and a model in int8.
         """
         if isinstance(self.head, Int8Linear):
-            raise ValueError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
-                              "bfloat16 and save that")
+            raise UserError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
+                             "bfloat16 and save that")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 
@@ -119,6 +120,6 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer:
         tokenizer, what = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json")
-        raise ValueError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer={suggested}")
+        raise UserError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer={suggested}")
     require_tokenizer(checkpoint, tokenizer, what)
     return tokenizer

@@ -17,7 +17,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.stored import DTYPES as STORED_DTYPES
 from rwkv.checkpoint.stored import Stored, dtype_for
 from rwkv.config import ModelConfig
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.model.rwkv4 import shapes
 
 MOST_SPARE_ROWS = 255                    # of a vocabulary rounded up to a multiple that matrix products like
@@ -97,7 +97,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     """
     path = Path(path)
     if dtype is not None and dtype not in STORED_DTYPES:
-        raise ValueError(f"dtype is one of {', '.join(STORED_DTYPES)}; got {dtype!r}")
+        raise UserError(f"dtype is one of {', '.join(STORED_DTYPES)}; got {dtype!r}")
     module = formats.load(format) if format else formats.by_suffix(path)
     choose = getattr(module, "dtype_for", dtype_for)
     tensors = {name: tensor.cast(choose(tensor, dtype)) for name, tensor in checkpoint.weights.stored.items()}

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from rwkv.data.sources.files import open_file, stamp, unchanged
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import Part, Starts, Stream
+from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_json
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -61,7 +62,7 @@ def files(path: str) -> tuple[Path, Path]:
     pair = Path(f"{base}.bin"), Path(f"{base}.idx")
     missing = [file.name for file in pair if not file.is_file()]
     if missing:
-        raise ValueError(f"data.path={path}: there is no {' and no '.join(missing)}; data=binidx needs NAME.bin and NAME.idx")
+        raise UserError(f"data.path={path}: there is no {' and no '.join(missing)}; data=binidx needs NAME.bin and NAME.idx")
     return pair
 
 
@@ -74,8 +75,8 @@ def read(path: str, tokenizer: Tokenizer, val_fraction: float, cache: Path) -> T
     entry, starts = _checked(bin_file, idx_file, tokenizer, cache)
     if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
         wrong = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
-        raise ValueError(f"{bin_file} has the id {wrong}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
-                         "name the tokenizer that it was made with")
+        raise UserError(f"{bin_file} has the id {wrong}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
+                        "name the tokenizer that it was made with")
     places = np.load(starts, mmap_mode="r")
     cut, first = _split(places, entry["tokens"], val_fraction, bin_file)
     train = Stream([Part(bin_file, entry["dtype"], 0, cut)], Starts(starts, 0, first, 0))
@@ -90,12 +91,12 @@ def read_index(path: Path) -> Index:
     version, code, sequences, documents = (int.from_bytes(data[start:stop], "little")
                                            for start, stop in ((9, 17), (17, 18), (18, 26), (26, 34)))
     if version != 1 or code not in DTYPES:
-        raise ValueError(f"{path} has version {version} and ids of type {code}: known are version 1 and the types "
-                         f"{', '.join(map(str, DTYPES))} (uint8, int32, int64, uint16)")
+        raise UserError(f"{path} has version {version} and ids of type {code}: known are version 1 and the types "
+                        f"{', '.join(map(str, DTYPES))} (uint8, int32, int64, uint16)")
     wanted = HEADER + 12 * sequences + 8 * documents
     if size not in (wanted, wanted + sequences):             # Megatron may add a byte per sequence, its mode
-        raise ValueError(f"{path} has {size} bytes, and {sequences} sequences in {documents} entries need {wanted}: "
-                         "it is cut off or damaged")
+        raise UserError(f"{path} has {size} bytes, and {sequences} sequences in {documents} entries need {wanted}: "
+                        "it is cut off or damaged")
     return _read_tables(path, DTYPES[code], sequences, documents)
 
 
@@ -103,7 +104,7 @@ def _header(path: Path) -> tuple[bytes, int]:
     with open_file(path) as file:
         data = file.read(HEADER)
     if data[:9] != MAGIC or len(data) < HEADER:
-        raise ValueError(f"{path} is not the index of a .bin file: it does not begin with MMIDIDX and a header")
+        raise UserError(f"{path} is not the index of a .bin file: it does not begin with MMIDIDX and a header")
     return data, path.stat().st_size
 
 
@@ -115,9 +116,9 @@ def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Inde
         firsts = np.fromfile(file, "<i8", documents)
     begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if not np.array_equal(places, begins[:-1] * np.dtype(dtype).itemsize) or (lengths < 0).any():
-        raise ValueError(f"{path}: its sequences do not lie end to end in the .bin file; it is damaged, or of another program")
+        raise UserError(f"{path}: its sequences do not lie end to end in the .bin file; it is damaged, or of another program")
     if not documents or firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
-        raise ValueError(f"{path}: its documents do not go from sequence 0 to sequence {sequences}; it is damaged")
+        raise UserError(f"{path}: its documents do not go from sequence 0 to sequence {sequences}; it is damaged")
     return Index(dtype, int(begins[-1]), np.unique(begins[firsts[:-1]]))
 
 
@@ -160,9 +161,9 @@ def _require_ids(path: Path, index: Index) -> np.ndarray:
     """The .bin file, memory-mapped. Raises ValueError where it is not of the size that the index says."""
     wanted, size = index.tokens * np.dtype(index.dtype).itemsize, path.stat().st_size
     if size != wanted:
-        raise ValueError(f"{path} has {size} bytes, and its .idx file says {wanted}: the two do not belong together")
+        raise UserError(f"{path} has {size} bytes, and its .idx file says {wanted}: the two do not belong together")
     if not index.tokens:
-        raise ValueError(f"{path} is empty")
+        raise UserError(f"{path} is empty")
     return np.memmap(path, index.dtype, "r")
 
 
@@ -196,7 +197,7 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
         first = int(np.clip(np.searchsorted(places, wanted), 1, len(places) - 1))
         return int(places[first]), first
     if not 0 < wanted < tokens:
-        raise ValueError(f"{path} has {tokens} ids: too few to split into training and validation")
+        raise UserError(f"{path} has {tokens} ids: too few to split into training and validation")
     return wanted, 1
 
 

@@ -26,6 +26,7 @@ from rwkv.config import TrainConfig
 from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import Stream
 from rwkv.data.windows import Permutations
+from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 
 
@@ -228,8 +229,8 @@ class LaneIterator(Iterator[Rows]):
 
     def _require_same_lanes(self, before: int) -> None:
         if before != self.order.share.lanes:
-            raise ValueError(f"the run was begun with {before or 'no'} lanes, and data.batch_size times trainer.accumulate is "
-                             f"{self.order.share.lanes}: with trainer.tbptt, a run goes on with the lanes that it has")
+            raise UserError(f"the run was begun with {before or 'no'} lanes, and data.batch_size times trainer.accumulate is "
+                            f"{self.order.share.lanes}: with trainer.tbptt, a run goes on with the lanes that it has")
 
 
 def _targets(cuts: list[list[Cut]]) -> int:

@@ -23,6 +23,7 @@ from rwkv.config import DataConfig
 from rwkv.data.documents import LaneOrder, Pieces, Reading, Share
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import EndlessPermutations, Windows
+from rwkv.errors import UserError
 
 
 class DataModule(LightningDataModule):
@@ -57,8 +58,8 @@ class DataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
         """Raises ValueError where the run would go on with other data than it began with."""
         if state_dict["sha256"] != self.corpus.sha256:
-            raise ValueError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
-                             f"{self.corpus.sha256[:12]}; put them back to resume, or begin a new run with init_from=")
+            raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
+                            f"{self.corpus.sha256[:12]}; put them back to resume, or begin a new run with init_from=")
 
     def _windows(self) -> tuple[Windows, EndlessPermutations]:
         windows, share = Windows(self.corpus.train, self.ctx_len, seed=self.seed), self._share()

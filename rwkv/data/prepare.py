@@ -23,6 +23,7 @@ from rwkv.data import binidx, shards
 from rwkv.data.sources import open_source
 from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import Stream
+from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
@@ -88,10 +89,10 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
 
 def _tokens_as_they_are(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     if not config.path:
-        raise ValueError("data=binidx needs data.path: NAME, of the files NAME.bin and NAME.idx")
+        raise UserError("data=binidx needs data.path: NAME, of the files NAME.bin and NAME.idx")
     if tokenizer is None and config.tokenizer in FROM_TEXT:
-        raise ValueError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the one that it "
-                         "was made with, data.tokenizer=world, FILE.json or FILE.txt")
+        raise UserError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the one that it "
+                        "was made with, data.tokenizer=world, FILE.json or FILE.txt")
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer")
     found = binidx.read(config.path, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
@@ -118,8 +119,8 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
 def _require_context(ctx_len: int, train: int, val: int, about: str = "") -> None:
     for split, tokens in (("training", train), ("validation", val)):
         if tokens < ctx_len + 1:
-            raise ValueError(f"the {split} text is shorter than one context: it has {about}{tokens} tokens, and "
-                             f"model.ctx_len={ctx_len} needs {ctx_len + 1}; use more text or a smaller model.ctx_len")
+            raise UserError(f"the {split} text is shorter than one context: it has {about}{tokens} tokens, and "
+                            f"model.ctx_len={ctx_len} needs {ctx_len + 1}; use more text or a smaller model.ctx_len")
 
 
 def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:

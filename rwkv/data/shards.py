@@ -33,6 +33,7 @@ from tqdm import tqdm
 from rwkv.data.sources.files import stamp, unchanged
 from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import Part, Starts, Stream
+from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, write, write_bytes, write_json
 from rwkv.tokenizer.split import Cut, cutter, pieces
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -68,7 +69,7 @@ def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
             try:
                 tokenizer.encode(part.text, part.before)
             except ValueError as error:
-                raise ValueError(f"{part.where}: {error}") from None
+                raise UserError(f"{part.where}: {error}") from None
         raise
 
 
@@ -150,7 +151,7 @@ def _alone(folder: Path) -> AcquireReturnProxy:
             print(f"another run is tokenising the same data into {folder}: waiting for it", file=sys.stderr)
             return lock.acquire()
     except OSError as error:
-        raise ValueError(cannot_write(folder, error)) from None
+        raise UserError(cannot_write(folder, error)) from None
 
 
 def _make(source: Source, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:

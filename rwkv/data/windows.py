@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from rwkv.data.token_array import Stream
+from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 
 
@@ -111,5 +112,5 @@ class PermutationIterator(Iterator[list[int]]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Raises ValueError where the run read documents in lanes."""
         if "drawn" not in state:
-            raise ValueError("the run was begun with trainer.tbptt, and cannot go on without: leave it out to resume")
+            raise UserError("the run was begun with trainer.tbptt, and cannot go on without: leave it out to resume")
         self.drawn = state["drawn"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv.config import strings, whole_number, whole_numbers
+from rwkv.errors import UserError
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import Context, PrefixCache, read_prompts
 from rwkv.generation.sampling import Sampling, Seen, logprobs, next_tokens
@@ -78,7 +79,7 @@ class Writer:
         prompts = strings("prompts", prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):
-            raise ValueError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
+            raise UserError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
         _require_fit(model, tokenizer)
         sampling.check_ids(tokenizer.vocab_size)
         self.samples = [Sample(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -184,8 +185,8 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: str, context: Context | None) -> l
 
 def _require_fit(model: Model, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
-                         "belong together")
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
+                        "belong together")
 
 
 def _lists(tensors: Sequence[Tensor]) -> list[list[Any]]:

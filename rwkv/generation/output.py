@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import TextIO
 
 from rwkv.config import GenerateConfig, whole_number
+from rwkv.errors import UserError
 from rwkv.generation.engine import LARGEST_SEED, Writer
 from rwkv.generation.prefill import Context
 from rwkv.generation.sampling import Sampling
@@ -51,9 +52,9 @@ SEPARATOR = "---\n"                      # between two texts on standard output
 def check(config: GenerateConfig) -> tuple[Ending, Sampling]:
     """The options that say when a text ends and how tokens are chosen. Raises ValueError for those that do not fit."""
     if config.prompt is not None and config.prompts is not None:
-        raise ValueError("prompt= and prompts= are both given: use one of them")
+        raise UserError("prompt= and prompts= are both given: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
-        raise ValueError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
+        raise UserError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
     if config.state:
         require_file(config.state)
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
@@ -69,11 +70,11 @@ def prompts_of(config: GenerateConfig) -> list[str]:
         return [sys.stdin.read() if config.prompt == "-" else config.prompt or ""]
     path = Path(config.prompts)
     if not path.is_file():
-        raise ValueError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
+        raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
     content = path.read_bytes()
     prompts = _from_json(content, path) if path.suffix == ".jsonl" else _from_text(content, path)
     if not prompts:
-        raise ValueError(f"{path} holds no prompt: write one on each line")
+        raise UserError(f"{path} holds no prompt: write one on each line")
     return prompts
 
 
@@ -101,7 +102,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise ValueError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
+        raise UserError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
 
 
 def _show(writer: Writer, stream: bool, start: int, interrupt: Interrupt) -> None:

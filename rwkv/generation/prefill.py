@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from rwkv.errors import UserError
 from rwkv.model.base import Model, State
 
 Value = TypeVar("Value", bound=tuple[Any, ...])
@@ -31,7 +32,7 @@ class PrefixCache(Generic[Value]):
 
     def __init__(self, max_bytes: int = 256 * 2**20) -> None:
         if max_bytes < 0:
-            raise ValueError(f"max_bytes is 0 or more; got {max_bytes}")
+            raise UserError(f"max_bytes is 0 or more; got {max_bytes}")
         self.max_bytes, self.bytes = max_bytes, 0
         self._entries: OrderedDict[tuple[int, ...], Value] = OrderedDict()
         self._lock = Lock()              # of the entries and of their bytes

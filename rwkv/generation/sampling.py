@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv.config import whole_number, whole_numbers
+from rwkv.errors import UserError
 
 ORDERS = ("hf", "rwkv")
 SMALL, LARGE = 1e-30, 1e30               # logits divided or multiplied by what lies between stay within float32
@@ -52,7 +53,7 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name), -LARGE, LARGE)
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias is a dict of token ids and numbers; got {self.logit_bias!r}")
+            raise UserError(f"logit_bias is a dict of token ids and numbers; got {self.logit_bias!r}")
         for bias in self.logit_bias.values():
             _require_number("logit_bias", bias, -LARGE, LARGE)
         _require(self.order in ORDERS, "order", f"one of {', '.join(ORDERS)}", self.order)
@@ -111,7 +112,7 @@ def adjusted(logits: Tensor, options: Sampling, seen: Seen | None) -> Tensor:
         logits = _penalised(logits, options, seen)
     largest = logits.amax(-1, keepdim=True)
     if not largest.isfinite().all():
-        raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
+        raise UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
     return logits - largest
 
 
@@ -185,4 +186,4 @@ def _require_number(name: str, value: Any, least: float, most: float, or_zero: b
 
 def _require(fits: bool, name: str, expected: str, value: object) -> None:
     if not fits:
-        raise ValueError(f"{name} is {expected}; got {value!r}")
+        raise UserError(f"{name} is {expected}; got {value!r}")

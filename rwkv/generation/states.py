@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from rwkv.errors import UserError
 from rwkv.generation.prefill import Context
 from rwkv.io.atomic import write_file
 from rwkv.model.base import Model, State
@@ -33,7 +34,7 @@ def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> Contex
         with safe_open(path, framework="pt", device=str(model.emb.weight.device)) as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as a state file: it is damaged, or not one that save_state= wrote") from error
+        raise UserError(f"{path} cannot be read as a state file: it is damaged, or not one that save_state= wrote") from error
     _require_same(path, metadata, _identity(model, tokenizer))
     return _context(path, tensors, model)
 
@@ -41,7 +42,7 @@ def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> Contex
 def require_file(path: str | Path) -> None:
     """Raises ValueError where there is no file, which can be said before the model is loaded."""
     if not Path(path).is_file():
-        raise ValueError(f"no state file at {path}: write one with save_state={path}")
+        raise UserError(f"no state file at {path}: write one with save_state={path}")
 
 
 def _identity(model: Model, tokenizer: Tokenizer) -> dict[str, str]:
@@ -50,12 +51,12 @@ def _identity(model: Model, tokenizer: Tokenizer) -> dict[str, str]:
 
 def _require_same(path: str | Path, found: dict[str, str], expected: dict[str, str]) -> None:
     if found.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a state file of this version: expected the format {FORMAT}, "
-                         f"found {found.get('format', 'none')}")
+        raise UserError(f"{path} is not a state file of this version: expected the format {FORMAT}, "
+                        f"found {found.get('format', 'none')}")
     for what in ("model", "tokenizer"):
         if found.get(what) != expected[what]:
-            raise ValueError(f"{path} was written with another {what} (its hash is {str(found.get(what))[:12]}, this one's "
-                             f"{expected[what][:12]}): a state means nothing to it; use the {what} that it was saved with")
+            raise UserError(f"{path} was written with another {what} (its hash is {str(found.get(what))[:12]}, this one's "
+                            f"{expected[what][:12]}): a state means nothing to it; use the {what} that it was saved with")
 
 
 def _parts(context: Context) -> dict[str, Tensor]:
@@ -65,5 +66,5 @@ def _parts(context: Context) -> dict[str, Tensor]:
 def _context(path: str | Path, tensors: dict[str, Tensor], model: Model) -> Context:
     expected: dict[str, Any] = _parts(Context(torch.empty(1, model.vocab_size), model.empty_state(1)))
     if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-        raise ValueError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")
+        raise UserError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")
     return Context(tensors.pop("logits"), State(**tensors))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rwkv.config import strings, whole_number, whole_numbers
+from rwkv.errors import UserError
 
 
 class StopStrings:
@@ -16,7 +17,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = strings("stop", stops)
         if "" in self._stops:
-            raise ValueError("stop holds an empty string, which would end every text at once: leave it out")
+            raise UserError("stop holds an empty string, which would end every text at once: leave it out")
         self._held = ""
         self.found: str | None = None    # the stop string that ended the text
 

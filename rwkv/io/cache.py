@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 
 
@@ -14,7 +15,7 @@ def write(path: Path, put: Callable[[BinaryIO], None]) -> None:
     try:
         write_file(path, put)
     except OSError as error:
-        raise ValueError(cannot_write(path, error)) from None
+        raise UserError(cannot_write(path, error)) from None
 
 
 def cannot_write(path: Path, error: OSError) -> str:

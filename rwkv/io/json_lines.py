@@ -7,6 +7,7 @@ U+2029, U+0085 and form feed, and a JSON string may hold the first three as they
 import json
 from typing import Any
 
+from rwkv.errors import UserError
 from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 
 
@@ -16,9 +17,9 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
+        raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise ValueError(f'{where} is not an object such as {{"key": "value"}}: {text[:60].strip()}')
+        raise UserError(f'{where} is not an object such as {{"key": "value"}}: {text[:60].strip()}')
     return entry
 
 
@@ -27,9 +28,9 @@ def text_of(entry: dict[str, Any], key: str, where: str) -> str:
     text = entry.get(key)
     if not isinstance(text, str):
         found = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"there is {', '.join(entry)[:60] or 'nothing'}"
-        raise ValueError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}; {found}')
+        raise UserError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}; {found}')
     try:
         require_unicode(text)
     except WrongCharacter as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     return text

@@ -2,6 +2,8 @@
 
 import re
 
+from rwkv.errors import UserError
+
 GZIP, UTF16 = b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that no text has in any encoding based on ASCII
 BEGINNING = 4096                         # bytes by which a file's kind is told
@@ -13,10 +15,10 @@ def decode(content: bytes, name: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)       # `object` lacks the byte order mark
-        raise ValueError(not_utf8(name, place, content[place], content)) from None
+        raise UserError(not_utf8(name, place, content[place], content)) from None
 
 
-class WrongCharacter(ValueError):
+class WrongCharacter(UserError):
     """Character number `place` of a text cannot be encoded; `problem` says what it is."""
 
     def __init__(self, place: int, problem: str) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from rwkv.errors import UserError
 from rwkv.model.base import Model
 
 SMALLEST = 1e-30                         # a row of zeros stays one
@@ -66,7 +67,7 @@ def to_int8(model: M) -> M:
     build of torch has no FBGEMM.
     """
     if torch.backends.quantized.engine not in ENGINES:
-        raise ValueError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
+        raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     for name in linears:

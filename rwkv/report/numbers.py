@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rwkv.errors import UserError
 from rwkv.report.reading import RESULTS, Curve, Run
 
 PLAIN = ("reference", "formula")         # kernels that are the definition of what they compute
@@ -129,7 +130,7 @@ def allowed(run: Run, when: str) -> dict[str, float]:
 def _reference(runs: list[Run], asked: str | None) -> str | None:
     kernels = list(dict.fromkeys(run.kernel for run in runs))
     if asked is not None and asked not in kernels:
-        raise ValueError(f"the reference is one of the kernels that were trained, {', '.join(kernels)}; got {asked!r}")
+        raise UserError(f"the reference is one of the kernels that were trained, {', '.join(kernels)}; got {asked!r}")
     trained = {run.kernel for run in runs if run.curve("train/loss")}
     plain = [kernel for kernel in PLAIN if kernel in trained]
     return asked or next(iter([*plain, *(kernel for kernel in kernels if kernel in trained)]), None)

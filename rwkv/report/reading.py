@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
 CONFIG, METRICS, MEASURED, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
@@ -66,12 +67,12 @@ def read(folder: Path) -> list[Run]:
         return [_run(folder, folder.name)]
     entries = _json(folder / SWEEP, []).get("runs", [])
     if not _fits(entries, OF_SWEEP):
-        raise ValueError(f"{folder / SWEEP} is damaged: its runs lack a name, a status or what else a sweep writes of each; "
-                         "remove it for a report of all runs in the folder")
+        raise UserError(f"{folder / SWEEP} is damaged: its runs lack a name, a status or what else a sweep writes of each; "
+                        "remove it for a report of all runs in the folder")
     runs = [_of_sweep(folder, entry) for entry in entries] or [
         _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}"))]
     if not runs:
-        raise ValueError(f"no run in {folder}: expected the directory of a run (with {CONFIG}) or of a sweep (with {SWEEP})")
+        raise UserError(f"no run in {folder}: expected the directory of a run (with {CONFIG}) or of a sweep (with {SWEEP})")
     return runs
 
 

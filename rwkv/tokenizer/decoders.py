@@ -7,6 +7,8 @@ import codecs
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from rwkv.errors import UserError
+
 REPLACEMENT = "\ufffd"
 
 
@@ -90,7 +92,7 @@ class TextDecoder:
 def require_id(token: int, vocab_size: int) -> int:
     """`token`, which is one of 0..vocab_size-1, or a ValueError."""
     if not 0 <= token < vocab_size:
-        raise ValueError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
+        raise UserError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
     return token
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import tokenizers
 
+from rwkv.errors import UserError
 from rwkv.io.utf8 import WrongCharacter, require_unicode
 from rwkv.tokenizer import world
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
@@ -97,7 +98,7 @@ class Tokenizer(ABC):
                 return JsonTokenizer(text)
             case {"kind": "world", "vocabulary": str(text)}:
                 return WorldTokenizer(text)
-        raise ValueError("not a tokenizer's description: expected kind byte, char, json or world, with what belongs to it")
+        raise UserError("not a tokenizer's description: expected kind byte, char, json or world, with what belongs to it")
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
@@ -111,7 +112,7 @@ class Tokenizer(ABC):
         if name == "byte":
             return ByteTokenizer()
         if name != "world" and not name.endswith((".json", ".txt")):
-            raise ValueError(f"{option} is {names}; got {name!r}")
+            raise UserError(f"{option} is {names}; got {name!r}")
         return Tokenizer.from_file(world.installed() if name == "world" else name)
 
 
@@ -148,7 +149,7 @@ class CharTokenizer(Tokenizer):
         try:
             return [self._ids[character] for character in text]
         except KeyError:
-            raise ValueError(self._unknown(text)) from None
+            raise UserError(self._unknown(text)) from None
 
     def _unknown(self, text: str) -> str:
         unknown = sorted(set(text) - set(self.characters))
@@ -186,7 +187,7 @@ class JsonTokenizer(Tokenizer):
     def _find_end_of_text(self, source: str) -> int:
         named = self._library.token_to_id(END_OF_TEXT)
         if named is None and 0 not in self._special:
-            raise ValueError(f"{source} has no token that separates documents: no {END_OF_TEXT} and no special token 0")
+            raise UserError(f"{source} has no token that separates documents: no {END_OF_TEXT} and no special token 0")
         return named or 0
 
     def _encode(self, text: str) -> list[int]:
@@ -222,7 +223,7 @@ class JsonTokenizer(Tokenizer):
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
         """Byte-level BPE; its ids are end_of_text, the 256 bytes, then merges up to `vocab_size` or as `texts` allow."""
         if vocab_size < 257:
-            raise ValueError(f"data.vocab_size is at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
+            raise UserError(f"data.vocab_size is at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
@@ -302,13 +303,13 @@ def _sentence(said: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"{said}: {error}") from None
+        raise UserError(f"{said}: {error}") from None
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a tokenizer's file: it is not UTF-8") from None
+        raise UserError(f"{path} is not a tokenizer's file: it is not UTF-8") from None

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rwkv.errors import UserError
+
 NAME = "rwkv_vocab_v20230424"
 PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # of PyPI, that carry NAME.txt
 LAST_ID = 0xFFFF
@@ -132,8 +134,8 @@ def installed() -> Path:
         for path in _files(package):
             if path.name == f"{NAME}.txt" and path.is_file():
                 return path
-    raise ValueError(f"the World vocabulary needs {NAME}.txt, and no installed package carries it: pip install {PYRWKV}, or "
-                     "give the file's path instead of world")
+    raise UserError(f"the World vocabulary needs {NAME}.txt, and no installed package carries it: pip install {PYRWKV}, or "
+                    "give the file's path instead of world")
 
 
 def _files(package: str) -> Iterator[Path]:
@@ -154,22 +156,22 @@ def _parse_line(line: str, where: str) -> tuple[int, bytes]:
             return int(index), token
     except (ValueError, SyntaxError, AttributeError, RecursionError, MemoryError):
         pass
-    raise ValueError(f"{where} is not of a World vocabulary: expected an id, a Python string and its length in bytes, as in "
-                     f"3 '\\x02' 1; got {line[:60]!r}")
+    raise UserError(f"{where} is not of a World vocabulary: expected an id, a Python string and its length in bytes, as in "
+                    f"3 '\\x02' 1; got {line[:60]!r}")
 
 
 def _require_new(index: int, token: bytes, tokens: dict[int, bytes], where: str) -> None:
     if not 1 <= index <= LAST_ID:
-        raise ValueError(f"{where} has the id {index}: ids of a World vocabulary are 1 to {LAST_ID}")
+        raise UserError(f"{where} has the id {index}: ids of a World vocabulary are 1 to {LAST_ID}")
     if index in tokens:
-        raise ValueError(f"{where} has the id {index}, which an earlier line has too")
+        raise UserError(f"{where} has the id {index}, which an earlier line has too")
 
 
 def _require_bytes(tokens: set[bytes], source: str) -> None:
     missing = [value for value in range(256) if bytes([value]) not in tokens]
     if missing:
-        raise ValueError(f"{source} is not a World vocabulary: it lacks {len(missing)} of the 256 single bytes, "
-                         f"{missing[0]:#04x} first; is it truncated?")
+        raise UserError(f"{source} is not a World vocabulary: it lacks {len(missing)} of the 256 single bytes, "
+                        f"{missing[0]:#04x} first; is it truncated?")
 
 
 def _lengths_by_beginning(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:

@@ -20,6 +20,7 @@ from kernels.select import select
 from rwkv import cli
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import EvaluateConfig
+from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
 from rwkv.model.base import Model
 from rwkv.pretrained import RWKV, computed_in, tokenizer_of
@@ -71,11 +72,11 @@ def last_words(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
     """What is read and, perhaps, written. Raises ValueError where there is nothing to read, or no folder to write into."""
     if not config.data.path:
-        raise ValueError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
-                         '{"text": "..."}')
+        raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
+                        '{"text": "..."}')
     out = Path(config.out) if config.out else None
     if out and (out.is_dir() or not out.parent.is_dir()):
-        raise ValueError(f"cannot write out={out}: it is a folder, or there is no folder {out.parent}")
+        raise UserError(f"cannot write out={out}: it is a folder, or there is no folder {out.parent}")
     return Path(config.data.path), out
 
 
@@ -83,7 +84,7 @@ def _write(out: Path, written: str) -> None:
     try:
         out.write_text(written, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot write out={out}: {error.strerror}; the result is on standard output alone") from error
+        raise UserError(f"cannot write out={out}: {error.strerror}; the result is on standard output alone") from error
 
 
 def _bar(total: int, unit: str) -> tqdm:
@@ -99,7 +100,7 @@ def _advance(bar: tqdm, count: int, shown: str) -> None:
 
 def _finite(nats: float) -> float:
     if not math.isfinite(nats):
-        raise ValueError("the model's predictions are not finite numbers: its training diverged, or its weights are damaged")
+        raise UserError("the model's predictions are not finite numbers: its training diverged, or its weights are damaged")
     return nats
 
 

@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.distributed import gathered, rank
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.training.divergence import Divergence
 
@@ -44,8 +44,8 @@ class VerifiedFiles(TorchCheckpointIO):
             write_file(path, lambda file: _write_and_verify(checkpoint, file))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
             reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-            raise ValueError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
-                             f"make room, and continue with resume=auto out_dir={path.parent.parent}") from None
+            raise UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
+                            f"make room, and continue with resume=auto out_dir={path.parent.parent}") from None
 
 
 class Checkpoints(Callback):
@@ -161,8 +161,8 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             _set_aside(damaged)
             return sound
     if damaged or (out_dir / FOLDER / DAMAGED).is_file():
-        raise ValueError(f"every checkpoint in {out_dir / FOLDER} is damaged: the run cannot be continued; begin a new one, "
-                         f"with init_from={out_dir / BEST} where that one is sound")
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged: the run cannot be continued; begin a new one, "
+                        f"with init_from={out_dir / BEST} where that one is sound")
     return None
 
 

@@ -11,12 +11,13 @@ import torch
 
 from rwkv.config import DataConfig, TrainConfig, TrainerConfig
 from rwkv.distributed import world_size
+from rwkv.errors import UserError
 
 
 def device_for(accelerator: str) -> torch.device:
     """The device that trainer=auto|cpu|gpu means here. Raises ValueError for gpu where torch sees none."""
     if accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("trainer=gpu needs a CUDA device, and torch sees none: use trainer=cpu")
+        raise UserError("trainer=gpu needs a CUDA device, and torch sees none: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -29,14 +30,14 @@ def process_count(config: TrainConfig) -> int:
     if options.strategy == "single":
         return 1
     if options.num_nodes > 1:
-        raise ValueError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
-                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
+        raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
+                        "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
     _require_gpus(options, gpus)
     count = options.devices or gpus
     if count == 0:
-        raise ValueError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
+        raise UserError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
     if gpus and count > gpus:
-        raise ValueError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch sees")
+        raise UserError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch sees")
     _require_multiple(config.data.batch_size, count)
     return count
 
@@ -45,9 +46,9 @@ def share(config: TrainConfig) -> DataConfig:
     """This process's part of each batch: what all of them read together is data.batch_size. Raises ValueError as above."""
     count = world_size()
     if count > 1 and config.trainer.strategy == "single":
-        raise ValueError("torchrun started several processes: say how they work together, trainer=ddp or trainer=fsdp")
+        raise UserError("torchrun started several processes: say how they work together, trainer=ddp or trainer=fsdp")
     if count % config.trainer.num_nodes:
-        raise ValueError(f"trainer.num_nodes={config.trainer.num_nodes} machines cannot have {count} processes, as many each")
+        raise UserError(f"trainer.num_nodes={config.trainer.num_nodes} machines cannot have {count} processes, as many each")
     _require_gpus(config.trainer, torch.cuda.device_count())
     _require_multiple(config.data.batch_size, count)
     return replace(config.data, batch_size=config.data.batch_size // count)
@@ -55,12 +56,12 @@ def share(config: TrainConfig) -> DataConfig:
 
 def _require_gpus(options: TrainerConfig, gpus: int) -> None:
     if options.strategy == "fsdp" and not gpus:
-        raise ValueError("trainer=fsdp needs CUDA devices, and there are none: use trainer=ddp, which runs on CPUs too")
+        raise UserError("trainer=fsdp needs CUDA devices, and there are none: use trainer=ddp, which runs on CPUs too")
 
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise ValueError(f"data.batch_size={batch_size} is what all processes read together: it must be a multiple of {count}")
+        raise UserError(f"data.batch_size={batch_size} is what all processes read together: it must be a multiple of {count}")
 
 
 AUTO = "auto"

@@ -10,11 +10,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from rwkv.distributed import summed
+from rwkv.errors import UserError
 
 SKIPPED = 20                             # losses in a row: fp16's scaler skips such a step, and the next one may be well again
 
 
-class Diverged(ValueError):
+class Diverged(UserError):
     """The loss or the weights are not finite. What training has saved before is."""
 
 

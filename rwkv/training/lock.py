@@ -7,6 +7,8 @@ from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from rwkv.errors import UserError
+
 NAME = ".lock"
 PATIENCE = 6.0                           # seconds, for what is left of a run that was killed just now: loaders take up to 5
 
@@ -42,8 +44,8 @@ def _acquired(out_dir: Path) -> FileLock | None:
             lock.acquire(timeout=PATIENCE, poll_interval=0.05)
     except Timeout:
         if _is_a_lock(lock):
-            raise ValueError(f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose "
-                             "another out_dir") from None
+            raise UserError(f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose "
+                            "another out_dir") from None
     except OSError as error:
         _say_unprotected(out_dir, error.strerror or "no locks")
         return None

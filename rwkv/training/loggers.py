@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from rwkv.config import LoggerConfig
 from rwkv.distributed import rank
+from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 
 METRICS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "peak_mem")
@@ -28,8 +29,8 @@ def require(config: LoggerConfig) -> None:
     try:
         importlib.import_module("wandb")
     except Exception as error:           # a broken installation raises whatever its first broken part does
-        raise ValueError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
-                         "install --force-reinstall wandb), or use logger=csv") from error
+        raise UserError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
+                        "install --force-reinstall wandb), or use logger=csv") from error
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
@@ -176,6 +177,6 @@ def _logged_in() -> bool:
     try:
         return bool(wandb.login(prompt=False))
     except wandb.errors.AuthenticationError as error:
-        raise ValueError(f"W&B refuses the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
+        raise UserError(f"W&B refuses the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
     except wandb.errors.UsageError:      # no key, and nobody to ask for one
         return False

@@ -32,6 +32,7 @@ import torch
 from kernels.registry import names
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
+from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.model.loss import rows_at_once
 from rwkv.model.rwkv4 import sizes
@@ -140,8 +141,8 @@ def _require_memory(need: int, device: torch.device, processes: int, remedy: str
         where = "the GPU" if device.type == "cuda" else "this machine"
         programs = _of_programs(device, processes)
         already = f", {in_words(programs)} of which the programs take already," if programs else ""
-        raise ValueError(f"training needs at least {in_words(need + programs)} of memory{already} and {where} has "
-                         f"{in_words(free)} free: {remedy}")
+        raise UserError(f"training needs at least {in_words(need + programs)} of memory{already} and {where} has "
+                        f"{in_words(free)} free: {remedy}")
 
 
 def _of_programs(device: torch.device, processes: int) -> int:
@@ -154,8 +155,8 @@ def _require_disk(run: Run, vocab_size: int) -> None:
     there = sum(path.stat().st_size for path in (run.out_dir / FOLDER).glob("*.ckpt"))
     need, free = disk(run.config, vocab_size), free_disk(run.out_dir)
     if need > free + there:
-        raise ValueError(f"{n_checkpoints(run.config)} checkpoints need {in_words(need)} of disk, and {in_words(free + there)} "
-                         f"is free at {run.out_dir}: make room, name another disk with out_dir=, or take trainer.keep_last=1")
+        raise UserError(f"{n_checkpoints(run.config)} checkpoints need {in_words(need)} of disk, and {in_words(free + there)} "
+                        f"is free at {run.out_dir}: make room, name another disk with out_dir=, or take trainer.keep_last=1")
 
 
 def _at_least(need: Memory) -> int:

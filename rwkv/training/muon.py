@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv.errors import UserError
+
 # Coefficients a, b, c of each iteration: singular values from 1/100 of the bound on come within 0.28 of 1; those below grow
 # 77 times.
 POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
@@ -58,8 +60,8 @@ class Muon(torch.optim.Optimizer):
         saved, own = state_dict["param_groups"], self.param_groups
         sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
         if sizes[0] != sizes[1]:
-            raise ValueError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
-                             "of another recipe, or another version of this program; begin anew from its weights, init_from=")
+            raise UserError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
+                            "of another recipe, or another version of this program; begin anew from its weights, init_from=")
         super().load_state_dict(state_dict)
         self._share()
 

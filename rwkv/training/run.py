@@ -16,6 +16,7 @@ import yaml
 
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
 from rwkv.config import SCALED, TrainConfig
+from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -61,7 +62,7 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     data differs from the file that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
-        raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+        raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
     if config.resume is not None:
         resumed = _resumed(config, [*given, *_not_overruled(chosen, given)])
         if resumed is not None:
@@ -82,7 +83,7 @@ def new_folder(kind: str = "") -> Path:
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     """Raises ValueError where there is something in the directory. `resume`: how it would be continued."""
     if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
-        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
+        raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
 
 
 def decided(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -98,7 +99,7 @@ def in_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     if "trainer.max_steps" not in given:
         return replace(config, trainer=replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step)))
     if "trainer.max_tokens" in given:
-        raise ValueError("trainer.max_steps and trainer.max_tokens both say how long to train: give one of them")
+        raise UserError("trainer.max_steps and trainer.max_tokens both say how long to train: give one of them")
     return replace(config, trainer=replace(trainer, max_tokens=None))
 
 
@@ -110,7 +111,7 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
+        raise UserError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
     run.lock.hold(run.out_dir)
     if not run.begun:
         require_unused(run.out_dir)      # asked before, but another process may have begun and ended a run since
@@ -158,16 +159,16 @@ def _found(config: TrainConfig, given: Collection[str], path: Path, auto: bool) 
         return _begin_again(config, given, path.resolve())
     if auto:
         return None
-    raise ValueError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
+    raise UserError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
 
 
 def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: Checkpoint) -> Run:
     saved = read.run or {}
     if "trainer" not in saved or read.path.parent.name != FOLDER:
-        raise ValueError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
+        raise UserError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, out_dir, saved)
     if read.step > merged.trainer.max_steps or (read.step == merged.trainer.max_steps and is_finished(out_dir)):
-        raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
+        raise UserError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, read.path, read.step)
     if merged.init_from is None:
         return resumed
@@ -191,8 +192,8 @@ def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: d
     for key in _options_given(config, given):
         old, new = _look_up(merged, key), _look_up(config, key)
         if old != new and key not in FREE and not {key, key.split(".")[0]}.isdisjoint(FIXED):
-            raise ValueError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
-                             "that sets it; or start a new run")
+            raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
+                            "that sets it; or start a new run")
         _put(merged, key, new)
     checked = TrainConfig(**{name: _restore(getattr(merged, name), value) for name, value in asdict(merged).items()})
     return decided(replace(checked, resume=config.resume, out_dir=str(out_dir)), given)
@@ -205,8 +206,8 @@ def _without_deleted(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
         group, _, name = option.partition(".")
         value = current[group].pop(name, default)
         if value != default:
-            raise ValueError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
-                             "with the version that began it, or begin a new run with its weights, init_from=")
+            raise UserError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
+                            "with the version that began it, or begin a new run with its weights, init_from=")
     return current
 
 

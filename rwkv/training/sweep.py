@@ -28,6 +28,7 @@ from kernels.registry import KernelUnavailable
 from rwkv import cli, report
 from rwkv.config import TrainConfig
 from rwkv.distributed import say
+from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report import reading
 from rwkv.training.device import device_for
@@ -153,12 +154,12 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
     folder, goes_on = Path(str(own.get("out_dir") or new_folder("sweep_"))), "resume" in own
     if goes_on and (own["resume"] != "auto" or "out_dir" not in own):
-        raise ValueError("a sweep is continued with resume=auto out_dir=DIR, where DIR is the directory of the sweep")
+        raise UserError("a sweep is continued with resume=auto out_dir=DIR, where DIR is the directory of the sweep")
     found = read(folder) if goes_on else []
     if not goes_on:
         require_unused(folder, RESUME)
     if goes_on and not found and not rest.keys:
-        raise ValueError(f"no sweep to continue in {folder}: it has no {FILE}")
+        raise UserError(f"no sweep to continue in {folder}: it has no {FILE}")
     jobs = [job for entry in found for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
     sweep = Sweep(folder, found, {entry.name: job.config for entry, job in zip(found, jobs, strict=True)})
     if rest.keys or not found:
@@ -170,8 +171,8 @@ def _require_ours(line: cli.CommandLine) -> None:
     """Raises ValueError for an option of Hydra's own way to sweep, which is not this one."""
     theirs = [key for key in line.keys if key.startswith(IGNORED)]
     if theirs:
-        raise ValueError(f"{theirs[0]} has no effect here: each run of a sweep is a process of its own, one after the other; "
-                         "leave it out")
+        raise UserError(f"{theirs[0]} has no effect here: each run of a sweep is a process of its own, one after the other; "
+                        "leave it out")
 
 
 def read(folder: Path) -> list[Entry]:
@@ -190,13 +191,13 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
     known, added = {entry.name: entry for entry in sweep.entries}, []
     for job in jobs:
         if job.config.plan:
-            raise ValueError("plan=true trains nothing, and a sweep is of runs that train: leave out -m to see the plan of one "
-                             "run, or plan=true to train")
+            raise UserError("plan=true trains nothing, and a sweep is of runs that train: leave out -m to see the plan of one "
+                            "run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
         before = known.setdefault(entry.name, entry)
         if sorted(before.arguments) != sorted(entry.arguments):
-            raise ValueError(f"the sweep in {sweep.folder} has {entry.name} with other options: give the same, or another "
-                             "out_dir")
+            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with other options: give the same, or another "
+                            "out_dir")
         if before is entry:
             added.append(entry)
             sweep.configs[entry.name] = job.config

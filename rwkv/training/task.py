@@ -17,6 +17,7 @@ from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank, summed, world_size
+from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -140,6 +141,6 @@ class LanguageModel(lightning.LightningModule):
         before = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and before and before != self.entry["tokenizer"]:
             hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]
-            raise ValueError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
-                             f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
+            raise UserError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
+                            f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

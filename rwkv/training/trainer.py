@@ -25,6 +25,7 @@ from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import launched, rank, say, world_size
+from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
 from rwkv.model.base import Model
@@ -150,8 +151,8 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
     """trainer.activation_checkpointing and trainer.compile, block by block; names and values of the weights stay."""
     if config.compile and (compiler := missing_compiler()):
-        raise ValueError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
-                         "leave trainer.compile out")
+        raise UserError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
+                        "leave trainer.compile out")
     for block in model.blocks:
         if config.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

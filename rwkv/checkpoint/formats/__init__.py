@@ -15,7 +15,7 @@ import pkgutil
 from pathlib import Path
 from types import ModuleType
 
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 
 RECOGNISED_BY = 16                       # bytes shown of a file that is none of these
 
@@ -28,7 +28,7 @@ def names() -> list[str]:
 def load(name: str) -> ModuleType:
     """The module of a format. Raises ValueError for a name that is none."""
     if name not in names():
-        raise ValueError(f"there is no format {name!r}: choose one of {', '.join(names())}")
+        raise UserError(f"there is no format {name!r}: choose one of {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
@@ -52,8 +52,8 @@ def by_suffix(path: Path) -> ModuleType:
         if suffix in format.SUFFIXES:
             return format
     known = ", ".join(suffix or "no suffix" for name in names() for suffix in load(name).SUFFIXES)
-    raise ValueError(f"{path.name} does not say its format: choose one of these suffixes ({known}), or name a format "
-                     f"({', '.join(names())})")
+    raise UserError(f"{path.name} does not say its format: choose one of these suffixes ({known}), or name a format "
+                    f"({', '.join(names())})")
 
 
 def first_bytes(path: Path, count: int) -> bytes:

@@ -21,7 +21,7 @@ from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw, release
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".bin", ".ggmf")
@@ -57,8 +57,8 @@ def dtype_for(tensor: Stored, dtype: str | None) -> torch.dtype:
     if len(_vector_or_matrix(tensor.shape)) == 1:
         return torch.float32
     if matrices not in DTYPES:
-        raise ValueError(f"ggmf holds float32 or float16, and not {dtype or str(tensor.dtype).removeprefix('torch.')}: choose "
-                         "one of them as the dtype")
+        raise UserError(f"ggmf holds float32 or float16, and not {dtype or str(tensor.dtype).removeprefix('torch.')}: choose "
+                        "one of them as the dtype")
     return matrices
 
 

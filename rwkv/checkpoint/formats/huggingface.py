@@ -16,7 +16,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.rwkv4 import to_hugging_face
 from rwkv.checkpoint.stored import Stored
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 
 SUFFIXES = ("",)
@@ -78,11 +78,11 @@ def _described(outgoing: Outgoing) -> dict[str, Any]:
 
 def _require_ours(path: Path) -> None:
     if path.is_file():
-        raise ValueError(f"{path} is a file, and a Hugging Face checkpoint is a directory: choose another name")
+        raise UserError(f"{path} is a file, and a Hugging Face checkpoint is a directory: choose another name")
     others = sorted(file.name for file in path.iterdir() if file.name not in OURS) if path.is_dir() else []
     if others:
-        raise ValueError(f"{path} holds {others[0]}, which is not part of what would be written there: choose an empty "
-                         "directory")
+        raise UserError(f"{path} holds {others[0]}, which is not part of what would be written there: choose an empty "
+                        "directory")
 
 
 def _config(path: Path) -> dict[str, Any]:

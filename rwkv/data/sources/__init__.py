@@ -14,6 +14,7 @@ from rwkv.config import DataConfig
 from rwkv.data.sources import huggingface, jsonl, stdlib, text
 from rwkv.data.sources.source import Document, Source
 from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.errors import UserError
 
 __all__ = ["Document", "Source", "open_source", "read_stdlib"]
 
@@ -24,11 +25,11 @@ def open_source(config: DataConfig, cache: Path) -> Source:
     Raises ValueError where there is nothing, or it cannot be read.
     """
     if config.name == "stdlib" and config.path:
-        raise ValueError(f"data=stdlib takes no data.path: to train on {config.path}, give data=text as well")
+        raise UserError(f"data=stdlib takes no data.path: to train on {config.path}, give data=text as well")
     if config.name == "stdlib":
         return stdlib.source(config)
     if not config.path:
-        raise ValueError(f"data={config.name} needs data.path: {KINDS[config.name][1]}")
+        raise UserError(f"data={config.name} needs data.path: {KINDS[config.name][1]}")
     return KINDS[config.name][0](config, cache)
 
 

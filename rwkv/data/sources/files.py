@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv.data.sources.source import CHUNK, sha256
+from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
 from rwkv.io.utf8 import not_utf8
 
@@ -38,7 +39,7 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     patterns = [f"{glob.escape(path)}/**/*{ending}" for ending in endings] if Path(path).is_dir() else [path]
     files = _each_once(file for pattern in patterns for file in _glob(pattern) if file.is_file())
     if not files:
-        raise ValueError(_no_files(path, endings))
+        raise UserError(_no_files(path, endings))
     root = _folder_of(path)
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
@@ -59,7 +60,7 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
                 place, value = before + error.start, data[error.start]
-                raise ValueError(not_utf8(f"data.path={path}", place, value, beginning)) from None
+                raise UserError(not_utf8(f"data.path={path}", place, value, beginning)) from None
             if text:
                 yield text
             rest, before = data[used:], before + used
@@ -69,7 +70,7 @@ def open_file(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise ValueError(f"cannot read data.path={path}: {error.strerror}") from None
+        raise UserError(f"cannot read data.path={path}: {error.strerror}") from None
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
@@ -91,7 +92,7 @@ def stamp(path: Path) -> list[int]:
     try:
         status = path.stat()
     except OSError as error:
-        raise ValueError(f"cannot read data.path={path}: {error.strerror}") from None
+        raise UserError(f"cannot read data.path={path}: {error.strerror}") from None
     return [status.st_size, status.st_mtime_ns]
 
 

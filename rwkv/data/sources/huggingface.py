@@ -7,6 +7,7 @@ from typing import Any
 from rwkv.config import DataConfig
 from rwkv.data.sources.files import contents
 from rwkv.data.sources.source import Source, sha256, split_documents
+from rwkv.errors import UserError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
 ROWS = 256                               # read at a time
@@ -31,14 +32,14 @@ def _load(path: str, split: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ValueError(INSTALL) from None
+        raise UserError(INSTALL) from None
     try:
         found = _open(datasets, path, split)
     except Exception as error:           # the library raises nothing more specific than its many sources do
-        raise ValueError(f"cannot load data.path={path} with the library `datasets`: {_line(error)}") from None
+        raise UserError(f"cannot load data.path={path} with the library `datasets`: {_line(error)}") from None
     if isinstance(found, dict):
         if split not in found:
-            raise ValueError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
+            raise UserError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
         return found[split]
     return found
 
@@ -53,11 +54,11 @@ def _open(datasets: Any, path: str, split: str) -> Any:
 
 def _require_texts(dataset: Any, config: DataConfig) -> None:
     if not len(dataset):
-        raise ValueError(f"data.path={config.path} is empty")
+        raise UserError(f"data.path={config.path} is empty")
     texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     if config.field not in texts:
-        raise ValueError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
-                         f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
+        raise UserError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
+                        f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
 
 
 def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | None]]:

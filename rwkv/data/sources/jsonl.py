@@ -10,6 +10,7 @@ from typing import Any
 from rwkv.config import DataConfig
 from rwkv.data.sources.files import contents, matching, open_file
 from rwkv.data.sources.source import Source, sha256, split_documents
+from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -22,7 +23,7 @@ def source(config: DataConfig, cache: Path) -> Source:
     """
     found = [(name, path) for name, path in matching(str(config.path), ENDINGS) if path.stat().st_size]
     if not found:
-        raise ValueError(f"data.path={config.path} is empty")
+        raise UserError(f"data.path={config.path} is empty")
     paths = [path for _, path in found]
 
     def documents() -> Iterator[Any]:
@@ -50,13 +51,13 @@ def _lines(file: Any, path: Path) -> Iterator[bytes]:
     try:
         yield from file
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"cannot read data.path={path}: {error}") from None
+        raise UserError(f"cannot read data.path={path}: {error}") from None
 
 
 def _text(line: bytes, field: str, where: str) -> str:
     entry = parse(line, where)
     if not isinstance(entry.get(field), str):
-        raise ValueError(_no_text(entry, field, where))
+        raise UserError(_no_text(entry, field, where))
     return text_of(entry, field, where)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
+from rwkv.errors import UserError
+
 SPLIT_SEED = 0
 CHUNK = 1 << 16                          # characters, or bytes of a file, at a time
 
@@ -88,7 +90,7 @@ def split_documents(found: Iterable[tuple[str, str, int | None]], fraction: floa
     kept = (document for document in found if document[0])
     first = list(islice(kept, 2))
     if not first:
-        raise ValueError(f"data.path={path} has no text: all its documents are empty")
+        raise UserError(f"data.path={path} has no text: all its documents are empty")
     if len(first) == 1:
         yield from _halves(first[0][0], first[0][1], fraction)
     else:
@@ -106,5 +108,5 @@ def validation_begins(characters: int, fraction: float, where: str) -> int:
     """The character of a single document from which on it is for validation. Raises ValueError where it is too short."""
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
-        raise ValueError(f"{where} has {characters} characters: too few to split into training and validation")
+        raise UserError(f"{where} has {characters} characters: too few to split into training and validation")
     return cut

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rwkv.config import DataConfig
 from rwkv.data.sources.source import Document, Source, chunks_of, count_reaching, rank, sha256
+from rwkv.errors import UserError
 
 SKIPPED = {"site-packages", "dist-packages", "encodings", "test", "tests", "idle_test", "__pycache__"}
 
@@ -36,7 +37,7 @@ def read_stdlib(root: Path, val_fraction: float) -> Text:
     documents = {path.relative_to(root).as_posix(): _source(path) for path in _python_files(root)}
     shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]
     if len(shuffled) < 2:
-        raise ValueError(f"the standard library in {root} has no .py sources: use data=text data.path=FILE")
+        raise UserError(f"the standard library in {root} has no .py sources: use data=text data.path=FILE")
     count = count_reaching(val_fraction, [len(document.encode()) for document in shuffled])
     return Text(shuffled[count:], shuffled[:count])
 

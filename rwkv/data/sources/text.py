@@ -6,13 +6,14 @@ from pathlib import Path
 from rwkv.config import DataConfig
 from rwkv.data.sources.files import chunks, contents, matching
 from rwkv.data.sources.source import Document, Source, count_reaching, rank, sha256, validation_begins
+from rwkv.errors import UserError
 
 
 def source(config: DataConfig, cache: Path) -> Source:
     """Raises ValueError where data.path matches no file, or nothing but empty ones."""
     found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not found:
-        raise ValueError(f"data.path={config.path} is empty")
+        raise UserError(f"data.path={config.path} is empty")
     if len(found) == 1:
         return _one(found[0][1], config.val_fraction, cache)
     return _several(sorted(found, key=lambda pair: rank(pair[0])), config, cache)
