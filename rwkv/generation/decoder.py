@@ -79,7 +79,7 @@ class Decoder:
 
     def state(self) -> State:
         """A copy of the state."""
-        return State.stack([State(layer.att.x, *layer.att.ab, layer.att.p, layer.ffn.x) for layer in self._layers])
+        return State.stack([State(layer.att.x, layer.att.ab[0], layer.att.ab[1], layer.att.p, layer.ffn.x) for layer in self._layers])
 
 
 class _Layer:

@@ -158,7 +158,7 @@ class Block(nn.Module):
         mixed, att_x, wkv = self.att(self.ln1(x), att_x, wkv)
         x = x + mixed
         mixed, ffn_x = self.ffn(self.ln2(x), ffn_x)
-        return x + mixed, State(att_x, *wkv, ffn_x), None
+        return x + mixed, State(att_x, wkv.a, wkv.b, wkv.p, ffn_x), None
 
 
 def init_weights(model: Any) -> None:

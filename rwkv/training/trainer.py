@@ -110,7 +110,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 
 
-def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> RWKV:
+def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> Model:
     """The trained model; with trainer=fsdp, where each process has a share of the weights, from the last checkpoint."""
     if config.trainer.strategy != "fsdp":
         return task.model
