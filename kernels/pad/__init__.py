@@ -135,3 +135,6 @@ def _operator(name: str) -> Any:
         schema="(Tensor tile, SymInt offset, SymInt top, SymInt left, SymInt height, SymInt width) -> Tensor")
     operator.register_fake(lambda tile, offset, top, left, height, width: tile.new_empty(*tile.shape[:-2], height, width))
     return operator
+
+
+OPERATOR = BrickPadding

@@ -87,3 +87,6 @@ def _operator(name: str) -> Any:
     operator.register_autograd(lambda ctx, grad_y: gradient(*ctx.saved_tensors, grad_y),
                                setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output))
     return operator
+
+
+OPERATOR = Softmax

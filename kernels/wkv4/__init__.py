@@ -200,3 +200,6 @@ def _cast(outputs: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous, in dtype; looking first is cheaper than asking for what is there."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+
+
+OPERATOR = WKV
