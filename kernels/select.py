@@ -53,7 +53,9 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
         raise KernelUnavailable(reason, "" if only_auto else f"on {device.type} there are: {', '.join(others)}")
     kind = importlib.import_module(f"kernels.{operator}").OPERATOR
     inner = folder(operator, name)
-    return kind(name) if inner == operator else kind(inner, **{inner: name})
+    selected = kind(name) if inner == operator else kind(inner, **{inner: name})
+    selected.check_device(device)
+    return selected
 
 
 def selectable(operator: str) -> list[str]:
