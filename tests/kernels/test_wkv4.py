@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from kernels.compare import err_ratio, errors, misses
 from kernels.registry import load, names, why_not
-from kernels.select import selectable
+from kernels.select import folder, selectable
 from kernels.timex import TimeX
 from kernels.wkv4 import WKV, WKVState, cases
 from kernels.wkv4.cases import WKVInputs, double
