@@ -27,7 +27,7 @@ WARM = 3
 
 def train() -> Callable[[], Any]:
     config, vocab_size = TINY
-    task = LanguageModel(RWKV(config, vocab_size, select("taichi_scan")).init_weights(), OptimConfig(), 1000, 1.0)
+    task = LanguageModel(RWKV(config, vocab_size, select("wkv4", "taichi_scan")).init_weights(), OptimConfig(), 1000, 1.0)
     optimizer, x = task.configure_optimizers()["optimizer"], torch.randint(vocab_size, (B, config.ctx_len))
 
     def step() -> None:
@@ -41,7 +41,7 @@ def train() -> Callable[[], Any]:
 
 def decode() -> Callable[[], Any]:
     config, vocab_size = LARGER
-    model = RWKV(config, vocab_size, select("taichi_scan")).requires_grad_(False)
+    model = RWKV(config, vocab_size, select("wkv4", "taichi_scan")).requires_grad_(False)
     decoder, token = Decoder(model, model.empty_state(1)), torch.zeros(1, dtype=torch.long)
     return lambda: decoder.step(token)
 

@@ -73,7 +73,7 @@ def _whole(model: RWKV, x: Tensor) -> Tensor:
 def _task(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> LanguageModel:
     keep_large_blocks()
     torch.manual_seed(0)
-    return LanguageModel(RWKV(config, vocab_size, select(AUTO, dtype=dtype)).init_weights(), OptimConfig(), 1000, 1.0)
+    return LanguageModel(RWKV(config, vocab_size, select("wkv4", AUTO, dtype=dtype)).init_weights(), OptimConfig(), 1000, 1.0)
 
 
 def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) -> None:

@@ -80,7 +80,7 @@ def write_checkpoint(folder: Path, shape: tuple[int, int, int]) -> Path:
     """A random model as a float16 .pth, and beside it as a Hugging Face directory."""
     L, C, V = shape
     torch.manual_seed(0)
-    model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("reference"))
+    model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("wkv4", "reference"))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:

@@ -29,7 +29,7 @@ B, T, VOCABULARY, REPEATS = 1, 512, 8192, 3
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     keep_large_blocks()
-    wkv = select(args.kernel, torch.device("cpu"), torch.float32)
+    wkv = select("wkv4", args.kernel, torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     model = RWKV(ModelConfig(n_layer=6, n_embd=384, ctx_len=T), VOCABULARY, wkv).init_weights()
     task = LanguageModel(model, OptimConfig(), 1, 1.0)

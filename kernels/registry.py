@@ -24,7 +24,11 @@ class UnknownKernel(ValueError):
 
 
 class KernelUnavailable(RuntimeError):
-    """An implementation that cannot run here; the message is one sentence with the reason and the remedy."""
+    """An implementation cannot run here. reason: why not, and the remedy; the message adds, in one sentence, what does run."""
+
+    def __init__(self, reason: str, instead: str = "") -> None:
+        super().__init__(f"{reason}; {instead}" if instead else reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def check(op: str, name: str, device: torch.device) -> None:
     """Raises KernelUnavailable with the reason, the remedy and what does run, where `name` cannot run on `device`."""
     reason = why_not(op, name, device.type)
     if reason:
-        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(runnable(op, device.type))}")
+        raise KernelUnavailable(reason, f"on {device.type} there are: {', '.join(runnable(op, device.type))}")
 
 
 def check_dtype(op: str, name: str, requires: Requires, *dtypes: torch.dtype) -> None:

@@ -1,100 +1,120 @@
-"""The one place where a kernel's name becomes an operator, for train.py, generate.py and from_pretrained alike.
+"""The one place where a kernel's name becomes an operator, for all programs and from_pretrained alike.
 
-A file of kernels/wkv4/ is selected as it is; a file of kernels/timex/ means the convolution form with that TimeX inside.
-`auto` is the one choice made by a rule: RULES, by device and by the dtype of k and v.
+    wkv = select("wkv4", "taichi_v3", device, dtype)
+
+The names of an operator are the files of its folder. An operator in COMPOSED can also be computed from the operator named
+there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV with
+TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
 """
 
-from typing import NamedTuple
+import importlib
+from typing import Any, NamedTuple
 
 import torch
 
-from kernels.registry import KernelUnavailable, UnknownKernel, check, load, names, runnable, why_not
-from kernels.wkv4 import WKV
+from kernels.registry import KernelUnavailable, UnknownKernel, load, names, operators, why_not
 
 AUTO = "auto"
+COMPOSED = {"wkv4": "timex"}
 
 
 class Rule(NamedTuple):
-    """What auto tries in turn, and whether benchmarks/results/ shows the first to be the fastest."""
+    """The kernels that auto tries in turn, and whether benchmarks/results/ shows that the first is the fastest."""
 
     order: tuple[str, ...]
     measured: bool
 
 
-# The last of each order needs nothing but torch. What is not measured follows the design: linear time, one launch, exact.
+# The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
 RULES = {
-    ("cpu", torch.float32): CPU,
-    ("cpu", torch.bfloat16): CPU,
-    ("cuda", torch.float32): CUDA,
-    ("cuda", torch.bfloat16): CUDA,
+    ("wkv4", "cpu", torch.float32): CPU,
+    ("wkv4", "cpu", torch.bfloat16): CPU,
+    ("wkv4", "cpu", torch.float64): Rule(("torch_scan",), measured=False),
+    ("wkv4", "cuda", torch.float32): CUDA,
+    ("wkv4", "cuda", torch.bfloat16): CUDA,
+    ("wkv4", "cuda", torch.float64): Rule(("torch_scan",), measured=False),
 }
-IN_FLOAT64 = Rule(("torch_scan",), measured=False)
 
 
-def selectable() -> list[str]:
-    """Every name that `select` takes, `auto` aside; what cannot be asked, because its package is missing, is among them."""
-    return [*filter(_sound, names("timex")), *(name for name in names("wkv4") if name != "timex")]
+def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+    """The operator ("wkv4", "timex", ...) computed by the kernel `name`, checked to run on `device`.
 
-
-def resolve(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
-    """`auto` as the name that it stands for with k and v of `dtype` on `device`, the last choice where none runs.
-
-    Any other name as it is.
+    `dtype`, that of the inputs, decides only what auto means. Raises UnknownKernel where the operator has no such kernel,
+    ValueError for a TimeX that is unsound inside WKV, and KernelUnavailable where the kernel cannot run on `device`.
     """
-    if name != AUTO:
+    name, device = resolve(operator, name, device, dtype), torch.device(device)
+    _check_name(operator, name, device.type)
+    reason = why_not(folder(operator, name), name, device.type)
+    if reason:
+        others = _runnable(operator, device.type)
+        only_auto = others == [AUTO]
+        raise KernelUnavailable(reason, "" if only_auto else f"on {device.type} there are: {', '.join(others)}")
+    kind = importlib.import_module(f"kernels.{operator}").OPERATOR
+    inner = folder(operator, name)
+    selected = kind(name) if inner == operator else kind(inner, **{inner: name})
+    selected.check_device(device)
+    return selected
+
+
+def selectable(operator: str) -> list[str]:
+    """Every name that `select` takes for the operator, `auto` aside; a kernel whose package is missing is among them."""
+    inner = COMPOSED.get(operator)
+    inner_names = [name for name in names(inner) if _usable_inside(inner, name)] if inner else []
+    return [*inner_names, *(name for name in names(operator) if name != inner)]
+
+
+def folder(operator: str, name: str) -> str:
+    """The folder of kernels/ that holds the file of the operator's kernel `name`: "timex" for ("wkv4", "conv1d")."""
+    return operator if name in names(operator) else COMPOSED.get(operator, operator)
+
+
+def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """The kernel that `auto` means for `dtype` on `device`, the rule's last where none runs; any other name as it is."""
+    if name != AUTO or not _has_rule(operator):
         return name
     device = torch.device(device).type
-    choices = rule(device, dtype).order
-    return next((choice for choice in choices if why_not(_op(choice), choice, device) is None), choices[-1])
+    choices = rule(operator, device, dtype).order
+    return next((choice for choice in choices if why_not(folder(operator, choice), choice, device) is None), choices[-1])
 
 
-def why_auto(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
-    """What auto resolves to and, where it is not the first choice or no measurement says so, why: one line to print."""
+def why_auto(operator: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """One line to print: the kernel that auto resolves to and, where it is not the first choice or not measured, why."""
     device = torch.device(device).type
-    (first, *_), measured = rule(device, dtype)
-    chosen, reason = resolve(AUTO, device, dtype), why_not(_op(first), first, device)
+    (first, *_), measured = rule(operator, device, dtype)
+    chosen, reason = resolve(operator, AUTO, device, dtype), why_not(folder(operator, first), first, device)
     doubts = [*filter(None, [reason]), *([] if measured else [f"not measured on {device} yet"])]
     return f"{chosen} (chosen by auto{': ' if doubts else ''}{'; '.join(doubts)})"
 
 
-def rule(device: str, dtype: torch.dtype) -> Rule:
-    """float16 counts as bfloat16, and a device that no rule names as a CPU."""
-    if dtype == torch.float64:
-        return IN_FLOAT64
-    half = dtype in (torch.bfloat16, torch.float16)
-    return RULES["cuda" if device == "cuda" else "cpu", torch.bfloat16 if half else torch.float32]
+def rule(operator: str, device: str, dtype: torch.dtype) -> Rule:
+    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU."""
+    dtype = torch.bfloat16 if dtype == torch.float16 else dtype
+    return RULES[operator, "cuda" if device == "cuda" else "cpu", dtype]
 
 
-def select(name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> WKV:
-    """The WKV operator that `name` means; `dtype`, that of k and v, decides only what auto means.
+def _check_name(operator: str, name: str, device: str) -> None:
+    inner = COMPOSED.get(operator)
+    if name != inner and name in names(folder(operator, name)):
+        return
+    owners = [other for other in operators() if name in names(other) and name != inner]
+    problem = f"{name} is a kernel of {' and '.join(owners)}, not of {operator}" if owners else f"unknown kernel {name!r}"
+    raise UnknownKernel(f"{problem}; on {device} there are: {', '.join(_runnable(operator, device))}")
 
-    Raises ValueError for an unknown name and for a TimeX that is unsound inside WKV, KernelUnavailable where it can't run.
-    """
-    name, device = resolve(name, device, dtype), torch.device(device)
-    if name not in (*names("timex"), *names("wkv4")) or name == "timex":
-        raise UnknownKernel(f"unknown kernel {name!r}; on {device.type} there are: {', '.join(_runnable(device))}")
+
+def _has_rule(operator: str) -> bool:
+    return any(key[0] == operator for key in RULES)
+
+
+def _usable_inside(operator: str, name: str) -> bool:
     try:
-        check(_op(name), name, device)
-    except KernelUnavailable as error:
-        reason = str(error).split("; on ")[0]
-        here = _runnable(device)         # auto first, which is of no use alone
-        raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(here)}" if here[1:] else reason) from None
-    return WKV(name) if _op(name) == "wkv4" else WKV("timex", timex=name)
-
-
-def _op(name: str) -> str:
-    return "wkv4" if name in names("wkv4") else "timex"
-
-
-def _sound(timex: str) -> bool:
-    try:
-        return load("timex", timex).REQUIRES.wkv
+        return load(operator, name).REQUIRES.wkv
     except KernelUnavailable:
         return True
 
 
-def _runnable(device: torch.device) -> list[str]:
-    ops = ("timex", "wkv4")
-    return [AUTO, *(name for op in ops for name in runnable(op, device.type) if name in selectable())]
+def _runnable(operator: str, device: str) -> list[str]:
+    """The names that select takes for the operator on the device type `device`, auto first where there is a rule."""
+    here = [name for name in selectable(operator) if why_not(folder(operator, name), name, device) is None]
+    return [AUTO, *here] if _has_rule(operator) else here

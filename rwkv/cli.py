@@ -214,7 +214,7 @@ def _check_choice(group: str, choice: str) -> None:
     if choice in choices or (choice == "null" and group in OPTIONAL):
         return
     if group == "kernel":
-        select(choice)                   # says what there is, and what runs here
+        select("wkv4", choice)           # says what there is, and what runs here
     raise UsageError(f"unknown {group} {choice!r}; there are: {', '.join(choices)}")
 
 

@@ -45,7 +45,7 @@ class RWKV(Model):
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype == "int8":
             raise UserError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
-        wkv = select(kernel, device, computed_in(dtype))
+        wkv = select("wkv4", kernel, device, computed_in(dtype))
         if trainable:
             return cls.to_train_on(read_checkpoint(path), wkv, device, dtype)
         return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)

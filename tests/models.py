@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.registry import names, why_not
-from kernels.select import select, selectable
+from kernels.registry import why_not
+from kernels.select import folder, select, selectable
 from rwkv.config import ModelConfig
 from rwkv.pretrained import RWKV
 
@@ -13,7 +13,7 @@ SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
 
 def reasons() -> dict[str, str | None]:
     """Every selectable kernel, and why it cannot run on this machine's CPU, None where it can."""
-    return {name: why_not("wkv4" if name in names("wkv4") else "timex", name) for name in selectable()}
+    return {name: why_not(folder("wkv4", name), name) for name in selectable("wkv4")}
 
 
 def kernels() -> list[object]:
@@ -24,7 +24,7 @@ def kernels() -> list[object]:
 def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, **sizes: int) -> RWKV:
     """A model with the matrices that start at zero, the norms and the mixing weights randomised: logits of order 1."""
     torch.manual_seed(seed)
-    model = RWKV(ModelConfig(**{**SMALL, **sizes}), vocab_size, select(kernel)).init_weights()
+    model = RWKV(ModelConfig(**{**SMALL, **sizes}), vocab_size, select("wkv4", kernel)).init_weights()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:

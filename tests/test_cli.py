@@ -62,7 +62,7 @@ def test_the_recipe_of_the_log_is_the_experiment() -> None:
 
 def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
     config = compose("train", "experiment=shakespeare_char", "data.path=FILE").model
-    model = RWKV(config, 66, select("reference"))                # tiny Shakespeare's 65 characters, and the end of text
+    model = RWKV(config, 66, select("wkv4", "reference"))                # tiny Shakespeare's 65 characters, and the end of text
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert f"The model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
 

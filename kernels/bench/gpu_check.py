@@ -27,8 +27,8 @@ import torch
 from kernels.bench import hardware, plot
 from kernels.bench.subjects import subject_of
 from kernels.bench.text import aligned
-from kernels.registry import load, names, operators, why_not
-from kernels.select import selectable
+from kernels.registry import load, operators, why_not
+from kernels.select import folder, selectable
 
 TAIL_LINES = 20
 OVER_TIME = ("B", "C", "T")
@@ -92,7 +92,7 @@ def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | No
 
 def trainable(device: str) -> list[str]:
     """The kernels that a model can be trained with on `device`."""
-    ops = {name: "wkv4" if name in names("wkv4") else "timex" for name in selectable()}
+    ops = {name: folder("wkv4", name) for name in selectable("wkv4")}
     return [name for name, op in ops.items() if why_not(op, name, device) is None and load(op, name).REQUIRES.wkv]
 
 

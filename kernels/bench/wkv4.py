@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from kernels import compare, registry
+from kernels import compare
 from kernels.bench.subjects import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
 from kernels.registry import why_not
-from kernels.select import select, selectable
+from kernels.select import folder, select, selectable
 from kernels.wkv4 import WKV, cases
 
 
@@ -38,7 +38,7 @@ class Subject:
     @staticmethod
     def names() -> tuple[str, ...]:
         """As they are selected; a TimeX stands for the convolution form with it inside."""
-        return (Subject.baseline, *selectable())
+        return (Subject.baseline, *selectable("wkv4"))
 
     @property
     def sequence(self) -> Tensor:
@@ -46,7 +46,7 @@ class Subject:
 
     def why_not(self, name: str) -> str | None:
         plain = name.split()[0]
-        return why_not("wkv4" if plain in registry.names("wkv4") else "timex", plain, self.device)
+        return why_not(folder("wkv4", plain), plain, self.device)
 
     def foretold(self, name: str) -> Costs:
         """From an eighth of the steps; the work of a single block grows with the square of its length."""
@@ -71,4 +71,4 @@ class Subject:
                 Pass("backward", lambda: torch.autograd.grad(y, self.inputs, self.grad_y, retain_graph=True), 0, 5 * one)]
 
     def _operator(self, name: str, block: int) -> WKV:
-        return WKV("timex", timex="conv1d", block=block) if name == self.baseline else select(name, self.device)
+        return WKV("timex", timex="conv1d", block=block) if name == self.baseline else select("wkv4", name, self.device)

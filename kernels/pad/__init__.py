@@ -5,36 +5,32 @@
 tile (..., h, w), out (..., height, width). Each course of bricks lies `offset` pixels to the left of the one above it.
 Source: Taichi documentation, "Accelerate PyTorch with Taichi", its first example.
 
-What all implementations share lives here, once: checks, shapes, the torch operator. A file beside this one holds
-REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) -> (N,height,width), and nothing but its algorithm.
+A file beside this one holds REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) -> (N,height,width), and
+nothing but its algorithm.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.registry import Requires, check, load
+from kernels.operator import Operator
 
 Padding = int | Sequence[int]
 
 
-class BrickPadding:
+class BrickPadding(Operator):
     """One implementation of the operator, by name: `BrickPadding("taichi_v0")(tile, offset, padding) -> out`.
 
     tile (..., h, w), float32 or uint8: (C,h,w) or (B,C,h,w), say; out (..., top + h + bottom, left + w + right), in pixels.
-    padding: one number, (horizontal, vertical), or (left, top, right, bottom). offset: any integer. Holds no tensors.
+    padding: one number, (horizontal, vertical), or (left, top, right, bottom). offset: any integer.
     Raises ValueError for an unknown name, another dtype, a negative padding, a tile without pixels and one that requires a
     gradient (there is none), KernelUnavailable where the implementation cannot run on the tile's device.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._implementation = load("pad", name)
-        self.requires: Requires = self._implementation.REQUIRES
-        self._operator = _operator(name)     # not in __call__: torch.compile would trace the registration
+    folder = "pad"
+    inputs = "Tensor tile, SymInt offset, SymInt top, SymInt left, SymInt height, SymInt width"
+    outputs = (("out", "tile"),)         # in its dtype; _empty_outputs has the shape
 
     def __call__(self, tile: Tensor, offset: int, padding: Padding) -> Tensor:
         self._check(tile)
@@ -46,13 +42,8 @@ class BrickPadding:
         self._check(tile)
         if height and width and tile.shape[-2:].numel() == 0:
             raise ValueError(f"a tile of shape {tuple(tile.shape)} has no pixels to pad with: give one of a height and a width")
-        return self._operator(tile, offset, top, left, height, width)
-
-    def __repr__(self) -> str:
-        return f"BrickPadding({self.name!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BrickPadding, (self.name,)
+        out, = self._function(tile, offset, top, left, height, width)
+        return out
 
     def forward(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
         """The same as `wall`, without checks."""
@@ -60,7 +51,11 @@ class BrickPadding:
         if tile.shape[:-2].numel() * height * width == 0:
             return tile.new_empty(shape)
         tiles = tile.detach().reshape(-1, *tile.shape[-2:]).contiguous()
-        return self._implementation.forward(tiles, offset, top, left, height, width).view(shape)
+        out: Tensor = self._implementation.forward(tiles, offset, top, left, height, width)
+        return out.view(shape)
+
+    def _empty_outputs(self, tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> list[Tensor]:
+        return [tile.new_empty(*tile.shape[:-2], height, width)]
 
     def _check(self, tile: Tensor) -> None:
         if tile.dim() < 2:
@@ -69,8 +64,7 @@ class BrickPadding:
             raise ValueError(f"BrickPadding takes {' and '.join(map(str, self.requires.dtypes))}, got {tile.dtype}: convert it")
         if tile.requires_grad and torch.is_grad_enabled():
             raise ValueError("BrickPadding has no gradient: pass tile.detach(), or call it under torch.no_grad()")
-        if not torch.compiler.is_compiling():
-            check("pad", self.name, tile.device)
+        self.check_device(tile.device)
 
 
 class BrickPad:
@@ -127,11 +121,4 @@ def sides(padding: Padding) -> tuple[int, int, int, int]:
     return left, top, right, bottom
 
 
-@cache
-def _operator(name: str) -> Any:
-    """The implementation as a torch operator, registered at first use as timemix::pad_NAME."""
-    operator = torch.library.custom_op(
-        f"timemix::pad_{name}", lambda *inputs: BrickPadding(name).forward(*inputs), mutates_args=(),
-        schema="(Tensor tile, SymInt offset, SymInt top, SymInt left, SymInt height, SymInt width) -> Tensor")
-    operator.register_fake(lambda tile, offset, top, left, height, width: tile.new_empty(*tile.shape[:-2], height, width))
-    return operator
+OPERATOR = BrickPadding

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.nn.modules.module import _has_any_global_hook
 
+from kernels.backends.torch_private import module_hooks_active, transforms_active
 from rwkv.model.first_derivative import first_derivative
 
 Tensors = tuple[Tensor, ...]
@@ -48,14 +48,14 @@ def can_fuse(*layers: nn.Module) -> bool:
     where a layer is another class or has another forward; and where a weight does not learn, because autograd then skips its
     gradient.
     """
-    seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active()
     return not seen and all(map(_is_plain, layers))
 
 
 def untouched(module: nn.Module) -> bool:
     """Whether a call of the module is its class's forward and nothing else: it has no hook and no forward of its own."""
     hooked = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-              or _has_any_global_hook())
+              or module_hooks_active())
     return "forward" not in module.__dict__ and not hooked
 
 

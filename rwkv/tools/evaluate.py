@@ -30,7 +30,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select(config.kernel.name, device, computed_in(config.dtype))
+    wkv = select("wkv4", config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]

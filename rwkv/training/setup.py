@@ -39,5 +39,5 @@ def data_for(run: Run, device: torch.device, kernel: str) -> Corpus:
 def kernel_for(config: TrainConfig, device: torch.device) -> tuple[WKV, str]:
     """The operator that the configuration names, and how it is announced. Raises as kernels.select does."""
     dtype = dtype_for(config.trainer.precision)
-    wkv = select(config.kernel.name, device, dtype)
-    return wkv, why_auto(device, dtype) if config.kernel.name == AUTO else wkv.name
+    wkv = select("wkv4", config.kernel.name, device, dtype)
+    return wkv, why_auto("wkv4", device, dtype) if config.kernel.name == AUTO else wkv.name

@@ -218,7 +218,7 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     try:
         kernel_for(config, device_for(config.trainer.accelerator))
     except KernelUnavailable as reason:
-        entry.status, entry.reason = UNAVAILABLE, str(reason).split("; on ")[0]       # without what else there is
+        entry.status, entry.reason = UNAVAILABLE, reason.reason
         say(f"cannot run here: {reason}")
         return
     status, error = _process(command(sweep, entry), sweep.folder / LOGS / f"{entry.name}.txt", stop)

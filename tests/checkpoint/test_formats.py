@@ -408,10 +408,10 @@ def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
     """A model that is the mapped file may change; the same file read into another dtype after that leaves it as it is."""
     small_model("reference", n_embd=64).save_pretrained(tmp_path / "model.pth")
     checkpoint = read_checkpoint(tmp_path / "model.pth")
-    used = RWKV.from_checkpoint(checkpoint, select("reference"))
+    used = RWKV.from_checkpoint(checkpoint, select("wkv4", "reference"))
     used.head.weight.zero_()
     used.blocks[0].ffn.key.weight.zero_()
-    RWKV.from_checkpoint(checkpoint, select("reference"), dtype="bfloat16")
+    RWKV.from_checkpoint(checkpoint, select("wkv4", "reference"), dtype="bfloat16")
     write_checkpoint(checkpoint, tmp_path / "other.pth")
     assert not used.head.weight.any()
     assert not used.blocks[0].ffn.key.weight.any()

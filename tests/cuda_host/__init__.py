@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kernels.backends.cuda import Source
-from kernels.registry import operators
 
 HERE = Path(__file__).parent
 ORDERS = ("ascending", "descending", "shuffled")
@@ -104,8 +103,7 @@ def on_the_cpu(host: Host, order: str = ORDERS[0]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "order", order)
         patch.setattr(Source, "launch", lambda source, *args, **options: host.launch(source, *args, **options))
-        for operator in operators():
-            patch.setattr(f"kernels.{operator}.check", lambda *args: None, raising=False)    # it would ask for a GPU
+        patch.setattr("kernels.operator.check", lambda *args: None)        # it would refuse a machine without a GPU
         yield
 
 

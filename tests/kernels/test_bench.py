@@ -171,7 +171,7 @@ def test_a_wrong_wkv_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
 
     with stub("wkv4", reference.forward, backward) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.select.names", registry.names)
-        patch.setattr("kernels.bench.wkv4.selectable", lambda: [name])
+        patch.setattr("kernels.bench.wkv4.selectable", lambda operator: [name])
         code, _, report = run(capsys, "wkv4", "--shape", "2,9,16")
     assert code == 1
     assert "grad k is off by 1.0e-03" in report["shapes"][0]["wrong"][name]

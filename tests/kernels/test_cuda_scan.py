@@ -1,10 +1,10 @@
-"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), is held to what test_wkv.py asks of every scan."""
+"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), is held to the tests of test_wkv4.py."""
 
 import math
 from collections.abc import Callable, Iterator
 
 import pytest
-import test_wkv as conformance
+import test_wkv4 as conformance
 import torch
 from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
 

@@ -29,7 +29,7 @@ def timex(request: pytest.FixtureRequest, device: str) -> TimeX:
     return TimeX(request.param)
 
 
-@pytest.fixture(scope="module", params=selectable())
+@pytest.fixture(scope="module", params=selectable("wkv4"))
 def wkv(request: pytest.FixtureRequest, device: str) -> WKV:
     op = "wkv4" if request.param in names("wkv4") else "timex"
     reason = why_not(op, request.param, device)

@@ -40,22 +40,9 @@ def pad(request: pytest.FixtureRequest, device: str) -> BrickPadding:
     return BrickPadding(request.param)
 
 
-def ids(case: Case) -> str:
-    return "x".join(map(str, case.tile))
-
-
 def expected(tile: Tensor, case: Case) -> Tensor:
     left, top, right, bottom = case.padding
     return cases.one_line(tile, case.offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("case", cases.CASES, ids=ids)
-def test_every_pixel(pad: BrickPadding, case: Case, dtype: torch.dtype, device: str) -> None:
-    tile = cases.tile(case.tile, dtype, device)
-    out = pad(tile, case.offset, case.padding)
-    assert (out.dtype, out.device) == (tile.dtype, tile.device)
-    assert torch.equal(out, expected(tile, case))
 
 
 @settings(deadline=None, max_examples=40)
@@ -99,13 +86,6 @@ def test_the_formula_is_the_pages(device: str) -> None:
     assert torch.equal(FORMULA(tile, 2, (8, 7))[7:11, 8:11], tile)
 
 
-@pytest.mark.parametrize("case", cases.EMPTY, ids=ids)
-def test_no_pixels_in_and_none_out(pad: BrickPadding, case: Case, device: str) -> None:
-    out = pad(cases.tile(case.tile, device=device), case.offset, case.padding)
-    assert out.shape == expected(cases.tile(case.tile), case).shape
-    assert out.numel() == 0
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: torch.dtype, device: str,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,34 +105,6 @@ def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: 
     assert all(bool((band == MARK).all()) for both in bands for band in both)
 
 
-@pytest.mark.parametrize("offset", [1, 64])
-def test_a_tile_inside_a_larger_buffer(pad: BrickPadding, offset: int, device: str) -> None:
-    """Nothing beside the tile is read (it is NaN), and an address that no vector load takes is no trouble."""
-    tile = cases.tile((3, 5, 31), device=device)
-    buffer = tile.new_full((tile.numel() + 2 * offset,), float("nan"))
-    inside = buffer[offset:offset + tile.numel()].view(tile.shape).copy_(tile)
-    assert torch.equal(pad(inside, 7, 40), pad(tile, 7, 40))
-
-
-def test_a_strided_tile(pad: BrickPadding, device: str) -> None:
-    pixels_last = cases.tile((6, 8, 3), torch.uint8, device).permute(2, 0, 1)
-    assert torch.equal(pad(pixels_last, 3, 5), pad(pixels_last.contiguous(), 3, 5))
-
-
-def test_opcheck(pad: BrickPadding, device: str) -> None:
-    """Schema and fake are what torch.compile will rely on."""
-    pad(cases.tile((2, 3, 4), device=device), 1, 2)
-    torch.library.opcheck(getattr(torch.ops.timemix, f"pad_{pad.name}").default,
-                          (cases.tile((2, 3, 4), device=device), 1, 2, 2, 7, 8))
-
-
-def test_compiles_without_a_graph_break(pad: BrickPadding, device: str) -> None:
-    torch.compiler.reset()
-    tile = cases.tile((2, 3, 4), device=device)
-    compiled = torch.compile(lambda tile: pad(2 * tile, 1, (2, 3)) + 1, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(tile), pad(2 * tile, 1, (2, 3)) + 1)
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_gpu_kernel_executed_on_the_cpu(dtype: torch.dtype) -> None:
     reason = why_not("pad", "taichi_v0")
@@ -168,20 +120,6 @@ def test_the_gpu_kernel_executed_on_the_cpu(dtype: torch.dtype) -> None:
         left, top, *_ = case.padding
         launch(rows_cuda(dtype), tile.view(-1), out.view(-1), h, w, *out.shape[-2:], *origin(h, w, case.offset, top, left))
         assert torch.equal(out, right)
-
-
-@pytest.mark.parametrize(("tile", "padding", "sentence"), [
-    (torch.ones(3), 1, r"expects a tile \(..., height, width\), got one of shape \(3,\)"),
-    (torch.ones(3, 4, dtype=torch.float64), 1, "takes torch.float32 and torch.uint8, got torch.float64: convert it"),
-    (torch.ones(3, 4, requires_grad=True), 1, r"has no gradient: pass tile.detach\(\)"),
-    (torch.ones(3, 4), -1, "padding is one number, .*, none negative, got -1"),
-    (torch.ones(3, 4), (1, 2, 3), r"padding is one number, .*, got \(1, 2, 3\)"),
-    (torch.ones(3, 4), 1.5, "padding is one number, .*, got 1.5"),
-    (torch.ones(0, 4), 1, r"a tile of shape \(0, 4\) has no pixels to pad with"),
-])
-def test_what_is_refused_with_a_sentence(tile: Tensor, padding: int, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        FORMULA(tile, 1, padding)
 
 
 def test_a_tile_that_requires_a_gradient_nobody_asks_for() -> None:

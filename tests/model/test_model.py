@@ -196,7 +196,7 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
 @pytest.mark.parametrize(("V", "L", "C"), [(50277, 12, 768), (50277, 24, 1024), (256, 1, 8)])
 def test_the_number_of_parameters(V: int, L: int, C: int) -> None:
     with torch.device("meta"):
-        model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("reference"))
+        model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("wkv4", "reference"))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == 2 * V * C + L * (13 * C ** 2 + 11 * C) + 4 * C
     if (V, L, C) == (50277, 12, 768):
@@ -206,7 +206,7 @@ def test_the_number_of_parameters(V: int, L: int, C: int) -> None:
 @pytest.fixture(scope="module")
 def fresh() -> RWKV:
     torch.manual_seed(0)
-    return RWKV(ModelConfig(n_layer=3, n_embd=8, n_ffn=40), 50, select("reference")).init_weights()
+    return RWKV(ModelConfig(n_layer=3, n_embd=8, n_ffn=40), 50, select("wkv4", "reference")).init_weights()
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -238,7 +238,7 @@ def orthogonal(weight: Tensor, gain: float) -> None:
 
 
 def test_one_layer_of_one_channel_has_finite_weights() -> None:
-    model = RWKV(ModelConfig(n_layer=1, n_embd=1), 3, select("reference")).init_weights()
+    model = RWKV(ModelConfig(n_layer=1, n_embd=1), 3, select("wkv4", "reference")).init_weights()
     assert all(weight.isfinite().all() for weight in model.parameters())
 
 
@@ -248,7 +248,7 @@ def test_one_layer_of_one_channel_has_finite_weights() -> None:
 @pytest.mark.parametrize("kernel", kernels())
 def test_a_seed_gives_the_same_weights_under_every_kernel(kernel: str, fresh: RWKV) -> None:
     torch.manual_seed(0)
-    model = RWKV(fresh.config, 50, select(kernel)).init_weights()
+    model = RWKV(fresh.config, 50, select("wkv4", kernel)).init_weights()
     assert all(torch.equal(weight, fresh.state_dict()[name]) for name, weight in model.state_dict().items())
 
 
@@ -256,7 +256,8 @@ def train(kernel: str, steps: int = 50) -> list[float]:
     """The losses of a run from the initial weights, with the optimiser and the schedule of a real one."""
     torch.manual_seed(0)
     config = OptimConfig(warmup_steps=5, weight_decay=0.01)
-    task = LanguageModel(RWKV(ModelConfig(**SMALL), 40, select(kernel)).init_weights(), config, steps, val_bytes_per_token=1.0)
+    model = RWKV(ModelConfig(**SMALL), 40, select("wkv4", kernel)).init_weights()
+    task = LanguageModel(model, config, steps, val_bytes_per_token=1.0)
     configured = task.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     text = torch.randint(40, (steps, 4, 1), generator=torch.Generator().manual_seed(1)) + 3 * torch.arange(33)

@@ -234,7 +234,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPat
         return grad_w, grad_k.roll(1, -1)
 
     with stub("timex", conv1d.forward, wrong) as name:
-        monkeypatch.setattr("rwkv.training.select", lambda kernel, *_: WKV("timex", timex=kernel))
+        monkeypatch.setattr("rwkv.training.setup.select", lambda operator, kernel, *_: WKV("timex", timex=kernel))
         for kernel in ("conv1d", name):
             train.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
     report.write(folder / "runs")

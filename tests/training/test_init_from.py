@@ -53,7 +53,7 @@ def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenize
     model = save(tokenizer, tmp_path / "model.safetensors")
     checkpoint = read_checkpoint(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
-    begun = new_model(replace(checkpoint.config, ctx_len=7), checkpoint, tokenizer, select("reference"))
+    begun = new_model(replace(checkpoint.config, ctx_len=7), checkpoint, tokenizer, select("wkv4", "reference"))
     assert (begun.config.ctx_len, begun.training) == (7, True)
     with torch.no_grad():
         for name, weight in begun.named_parameters():

@@ -44,7 +44,7 @@ GB, MIB = 10 ** 9, 2 ** 20
 
 def parameters_on_meta(config: ModelConfig, vocab_size: int) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in RWKV(config, vocab_size, select("reference")).parameters())
+        return sum(parameter.numel() for parameter in RWKV(config, vocab_size, select("wkv4", "reference")).parameters())
 
 
 # Parameters
@@ -86,7 +86,7 @@ def measured_peak(config: TrainConfig, V: int, kernel: str) -> int:
     batch, half = batch_of(config, V), config.trainer.precision == "bf16-mixed"
 
     def train() -> tuple[()]:
-        model = prepare_blocks(RWKV(config.model, V, select(kernel)), config.trainer)
+        model = prepare_blocks(RWKV(config.model, V, select("wkv4", kernel)), config.trainer)
         task = LanguageModel(model, config.optim, 10, 1.0)
         optimizer = task.configure_optimizers()["optimizer"]
         for _ in range(2):
@@ -337,7 +337,7 @@ def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.Mo
 def test_the_estimate_leaves_nothing_behind() -> None:
     """Neither random numbers drawn, nor gradients, nor other weights: training is the same to the bit."""
     config = configured(2, 16, 2, 8)
-    task = LanguageModel(RWKV(config.model, 50, select("torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
+    task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
     before = {name: weight.clone() for name, weight in task.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert plan._seconds_per_step(task, config, CPU) > 0

@@ -1,0 +1,384 @@
+"""The properties of every operator, for each of its implementations: results, gradients, sizes of 0, strides, registration.
+
+An implementation is a file in the operator's folder, and is tested by being there. An operator is tested by its adapter below;
+what is particular to it is in its own test file. Needs nothing but torch, pytest and the back ends.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import compare
+from kernels.compare import errors, misses
+from kernels.operator import Operator
+from kernels.pad import BrickPadding
+from kernels.pad import cases as pad_cases
+from kernels.registry import KernelUnavailable, UnknownKernel, names, operators, why_not
+from kernels.select import folder, select, selectable
+from kernels.softmax import Softmax
+from kernels.softmax import cases as softmax_cases
+from kernels.timex import TimeX
+from kernels.timex import cases as timex_cases
+from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import cases as wkv_cases
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+Inputs = tuple[Any, ...]         # tensors, numbers last
+HALF = (torch.bfloat16, torch.float16)
+
+
+class OfTimeX:
+    """An adapter: how this file makes the operator's inputs, calls it, and judges the results. Inputs are a flat tuple."""
+
+    kind: type[Operator] = TimeX
+    reference, file = "formula", "conv1d"        # the reference; an implementation that runs everywhere
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, *HALF)
+    differentiable = True
+    shapes, empty_shapes = timex_cases.SHAPES, timex_cases.EMPTY_SHAPES
+    medium: Any = (3, 32, 63)                    # not a multiple of anything, with more than one vector of channels
+    time: Any = (("w", -1), ("k", -1))            # the axis of time of each input that has one
+
+    def names(self) -> Iterable[str]:
+        return names(self.kind.folder)
+
+    def make(self, name: str) -> Any:
+        return self.kind(name)
+
+    def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+        return *timex_cases.inputs(*shape, dtype=dtype, device=device, seed=seed), 0.25
+
+    def call(self, operator: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return (operator(*inputs),)
+
+    def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
+        return timex_cases.results(operator, *inputs)
+
+    def expected(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The reference's results, in float64."""
+        return self.results(self.kind(self.reference), each_tensor(Tensor.double, inputs))
+
+    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        return timex_cases.tolerance(dtype)
+
+    def refused(self) -> list[Inputs]:
+        w, k = torch.ones(3, 4), torch.ones(2, 3, 4)
+        return [(w, w), (w, torch.ones(2, 3, 5)), (w.t(), k), (w, k.long()), (w.to("meta"), k)]
+
+
+class OfWKV(OfTimeX):
+    kind, reference, file = WKV, "reference", "torch_scan"
+    shapes, empty_shapes, medium = wkv_cases.SHAPES, wkv_cases.EMPTY_SHAPES, (3, 63, 20)
+    time = (("k", 1), ("v", 1))
+
+    def names(self) -> Iterable[str]:
+        return selectable("wkv4")
+
+    def make(self, name: str) -> Any:
+        return select("wkv4", name) if name in self.names() else WKV(name)
+
+    def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+        """Only k and v are ever in half precision."""
+        wide = torch.float32 if dtype in HALF else dtype
+        time_decay, time_first, k, v, state = wkv_cases.inputs(*shape, dtype=wide, device=device, seed=seed)
+        return time_decay, time_first, k.to(dtype), v.to(dtype), *state
+
+    def call(self, operator: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        """a/b and p + log b: a and b are at a scale, p, that has no gradient."""
+        y, (a, b, p) = operator(*inputs[:4], WKVState(*inputs[4:]))
+        return y, a / b, p + b.log()
+
+    def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
+        of = "y and state" if inputs[2].numel() else "state"
+        return wkv_cases.results(operator, (*inputs[:4], WKVState(*inputs[4:])), of)
+
+    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        return wkv_cases.tolerance(dtype) if dtype != torch.float64 else dict.fromkeys(wkv_cases.tolerance(), 1e-12)
+
+    def refused(self) -> list[Inputs]:
+        good = self.inputs((2, 4, 3), torch.float32, "cpu")
+        wrong = {0: (4,), 1: (4,), 2: (2, 5, 3), 3: (2, 4), 4: (1, 3), 5: (2, 4), 6: (3, 2, 3)}
+        shaped = [(*good[:i], torch.ones(shape), *good[i + 1:]) for i, shape in wrong.items()]
+        return [*shaped, (*good[:2], good[2].long(), *good[3:]), (good[0].to("meta"), *good[1:])]
+
+
+class OfSoftmax(OfTimeX):
+    kind, reference, file = Softmax, "formula", "torch_native"
+    shapes, empty_shapes, medium = softmax_cases.SHAPES, softmax_cases.EMPTY_SHAPES, (3, 4, 63)
+    time = ()
+
+    def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+        return (softmax_cases.inputs(*shape, dtype=dtype, device=device, seed=seed),)
+
+    def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
+        return softmax_cases.results(operator, *inputs)
+
+    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        return softmax_cases.tolerance(dtype)
+
+    def refused(self) -> list[Inputs]:
+        return [(torch.tensor(1.0),), (torch.ones(2, 3, dtype=torch.int64),)]
+
+
+class OfPad(OfTimeX):
+    kind, reference, file = BrickPadding, "formula", "torch_strips"
+    dtypes, differentiable = pad_cases.DTYPES, False
+    shapes, empty_shapes, medium, time = pad_cases.CASES, pad_cases.EMPTY, pad_cases.Case((3, 5, 31), 7, (9, 4, 11, 3)), ()
+
+    def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+        return pad_cases.tile(shape.tile, dtype, device, seed), shape.offset, shape.padding
+
+    def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
+        return {"out": operator(*inputs)}
+
+    def expected(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The formula in one line of PyTorch: formula.py would take minutes."""
+        (tile, offset, (left, top, right, bottom)), (h, w) = inputs, inputs[0].shape[-2:]
+        return {"out": pad_cases.one_line(tile, offset, top, left, top + h + bottom, left + w + right)}
+
+    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        return {"out": 0.0}
+
+    def refused(self) -> list[Inputs]:
+        return [(torch.ones(3), 1, 1), (torch.ones(3, 4, dtype=torch.float64), 1, 1), (torch.ones(0, 4), 1, 1),
+                (torch.ones(3, 4, requires_grad=True), 1, 1), (torch.ones(3, 4), 1, -1), (torch.ones(3, 4), 1, 1.5)]
+
+
+ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfSoftmax(), OfPad())}
+each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
+
+
+@pytest.fixture(params=[(of, name) for of in ADAPTERS.values() for name in of.names()],
+                ids=lambda pair: f"{pair[0].kind.folder}-{pair[1]}")
+def case(request: pytest.FixtureRequest, device: str) -> tuple[Any, Any]:
+    """An adapter and one implementation of its operator; skipped, with the registry's reason, where that cannot run."""
+    of, name = request.param
+    reason = why_not(folder(of.kind.folder, name), name, device)
+    if reason:
+        pytest.skip(reason)
+    return of, of.make(name)
+
+
+def wrong(of: Any, operator: Any, inputs: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    return misses(errors(of.results(operator, inputs), of.expected(inputs)), of.tolerance(dtype))
+
+
+def each_tensor(function: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    return tuple(function(value) if isinstance(value, Tensor) else value for value in inputs)
+
+
+def leaves_of(of: Any, inputs: Inputs) -> tuple[list[Tensor], Inputs]:
+    """The inputs that have a gradient as leaves of autograd, and all inputs with those among them."""
+    leaves = [value.detach().clone().requires_grad_() for value in inputs[:len(of.kind.gradients)]]
+    return leaves, (*leaves, *inputs[len(leaves):])
+
+
+def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_operator_has_an_adapter() -> None:
+    assert set(operators()) <= set(ADAPTERS)
+
+
+def test_results_in_every_dtype_at_every_shape(case: tuple[Any, Any], device: str) -> None:
+    """Outputs and gradients, whose dtypes are those of the inputs."""
+    of, operator = case
+    for shape in of.shapes:
+        for dtype in of.dtypes:
+            assert not wrong(of, operator, of.inputs(shape, dtype, device), dtype), (shape, dtype)
+
+
+def test_dtypes_are_those_of_the_inputs(case: tuple[Any, Any], device: str) -> None:
+    of, operator = case
+    for dtype in of.dtypes:
+        leaves, inputs = leaves_of(of, of.inputs(of.shapes[1], dtype, device))
+        outputs = of.call(operator, *inputs)
+        assert outputs[0].dtype == dtype
+        if leaves:
+            grads = torch.autograd.grad(sum(output.sum() for output in outputs), leaves)
+            assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
+
+
+def test_float64_is_exact_or_refused(case: tuple[Any, Any], device: str) -> None:
+    """Never computed in float32 unasked."""
+    of, operator = case
+    inputs = of.inputs(of.medium, torch.float64, device)
+    if torch.float64 in operator.requires.dtypes:
+        assert not wrong(of, operator, inputs, torch.float64)
+    else:
+        with pytest.raises(ValueError, match="float64"):
+            of.results(operator, inputs)
+
+
+def test_gradcheck(case: tuple[Any, Any], device: str) -> None:
+    of, operator = case
+    if torch.float64 not in operator.requires.dtypes or not of.differentiable:
+        pytest.skip(f"{operator.name} does not compute gradients in float64")
+    _, inputs = leaves_of(of, of.inputs((2, 3, 6), torch.float64, device))
+    assert torch.autograd.gradcheck(lambda *given: of.call(operator, *given), inputs, fast_mode=False)
+
+
+def test_a_size_of_0_gives_an_empty_tensor(case: tuple[Any, Any], device: str) -> None:
+    """And gradients as of the reference: zeros, and the state's as they came."""
+    of, operator = case
+    for shape in of.empty_shapes:
+        inputs = of.inputs(shape, torch.float32, device)
+        results, right = of.results(operator, inputs), of.results(of.kind(of.reference), inputs)
+        assert same_bits(results, right)
+        assert next(iter(results.values())).numel() == 0
+
+
+def test_the_same_bits_twice(case: tuple[Any, Any], device: str) -> None:
+    of, operator = case
+    inputs = of.inputs(of.shapes[-1], torch.float32, device)
+    assert same_bits(of.results(operator, inputs), of.results(operator, inputs))
+
+
+def test_inputs_are_left_as_they_were_and_are_not_the_outputs(case: tuple[Any, Any], device: str) -> None:
+    of, operator = case
+    inputs = of.inputs(of.medium, torch.float32, device)
+    before = each_tensor(torch.clone, inputs)
+    of.results(operator, inputs)
+    output = of.call(operator, *inputs)[0]
+    output += 1
+    tensors = [pair for pair in zip(inputs, before, strict=True) if isinstance(pair[0], Tensor)]
+    assert all(torch.equal(*pair) for pair in tensors)
+
+
+def test_strided_inputs(case: tuple[Any, Any], device: str) -> None:
+    of, operator = case
+    inputs = of.inputs(of.medium, torch.float32, device)
+    strided = each_tensor(lambda tensor: torch.stack((tensor, tensor), -1)[..., 0], inputs)
+    turned = each_tensor(lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1), inputs)
+    contiguous = of.results(operator, inputs)
+    assert same_bits(contiguous, of.results(operator, strided))
+    assert same_bits(contiguous, of.results(operator, turned))
+
+
+@pytest.mark.parametrize("offset", [1, 64])
+def test_inputs_inside_a_larger_buffer(case: tuple[Any, Any], offset: int, device: str) -> None:
+    """Nothing beside the inputs is read (it is NaN), and an address that vector loads do not take is no trouble."""
+    def inside(tensor: Tensor) -> Tensor:
+        buffer = tensor.new_full((tensor.numel() + 2 * offset,), float("nan"))
+        return buffer[offset:offset + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    of, operator = case
+    assert not wrong(of, operator, each_tensor(inside, of.inputs(of.medium, torch.float32, device)))
+
+
+def test_an_expanded_gradient(case: tuple[Any, Any], device: str) -> None:
+    """output.sum() sends back a single number with strides of 0."""
+    of, operator = case
+    if not of.differentiable:
+        pytest.skip("no gradient")
+    inputs = of.inputs(of.medium, torch.float32, device)
+    leaves, given = leaves_of(of, inputs)
+    exact, wide = leaves_of(of, each_tensor(Tensor.double, inputs))
+    grads = torch.autograd.grad(of.call(operator, *given)[0].sum(), leaves)
+    right = torch.autograd.grad(of.call(of.kind(of.reference), *wide)[0].sum(), exact)
+    scale = max(float(grad.abs().max()) for grad in right) + 1
+    assert all((grad - other).abs().max() <= 3e-5 * scale for grad, other in zip(grads, right, strict=True))
+
+
+def test_causality(case: tuple[Any, Any], device: str) -> None:
+    """Neither a later input nor a longer lag reaches an earlier step: not one bit, where the sum is over time.
+
+    An implementation that declares wkv=False may be off by rounding of the largest product, here 7e3 beside results of about
+    8; the convolution form shares a scale within a block of 64 steps, so its earlier steps there are off by rounding.
+    """
+    of, operator = case
+    if not of.time:
+        pytest.skip("no time")
+    t, T = 128, 192
+    shape = (3, T, 4) if of.kind is WKV else (3, 4, T)
+    inputs = of.inputs(shape, torch.float32, device)
+    value, allowed = (1e3, 0.0) if operator.requires.wkv else (10.0, 1e-6 * t * 100)
+    changed = list(inputs)
+    for name, axis in of.time:
+        i = of.kind._names.index(name)
+        changed[i] = inputs[i].clone()
+        later = changed[i].narrow(axis, t, T - t) if name != "w" else changed[i].narrow(axis, 0, T - t)
+        later.fill_(value if of.kind is TimeX else 3.0)
+    axis = dict(of.time)["k"]
+    y, other = (of.call(operator, *given)[0].narrow(axis, 0, t) for given in (inputs, changed))
+    assert (y - other).abs().max() <= allowed
+
+
+def test_opcheck(case: tuple[Any, Any], device: str) -> None:
+    """Schema, fake and autograd registration: torch.compile relies on them."""
+    of, operator = case
+    registered = operator._function._registered
+    inputs = of.inputs((2, 3, 9) if of.differentiable else of.medium, torch.float32, device)
+    if of.differentiable:
+        _, inputs = leaves_of(of, inputs)
+    else:
+        inputs = inputs[0], 1, 2, 2, 7, 8
+    torch.library.opcheck(registered, inputs)
+
+
+def test_compiles_without_a_graph_break(case: tuple[Any, Any], device: str) -> None:
+    torch.compiler.reset()               # it compiles one function a limited number of times, and here comes each kernel
+    of, operator = case
+    leaves, given = leaves_of(of, of.inputs((2, 3, 9) if of.differentiable else of.medium, torch.float32, device))
+    rest = given[len(leaves):]
+
+    def function(*inputs: Any) -> Tensor:
+        return sum(compare.loss(output) for output in of.call(operator, 2 * inputs[0], *inputs[1:]))
+
+    plain = function(*leaves, *rest)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves, *rest)
+    torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=0)
+    if leaves:
+        grads = [torch.autograd.grad(found, leaves) for found in (compiled, plain)]
+        assert all(compare.err_ratio(*pair) <= 1e-6 for pair in zip(*grads, strict=True))
+
+
+def test_autocast_does_not_reach_inside(case: tuple[Any, Any], device: str) -> None:
+    """Float32 inputs are computed in float32 whatever dtype products outside are in; backward inside of autocast, too."""
+    of, operator = case
+    inputs = of.inputs(of.medium, torch.float32, device)
+    plain = of.results(operator, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        found = of.results(operator, inputs)
+    found.pop(compare.LOG_SIZE, None)    # the test computes that one itself
+    assert same_bits(found, plain)
+
+
+@each_operator
+def test_wrong_inputs_are_refused(of: Any) -> None:
+    for inputs in of.refused():
+        with pytest.raises(ValueError, match=of.kind.__name__ if of.differentiable else "BrickPadding|tile|padding"):
+            of.call(of.kind(of.reference), *inputs)
+
+
+@each_operator
+def test_an_unknown_name_lists_the_known_ones(of: Any) -> None:
+    with pytest.raises(UnknownKernel, match=of.reference):
+        of.kind("nonsense")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in ADAPTERS for name in names(op) if name.startswith("cuda")])
+def test_a_kernel_that_cannot_run_names_its_device_and_what_does_run(op: str, name: str) -> None:
+    of = ADAPTERS[op]
+    try:
+        operator = of.kind(name)
+    except KernelUnavailable:
+        pytest.skip("its package is not installed")
+    with pytest.raises(KernelUnavailable, match=f"{name}.*cuda.*{of.reference}"):
+        of.call(operator, *of.inputs(of.medium, torch.float32, "cpu"))
+
+
+@each_operator
+def test_copies_are_the_same_operator(of: Any) -> None:
+    """A model is deep-copied and pickled with the operator inside."""
+    operator = of.kind(of.file)
+    for again in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert repr(again) == repr(operator) == f"{of.kind.__name__}({of.file!r})"
+        assert again._function is operator._function
