@@ -5,13 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-import generate
-import train
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.tools import evaluate
+from rwkv.tools import evaluate, generate, train
 
-PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig),
+PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
             "evaluate": (evaluate.main, EvaluateConfig)}
 Run = Callable[..., tuple[int, str, str]]
 
