@@ -21,7 +21,7 @@ def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
         status = 0
         try:
-            cli.run(main, schema, program)
+            cli.run(main, schema, program, None)
         except SystemExit as stop:
             status = int(stop.code or 0)
         return status, *capsys.readouterr()

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.registry import Requires
+from kernels.registry import Requires, UnknownKernel
 from kernels.timex import TimeX
 from kernels.wkv4 import EMPTY, decay_exponent
 
@@ -34,8 +34,8 @@ def requires(timex: str, block: int = BLOCK) -> Requires:
     """What this needs with `timex` inside. Raises ValueError where that one is unsound in a quotient, or block < 1."""
     inner = TimeX(timex).requires
     if not inner.wkv:
-        raise ValueError(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and e^k "
-                         "spans decades; choose another kernel")
+        raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and e^k "
+                            "spans decades; choose another kernel")
     if block < 1:
         raise ValueError(f"block is the number of steps per block, at least 1; got {block}")
     return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k is no half's

@@ -105,4 +105,4 @@ def _finite(nats: float) -> float:
 
 
 if __name__ == "__main__":
-    cli.run(main, EvaluateConfig, "evaluate")
+    cli.run(main, EvaluateConfig, "evaluate", __doc__)

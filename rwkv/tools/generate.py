@@ -1,4 +1,16 @@
-"""Samples text from a checkpoint: `python generate.py checkpoint=runs/latest prompt="def main"`. Options: rwkv/config.py."""
+"""Samples text from a checkpoint, to standard output; messages go to standard error.
+
+  python generate.py prompt="def main"                        from the latest run
+  python generate.py checkpoint=DIRECTORY prompt=...          Hugging Face's, or a run's
+  python generate.py checkpoint=FILE.pth tokenizer=FILE.json dtype=int8
+  python generate.py prompts=FILE num_samples=3 seed=7 out=TEXTS.jsonl logprobs=5
+  python generate.py prompt="User: hi" stop="User:" save_state=chat.safetensors
+  python generate.py state=chat.safetensors prompt="User: and then?"
+  cat story.txt | python generate.py prompt=- seed=1
+
+Texts and paths are taken verbatim: commas, quotes and equals signs need no
+escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
+"""
 
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -10,7 +22,7 @@ from rwkv.io.unread import abandon, unread
 
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
-    import torch                         # and what needs it: imported when the options are right
+    import torch
 
     from kernels.select import select
     from rwkv.checkpoint.files import read_checkpoint
@@ -38,7 +50,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
 def main() -> None:
     threads.wait_briefly()               # before torch is imported
-    cli.run(generate, GenerateConfig, "generate")
+    cli.run(generate, GenerateConfig, "generate", __doc__)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from kernels.registry import KernelUnavailable
+from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
 from rwkv.config import TrainConfig
 from rwkv.distributed import say
@@ -218,7 +218,7 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     config, since = sweep.configs[entry.name], time.monotonic()
     try:
         kernel_for(config, device_for(config.trainer.accelerator))
-    except KernelUnavailable as reason:
+    except (KernelUnavailable, UnknownKernel) as reason:
         entry.status, entry.reason = UNAVAILABLE, str(reason).split("; on ")[0]       # without what else there is
         say(f"cannot run here: {reason}")
         return

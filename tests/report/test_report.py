@@ -62,7 +62,7 @@ def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     def call(*arguments: str) -> int:
         patch.setattr(sys, "argv", ["train.py", *arguments])
         with pytest.raises(SystemExit) as stop:
-            cli.run(fit.main, TrainConfig, "train", sweep.run)
+            cli.run(fit.main, TrainConfig, "train", None, sweep.run)
         return int(stop.value.code or 0)
 
     with pytest.MonkeyPatch.context() as patch:

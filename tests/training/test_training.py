@@ -186,7 +186,7 @@ def test_a_resumed_run_stays_the_run_that_it_was(folder: Path, resumed: Done, ar
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train.py", "resume=auto", argument])
     with pytest.raises(SystemExit) as stop:
-        cli.run(fit.main, TrainConfig, "train")
+        cli.run(fit.main, TrainConfig, "train", None)
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert error.startswith("error: ")
