@@ -31,6 +31,7 @@ KERNELS = tuple(sorted({"auto", *names("timex"), *names("wkv4")} - {"timex"}))  
 OPTIONAL = ("experiment", "debug")       # groups with null as a choice
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
+VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")         # Hydra's: the next argument is their value
 USER_ERROR, INTERRUPTED = 2, 130
 
 
@@ -104,8 +105,8 @@ def exit_on_user_error() -> Iterator[None]:
 def split(arguments: list[str], schema: type) -> CommandLine:
     """Sorts the arguments into overrides, values of verbatim options of `schema`, and flags."""
     line = CommandLine([], {}, [])
-    known = options(schema)
-    for argument in arguments:
+    known, rest = options(schema), iter(arguments)
+    for argument in rest:
         key, equals, value = argument.partition("=")
         verbatim = known[key].metadata["verbatim"] if equals and key in known else None
         if verbatim and known[key].type == list[str]:
@@ -115,7 +116,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
         elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
-            line.flags.append(argument)
+            line.flags += [argument, *itertools.islice(rest, argument in VALUED_FLAGS)]
     return line
 
 
