@@ -4,6 +4,7 @@ A command is a file in rwkv/tools; kernels and bench are `python -m kernels` and
 """
 
 import ast
+import re
 import runpy
 import sys
 from importlib.util import find_spec
@@ -32,12 +33,13 @@ def main() -> None:
 
 
 def _first_sentence(module: str) -> str:
-    """Of the module's docstring, which is read without importing it."""
+    """Of the module's docstring, which is read without importing it, and without the command in it."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    return " ".join(about.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".:")
+    sentence = re.split(r"[.:;](?:\s|$)", " ".join(re.sub(r"^python -m .*?: ", "", about).split()))[0]
+    return sentence[0].upper() + sentence[1:]
 
 
 if __name__ == "__main__":

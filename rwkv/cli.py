@@ -116,7 +116,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
         elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
-            line.flags += [argument, *itertools.islice(rest, argument in VALUED_FLAGS)]
+            line.flags.extend([argument, *itertools.islice(rest, argument in VALUED_FLAGS)])
     return line
 
 
