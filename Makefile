@@ -11,13 +11,16 @@ RESULTS := benchmarks/results
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: bench-peers train test soak lint bench peers parity gpu-check clean
+.PHONY: bench-peers train test quick soak lint bench peers parity gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
 
 test: lint                               ## everything that must be true
 	$(BIN)/python -m pytest $(PARALLEL)
+
+quick: $(READY_TO_TEST)                  ## the tests without whole programs, in a minute
+	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not soak"
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
 	$(BIN)/python -m pytest -m soak

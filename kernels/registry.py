@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:                        # the names of kernels are known without torch
+    import torch
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
@@ -31,6 +33,12 @@ class KernelUnavailable(RuntimeError):
         self.reason = reason
 
 
+def _float32() -> "tuple[torch.dtype, ...]":
+    import torch
+
+    return (torch.float32,)
+
+
 @dataclass(frozen=True)
 class Requires:
     """What an implementation needs, declared as data; operators pad, cast or refuse by it.
@@ -44,7 +52,7 @@ class Requires:
 
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    dtypes: "tuple[torch.dtype, ...]" = field(default_factory=_float32)
     T_multiple: int = 1
     B_multiple: int = 1
     T_max: int | None = None
@@ -92,15 +100,17 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     return reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
 
 
-def check(op: str, name: str, device: torch.device) -> None:
+def check(op: str, name: str, device: "torch.device") -> None:
     """Raises KernelUnavailable with the reason, the remedy and what does run, where `name` cannot run on `device`."""
     reason = why_not(op, name, device.type)
     if reason:
         raise KernelUnavailable(reason, f"on {device.type} there are: {', '.join(runnable(op, device.type))}")
 
 
-def check_dtype(op: str, name: str, requires: Requires, *dtypes: torch.dtype) -> None:
+def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") -> None:
     """Raises ValueError where an input is float64 and the implementation would silently compute in float32."""
+    import torch
+
     if torch.float64 in dtypes and torch.float64 not in requires.dtypes:
         able = [other for other in runnable(op) if torch.float64 in load(op, other).REQUIRES.dtypes]
         raise ValueError(f"{name} does not compute in float64: cast to float32, or use one of {', '.join(able)}")
@@ -130,6 +140,8 @@ def _package_missing(name: str, package: str) -> str:
 
 
 def _compiler_missing(name: str, requires: Requires) -> str | None:
+    import torch
+
     if requires.scripted and not hasattr(torch.jit, "script"):
         return f"{name} needs torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
     compiler = missing_compiler()
@@ -139,6 +151,8 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:
+    import torch
+
     if device not in requires.devices:
         return f"{name} runs on {' or '.join(requires.devices)}, not on {device}"
     if device == "cuda" and not torch.cuda.is_available():

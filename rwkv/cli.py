@@ -1,47 +1,43 @@
-"""The command line: Hydra composes, the dataclasses of rwkv/config.py are its schema, and a user's error is one sentence.
+"""The command line of train, generate and evaluate: arguments are checked, Hydra composes, and a user's error is one sentence.
 
-Free text and paths (prompt=, data.path=, ...) are taken verbatim, before Hydra's grammar sees them: commas, quotes, equals
-signs and newlines need no escaping. Overrides are checked, and every job of a sweep composed, before anything runs.
+The options are the dataclasses of rwkv/config.py; configs/NAME.yaml and the files of its groups compose them, and the group
+`kernel` has a choice for each file in kernels/timex and kernels/wkv4. Free text and paths (prompt=, data.path=, ...) never
+reach Hydra's grammar: commas, quotes, equals signs and newlines need no escaping. A wrong name is found before Hydra and torch
+are imported.
 """
 
 import itertools
+import re
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
 
-from kernels.registry import KernelUnavailable, UnknownKernel
-from kernels.select import select
-from rwkv.errors import UsageError, UserError
+from kernels.registry import KernelUnavailable, UnknownKernel, names
+from rwkv.config import PATH, TEXT, options
+from rwkv.errors import UserError
+from rwkv.help import description, page
 from rwkv.io.unread import unread
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "configs"
-PATHS = ("prompts", "state", "save_state", "out", "checkpoint", "tokenizer", "out_dir", "resume", "init_from", "data.path",
-         "data.cache_dir", "data.tokenizer")
-TEXTS = ("prompt", "start", "data.sample_prompt")        # verbatim, and `null` is a text like any other
-VERBATIM = (*PATHS, *TEXTS, "stop", "logit_bias", "logger.run_name", "logger.group")
-REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
-OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
+PACKAGE = Path(__file__).resolve().parent
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
+KERNELS = tuple(sorted({"auto", *names("timex"), *names("wkv4")} - {"timex"}))       # wkv4/timex.py takes its name from timex/
+OPTIONAL = ("experiment", "debug")       # groups with null as a choice
+HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
+VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")         # Hydra's: the next argument is their value
 USER_ERROR, INTERRUPTED = 2, 130
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The overrides for Hydra, those taken verbatim by key, and Hydra's own flags (-m, --help, --cfg job)."""
+    """The overrides for Hydra, the values taken verbatim by key, and the flags (-m, --help, --cfg job)."""
 
     overrides: list[str]
     verbatim: dict[str, str | list[str]]
@@ -49,19 +45,19 @@ class CommandLine:
 
     @property
     def keys(self) -> list[str]:
-        """What the user set, by dotted key; a group's name where a whole group was chosen."""
+        """The dotted keys that the user set; for a chosen group its name."""
         return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
 
     @property
     def chosen(self) -> list[str]:
-        """The options that the chosen groups set, by dotted key: of trainer=cpu, trainer.accelerator."""
+        """The dotted keys that the chosen groups set: trainer.accelerator for trainer=cpu."""
         pairs = [override.partition("=")[::2] for override in self.overrides]
         return [option for group, choice in pairs for option in _set_by(group.lstrip("+"), choice)]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: the options in which its runs differ, its whole command line, and what that composes to."""
+    """One run of a sweep: the options in which the runs differ, its whole command line, and its configuration."""
 
     swept: dict[str, str]
     arguments: list[str]
@@ -71,137 +67,111 @@ class Job:
 Jobs = Callable[[CommandLine], list[Job]]
 
 
-def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str,
+def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, about: str | None,
         sweep: Callable[[CommandLine, Jobs], None] | None = None) -> None:
-    """Composes configs/CONFIG_NAME.yaml with the command line into a `schema` and calls task(config, command line).
+    """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
-    sweep: called for -m instead, with the command line and what makes jobs of one; without it Hydra runs the jobs.
-    A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2. The process
-    goes on where nobody reads standard error any more.
+    about: the first part of --help. sweep: called for -m instead of `task`, with the command line and a function that makes the
+    jobs of one; without it Hydra runs the jobs. A user's mistake, here or in the task, ends the process with one sentence on
+    standard error and exit status 2. A reader of standard error that goes away does not end the process.
     """
-    with redirect_stderr(unread(sys.stderr)):
-        _run(task, schema, config_name, sweep)
-
-
-def _run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str,
-         sweep: Callable[[CommandLine, Jobs], None] | None) -> None:
-    line = split(sys.argv[1:], schema)
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
-
-    def job(composed: DictConfig) -> None:
-        with_sentences(lambda: task(build(composed, line.verbatim), line))
-
-    with_sentences(lambda: check(line, schema, config_name))
-    if sweep is not None and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
-        with_sentences(lambda: sweep(line, partial(jobs, schema=schema, config_name=config_name)))
-        return
-    sys.argv[1:] = line.flags + line.overrides
-    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
-
-
-def split(arguments: list[str], schema: type) -> CommandLine:
-    """Tells verbatim overrides (of keys that the schema has, where they are given a value), overrides and flags apart."""
-    line = CommandLine([], {}, [])
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key in REPEATABLE and _exists(schema, key):
-            line.verbatim[key] = [*line.verbatim.get(key, []), value]
-        elif equals and key in VERBATIM and _exists(schema, key):
-            line.verbatim[key] = _from_home(value) if key in PATHS else value
-        elif not argument.startswith("-"):
-            line.overrides.append(argument)
+    with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
+        line = split(sys.argv[1:], schema)
+        if any(flag in HELP_FLAGS for flag in line.flags):
+            print(help_page(line, schema, config_name, about or ""))
+            return
+        check(line, schema)
+        if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
+            sweep(line, partial(jobs, schema=schema, config_name=config_name))
+        elif line.flags:
+            _run_by_hydra(task, schema, config_name, line)
         else:
-            line.flags.append(argument)
-    return line
+            task(compose(line, schema, config_name), line)
 
 
-def _from_home(path: str) -> str:
-    """With the home folder in the place of a leading ~, which shells expand only at the beginning of a word."""
-    return str(Path(path).expanduser()) if path.startswith("~/") else path
-
-
-def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object, with the verbatim values put in (`null` means none, as in YAML, but for texts)."""
-    config = OmegaConf.to_object(composed)
-    for key, value in verbatim.items():
-        *parents, last = key.split(".")
-        target = config
-        for parent in parents:
-            target = getattr(target, parent)
-        setattr(target, last, None if value == "null" and key not in TEXTS else value)
-    return config
-
-
-def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
-    """Every combination of the options that name several values, and of the sweep of an experiment (hydra.sweeper.params).
-
-    Raises UsageError as check does.
-    """
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        overrides = [*_params(config_name, line), *line.overrides]
-        for override in overrides:
-            check_override(override, schema)
-        verbatim = [f"{key}={value}" for key, value in line.verbatim.items()]
-        return [Job(swept, [*chosen, *verbatim], _compose(config_name, chosen, line.verbatim))
-                for chosen, swept in _combinations(overrides)]
-
-
-def _params(config_name: str, line: CommandLine) -> list[str]:
-    """What the configuration sweeps over and the command line does not say."""
-    single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override]))]
-    composed = hydra.compose(config_name, single, return_hydra_config=True)
-    params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
-    return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
-
-
-def with_sentences(action: Callable[[], None]) -> None:
-    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug, and keeps its traceback."""
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback."""
     try:
-        action()
+        yield
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except (UserError, UnknownKernel, KernelUnavailable, OSError) as error:      # OSError: a full disk, a forbidden folder
-        _exit(error)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
 
 
-def check(line: CommandLine, schema: type, config_name: str) -> None:
-    """Raises UsageError for an unknown option, group choice or flag value; composes every job, so types are right too."""
-    if any(flag in ("--help", "-h", "--hydra-help") for flag in line.flags):
-        return
+def split(arguments: list[str], schema: type) -> CommandLine:
+    """Sorts the arguments into overrides, values of verbatim options of `schema`, and flags."""
+    line = CommandLine([], {}, [])
+    known, rest = options(schema), iter(arguments)
+    for argument in rest:
+        key, equals, value = argument.partition("=")
+        verbatim = known[key].metadata["verbatim"] if equals and key in known else None
+        if verbatim and known[key].type == list[str]:
+            line.verbatim[key] = [*line.verbatim.get(key, []), value]
+        elif verbatim:
+            line.verbatim[key] = _from_home(value) if verbatim == PATH else value
+        elif not argument.startswith("-"):
+            line.overrides.append(argument)
+        else:
+            line.flags.extend([argument, *itertools.islice(rest, argument in VALUED_FLAGS)])
+    return line
+
+
+def _from_home(path: str) -> str:
+    """`path` with a leading ~/ expanded: shells expand it only at the beginning of a word."""
+    return str(Path(path).expanduser()) if path.startswith("~/") else path
+
+
+# Checks, without Hydra
+
+
+def check(line: CommandLine, schema: type) -> None:
+    """Raises UserError for a flag with a value, an unknown option and an unknown choice of a group."""
     for flag in line.flags:
         if "=" in flag:
-            raise UsageError(f"unknown flag {flag}; options are written without dashes: {flag.lstrip('-')}")
+            raise UserError(f"unknown flag {flag}; options are written without dashes: {flag.lstrip('-')}")
     for override in line.overrides:
         check_override(override, schema)
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        for overrides, _ in _combinations(line.overrides):
-            _compose(config_name, overrides, line.verbatim)
 
 
 def check_override(override: str, schema: type) -> None:
     key, equals, value = override.partition("=")
     if not equals:
-        raise UsageError(f"cannot read {override!r}: options are written key=value, for instance kernel=conv1d")
+        raise UserError(f"cannot read {override!r}: options are written key=value, for instance kernel=conv1d")
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    if (CONFIGS / key).is_dir():
+    if key in ("kernel", "kernel.name") or (CONFIGS / key).is_dir():
         for choice in value.split(","):
-            _check_choice(key, choice.strip())
-    elif not _exists(schema, key):
-        options = _options(schema)
-        close = get_close_matches(key, options, n=1) or [option for option in options if option.endswith(f".{key}")]
+            _check_choice(key.removesuffix(".name"), choice.strip())
+    elif key not in options(schema):
+        known = list(options(schema))
+        close = get_close_matches(key, known, n=1) or [option for option in known if option.endswith(f".{key}")]
         hint = f"did you mean {close[0]}?" if close else "--help lists them all"
-        raise UsageError(f"unknown option {key}; {hint}")
+        raise UserError(f"unknown option {key}; {hint}")
+
+
+def choices(group: str) -> list[str]:
+    """The names that can be given to `group`, such as kernel, model or data, without null."""
+    return list(KERNELS) if group == "kernel" else sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def _check_choice(group: str, choice: str) -> None:
+    if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
+        raise UserError(f"unknown {group} {choice!r}; there are: {', '.join(choices(group))}")
 
 
 def _set_by(group: str, choice: str) -> list[str]:
-    """The options that the file of a group's choice sets; none where there is no such file, as for debug=null."""
+    """The dotted keys that a group's choice sets; none for an override that chooses no group, and for null."""
+    if group == "kernel":
+        return ["kernel.name"]
     file = CONFIGS / group / f"{choice}.yaml"
     if not file.is_file():
         return []
-    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
     if group not in OPTIONAL:
         return [f"{group}.{name}" for name in content]
     overridden = [pair for entry in content.pop("defaults", []) for pair in entry.items()]
@@ -209,63 +179,140 @@ def _set_by(group: str, choice: str) -> list[str]:
     return found + [f"{key}.{name}" for key, options in content.items() if key != "hydra" for name in options]
 
 
-def _check_choice(group: str, choice: str) -> None:
-    choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    if choice in choices or (choice == "null" and group in OPTIONAL):
-        return
-    if group == "kernel":
-        select("wkv4", choice)           # says what there is, and what runs here
-    raise UsageError(f"unknown {group} {choice!r}; there are: {', '.join(choices)}")
+# Help
+
+
+def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> str:
+    """--help: `about`, the choices of each group, and every option with its value under this command line."""
+    check(line, schema)
+    defaults = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
+    groups = re.findall(r"^  - (?:optional )?(\w+): ", defaults, re.MULTILINE)
+    described = {group: {choice: description(CONFIGS / group / f"{choice}.yaml") for choice in choices(group)}
+                 for group in groups if group != "kernel"}
+    return page(about, KERNELS, described, options(schema), compose(line, schema, config_name))
+
+
+# Composition, by Hydra
+
+
+def compose(line: CommandLine, schema: type, config_name: str) -> Any:
+    """The schema's object for a command line. Raises UserError for a value of the wrong type and for several values."""
+    with _hydra(schema, config_name):
+        for _, swept in _combinations(line.overrides):
+            if swept:
+                raise UserError(f"several values of {', '.join(swept)} make a sweep, which starts with the flag -m")
+        return _compose(config_name, line.overrides, line.verbatim)
+
+
+def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
+    """Every combination of the options with several values, and of the sweep of an experiment (hydra.sweeper.params).
+
+    Raises UserError as check and compose do.
+    """
+    check(line, schema)
+    with _hydra(schema, config_name):
+        params = _params(config_name, line)
+        for override in params:
+            check_override(override, schema)
+        verbatim = [f"{key}={value}" for key, value in line.verbatim.items()]
+        return [Job(swept, [*chosen, *verbatim], _compose(config_name, chosen, line.verbatim))
+                for chosen, swept in _combinations([*params, *line.overrides])]
+
+
+@contextmanager
+def _hydra(schema: type, config_name: str) -> Iterator[None]:
+    """Hydra with our schema, kernels and folder of configurations."""
+    import hydra
+
+    _register(schema, config_name)
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
+
+
+def _register(schema: type, config_name: str) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name=f"{config_name}_schema", node=schema)
+    for name in KERNELS:
+        store.store(group="kernel", name=name, node={"name": name})
+
+
+def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, line: CommandLine) -> None:
+    """Hydra's own flags: --cfg job, and -m for a program without sweeps."""
+    import hydra
+
+    with _hydra(schema, config_name):                            # for the sentences: Hydra shows its errors in many lines
+        for overrides, _ in _combinations(line.overrides):
+            _compose(config_name, overrides, line.verbatim)
+
+    def job(composed: Any) -> None:
+        with exit_on_user_error():
+            task(build(composed, line.verbatim), line)
+
+    sys.argv[1:] = line.flags + line.overrides
+    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+
+
+def _params(config_name: str, line: CommandLine) -> list[str]:
+    """The sweep of the configuration, as overrides, but for the keys on the command line."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override]))]
+    composed = hydra.compose(config_name, single, return_hydra_config=True)
+    params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
+    return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
 
 
 def _combinations(overrides: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """The overrides of each job, and of them those that the sweep chose: the product over all that name several values."""
+    """The product over all overrides with several values: for each job its overrides, and the options that the sweep set."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
-        raise UsageError(f"cannot read the options: {_first_line(error)}") from None
-    choices: list[list[tuple[str, dict[str, str]]]] = [
+        raise UserError(f"cannot read the options: {_first_line(error)}") from None
+    alternatives: list[list[tuple[str, dict[str, str]]]] = [
         [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
         if item.is_sweep_override() else [(text, {})] for text, item in zip(overrides, parsed, strict=True)]
     return [([text for text, _ in job], {key: value for _, swept in job for key, value in swept.items()})
-            for job in itertools.product(*choices)]
+            for job in itertools.product(*alternatives)]
 
 
 def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object."""
+    """The schema's object, inside _hydra."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         composed = hydra.compose(config_name, overrides)
     except HydraException as error:
         cause = error.__cause__
         detail = f"{getattr(cause, 'full_key', '')}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else ""
-        raise UsageError(detail or _first_line(error)) from None
+        raise UserError(detail or _first_line(error)) from None
     try:
         return build(composed, verbatim)
     except OmegaConfBaseException as error:
-        raise UsageError(f"{error.full_key}: {_first_line(error)}") from None
+        raise UserError(f"{error.full_key}: {_first_line(error)}") from None
 
 
-def _exists(schema: Any, key: str) -> bool:
-    return key in _options(schema)
+def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:
+    """The schema's object with the verbatim values. `null` is None, as in YAML, but in a text."""
+    from omegaconf import OmegaConf
 
-
-def _options(schema: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a schema's leaves."""
-    found = []
-    for item in fields(schema):
-        kind = get_type_hints(schema)[item.name]
-        nested = next((arg for arg in (kind, *get_args(kind)) if isinstance(arg, type) and is_dataclass(arg)), None)
-        if nested is not None and not isinstance(kind, UnionType):
-            found += _options(nested, f"{prefix}{item.name}.")
-        else:
-            found.append(prefix + item.name)
-    return found
+    config = OmegaConf.to_object(composed)
+    known = options(type(config))
+    for key, value in verbatim.items():
+        *parents, last = key.split(".")
+        target = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, None if value == "null" and known[key].metadata["verbatim"] != TEXT else value)
+    return config
 
 
 def _first_line(error: BaseException | None) -> str:
     return str(error).strip().splitlines()[0] if error is not None else ""
-
-
-def _exit(error: BaseException) -> None:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(USER_ERROR)

@@ -1,110 +1,129 @@
-"""What can be configured, with types and defaults: one dataclass per group of configs/. Knows nothing of Hydra.
+"""Every option of train, generate and evaluate: its type, default, help and check, once. A dataclass per group of configs/.
 
-Each checks its own values when built, so that a wrong one is a ValueError with one sentence, before any work starts.
+A dataclass checks its values when it is built and raises UserError with the option's name. `--help` (rwkv/help.py) prints the
+help texts. This file knows nothing of Hydra.
 """
 
 import math
 import operator
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from rwkv.errors import UserError
 
+SCALED = ("time_mix", "time_decay", "time_first")        # parameters with a learning rate scale of their own
+ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
+
+
+PATH, NAME, TEXT = "path", "name", "text"                # options whose values are taken verbatim from the command line
+
+
+def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
+           above: float | None = None, below: float = math.inf, verbatim: str | None = None,
+           heading: str | None = None) -> Any:
+    """A dataclass field for one option.
+
+    default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
+    and of those after it. one_of, least, above and below: the allowed values, beside None; least: a finite number of that size.
+    verbatim: PATH (~/ is the home folder), NAME, or TEXT (null is a text); None for a value in Hydra's grammar.
+    """
+    metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "above": above, "below": below,
+                "verbatim": verbatim}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def options(schema: type, prefix: str = "") -> dict[str, Field]:
+    """Every option of a dataclass and of those inside it, by its dotted key."""
+    found: dict[str, Field] = {}
+    for item in fields(schema):
+        if isinstance(item.type, type) and is_dataclass(item.type):
+            found |= options(item.type, f"{prefix}{item.name}.")
+        else:
+            found[prefix + item.name] = item
+    return found
+
+
+def check_options(config: Any, group: str = "") -> None:
+    """Raises UserError for the first value of `config` that its option does not allow. group: the prefix of names, "model."."""
+    for item in fields(config):
+        value, limits = getattr(config, item.name), item.metadata
+        if value is None or not limits:
+            continue
+        if limits["one_of"]:
+            _one_of(group + item.name, value, limits["one_of"])
+        if limits["least"] is not None:
+            _at_least(group + item.name, value, limits["least"])
+        if limits["above"] is not None:
+            _between(group + item.name, value, limits["above"], limits["below"])
+
 
 @dataclass
 class KernelConfig:
-    name: str = "auto"
+    name: str = option("auto", "set by kernel=")
 
 
 @dataclass
 class ModelConfig:
-    """n_att and n_ffn, the widths inside time and channel mixing, are n_embd and 4 n_embd where they are None."""
-
-    n_layer: int = 4
-    n_embd: int = 192
-    n_att: int | None = None
-    n_ffn: int | None = None
-    ctx_len: int = 128
+    n_layer: int = option(4, "number of blocks", least=1, heading="Model")
+    n_embd: int = option(192, "width in channels", least=1)
+    n_att: int | None = option(None, "width inside time mixing; null: n_embd", least=1)
+    n_ffn: int | None = option(None, "width inside channel mixing; null: 4 n_embd", least=1)
+    ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_embd", "ctx_len"):
-            _at_least(f"model.{name}", getattr(self, name), 1)
-        for name in ("n_att", "n_ffn"):
-            _at_least(f"model.{name}", getattr(self, name) or 1, 1)
+        check_options(self, "model.")
 
 
 @dataclass
 class DataConfig:
-    """name: stdlib | text | jsonl | binidx | hf.  tokenizer: byte | char | bpe | world | FILE.json | FILE.txt.
+    """What val_fraction means for each kind of data: rwkv/data/prepare.py."""
 
-    path: a file, a folder, a pattern such as books/**/*.txt, NAME of NAME.bin and NAME.idx, or a Hugging Face dataset.
-    field: of the text in jsonl and hf; split: of an hf dataset. vocab_size is for bpe alone. tokenize_workers: shards
-    tokenised at a time, 0 for one per core to 4. What val_fraction means for each kind of data: rwkv/data/prepare.py.
-    sample_prompt: what the sample shown after training continues; empty for a text from its beginning.
-    """
-
-    name: str = "stdlib"
-    path: str | None = None
-    field: str = "text"
-    split: str = "train"
-    tokenizer: str = "bpe"
-    vocab_size: int = 2048
-    batch_size: int = 8
-    cache_dir: str = ".cache"
-    val_fraction: float = 0.1
-    num_workers: int = 0
-    tokenize_workers: int = 0
-    sample_prompt: str = ""
+    name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "binidx", "hf"), heading="Data")
+    path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
+    field: str = option("text", "name of the field with the text, in jsonl and hf")
+    split: str = option("train", "split of a Hugging Face data set")
+    tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
+    vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257)
+    batch_size: int = option(8, "windows in one backward pass, over all processes", least=1)
+    cache_dir: str = option(".cache", "folder where tokenised data are kept for other runs", verbatim=PATH)
+    val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0)
+    num_workers: int = option(0, "processes that load batches; 0: the training process itself", least=0)
+    tokenize_workers: int = option(0, "shards tokenised at a time; 0: one per core, up to 4", least=0)
+    sample_prompt: str = option("", "text that samples continue; empty: they begin a text of their own", verbatim=TEXT)
 
     def __post_init__(self) -> None:
-        _one_of("data.name", self.name, ("stdlib", "text", "jsonl", "binidx", "hf"))
-        _at_least("data.batch_size", self.batch_size, 1)
-        _at_least("data.vocab_size", self.vocab_size, 257)
-        _at_least("data.num_workers", self.num_workers, 0)
-        _at_least("data.tokenize_workers", self.tokenize_workers, 0)
-        _between("data.val_fraction", self.val_fraction, 0.0, 1.0)
-
-
-SCALED = ("time_mix", "time_decay", "time_first")        # parameters whose rate has a scale of its own
-ORTHOGONAL = ("muon", "normuon")                         # optimisers that take the blocks' matrices for themselves
+        check_options(self, "data.")
 
 
 @dataclass
 class OptimConfig:
-    """lr falls to min_lr over the run, by `schedule`, after warmup_steps of a linear rise. grad_clip 0 is off.
-
-    name: adamw | adam; they differ in how weight_decay, which matrices alone have, acts. muon and normuon apply orthogonalised
-    updates (rwkv/training/muon.py) to the blocks' matrices but receptance, at matrix_lr, which rises and falls with lr; adamw
-    takes everything else. The rates of the parameters called time_mix_*, time_decay and time_first are lr times a scale of
-    their own: 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py). l2_wrap and confidence_penalty (rwkv/model/loss.py) are in the
-    gradient, and in no loss.
+    """The scales of time_mix_*, time_decay and time_first are 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py). Muon's update
+    is in rwkv/training/muon.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients and no reported loss.
     """
 
-    name: str = "adamw"
-    lr: float = 3e-3
-    min_lr: float = 1.5e-4
-    schedule: str = "cosine"
-    warmup_steps: int = 20
-    matrix_lr: float = 0.02
-    matrix_momentum: float = 0.95
-    time_mix_lr_scale: float = 1.0
-    time_decay_lr_scale: float = 2.0
-    time_first_lr_scale: float = 3.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    l2_wrap: float = 1e-4
-    confidence_penalty: float = 0.0
+    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
+    lr: float = option(3e-3, "highest learning rate")
+    min_lr: float = option(1.5e-4, "learning rate of the last step")
+    schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant",
+                           one_of=("cosine", "linear", "exponential", "constant"))
+    warmup_steps: int = option(20, "steps in which the rate first rises to lr", least=0)
+    matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0)
+    matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon")
+    time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_*", least=0)
+    time_decay_lr_scale: float = option(2.0, "factor on the rate of time_decay", least=0)
+    time_first_lr_scale: float = option(3.0, "factor on the rate of time_first", least=0)
+    betas: tuple[float, float] = option((0.9, 0.99), "decay rates of Adam's two moments")
+    eps: float = option(1e-8, "Adam's epsilon", least=0)
+    weight_decay: float = option(0.0, "weight decay, of matrices alone", least=0)
+    grad_clip: float = option(1.0, "largest norm of the whole gradient; 0: no clipping", least=0)
+    l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: none", least=0)
+    confidence_penalty: float = option(0.0, "weight of a penalty on predictions of low entropy", least=0)
 
     def __post_init__(self) -> None:
-        _one_of("optim.name", self.name, ("adamw", "adam", *ORTHOGONAL))
-        _one_of("optim.schedule", self.schedule, ("cosine", "linear", "exponential", "constant"))
-        _at_least("optim.warmup_steps", self.warmup_steps, 0)
-        for name in ("weight_decay", "grad_clip", "l2_wrap", "confidence_penalty", "eps", "matrix_lr",
-                     *(f"{name}_lr_scale" for name in SCALED)):
-            _at_least(f"optim.{name}", getattr(self, name), 0)
+        check_options(self, "optim.")
         if not 0 <= self.matrix_momentum < 1:
             raise UserError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -116,54 +135,34 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """Steps are optimiser steps; max_tokens stands in the place of max_steps, in the tokens that all steps read. malloc: tuned
-    keeps large freed blocks in the process (glibc), default does not.
-
-    strategy: single | ddp | fsdp, over devices processes on each of num_nodes machines (0: one per GPU); data.batch_size is
-    what all of them read together. keep_last: the number of checkpoints kept beside the best. activation_checkpointing: a
-    block's activations are computed anew in its backward pass. compile: blocks go through torch.compile. tbptt: segments of
-    ctx_len tokens in a step, gradients through the state between them, which is carried on through each document; 0 for
-    windows, each from an empty state.
-
-    probe: measure the kernel's share of the time and its errors on the run's own numbers, as sweeps do
-    (rwkv/training/kernel_probe.py).
-    sample_every: steps between two texts of sample_tokens that continue data.sample_prompt, in samples.jsonl: val_every where
-    it is null, 0 for none. grad_norms: of each part of the model, before clipping, among the metrics of every log_every steps.
-    """
-
-    accelerator: str = "auto"
-    strategy: str = "single"
-    devices: int = 1
-    num_nodes: int = 1
-    max_steps: int = 1000
-    max_tokens: float | None = None      # so that 1e9 can be written
-    val_every: int = 500
-    checkpoint_every: int = 500
-    log_every: int = 10
-    precision: str = "32-true"
-    accumulate: int = 1
-    tbptt: int = 0
-    keep_last: int = 2
-    activation_checkpointing: bool = False
-    compile: bool = False
-    overfit_batches: int = 0
-    malloc: str = "tuned"
-    sample_tokens: int = 200
-    sample_every: int | None = None
-    grad_norms: bool = False
-    probe: bool = False
+    max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
+    max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1)
+    val_every: int = option(500, "steps between two validations", least=1)
+    checkpoint_every: int = option(500, "steps between two checkpoints", least=1)
+    keep_last: int = option(2, "number of checkpoints kept beside the best", least=1)
+    log_every: int = option(10, "steps between two rows of metrics", least=1)
+    grad_norms: bool = option(False, "log the gradient norm of each part of the model, before clipping")
+    sample_every: int | None = option(None, "steps between two texts in samples.jsonl; 0: none; null: val_every", least=0)
+    sample_tokens: int = option(200, "tokens of each sample", least=0)
+    probe: bool = option(False, "measure the kernel's share of the time and its errors, as sweeps do")
+    overfit_batches: int = option(0, "train on that many batches again and again; 0: on all", least=0)
+    precision: str = option("32-true", "32-true, bf16-mixed, fp16-mixed, or auto: bf16-mixed where that is faster",
+                            one_of=("32-true", "bf16-mixed", "fp16-mixed", "auto"), heading="Memory, speed and devices")
+    accumulate: int = option(1, "batches whose gradients one step adds up", least=1)
+    activation_checkpointing: bool = option(False, "compute each block again in its backward pass: less memory, a third more "
+                                            "time")
+    tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
+                        "documents read to their end; 0: independent windows", least=0)
+    compile: bool = option(False, "compile each block with torch.compile")
+    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory (Linux); default: it does not",
+                         one_of=("tuned", "default"))
+    accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
+    strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
+    devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
+    num_nodes: int = option(1, "number of machines", least=1)
 
     def __post_init__(self) -> None:
-        _one_of("trainer.accelerator", self.accelerator, ("auto", "cpu", "gpu"))
-        _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp"))
-        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "fp16-mixed", "auto"))
-        _one_of("trainer.malloc", self.malloc, ("tuned", "default"))
-        for name in ("max_steps", "val_every", "checkpoint_every", "log_every", "accumulate", "keep_last", "num_nodes"):
-            _at_least(f"trainer.{name}", getattr(self, name), 1)
-        for name in ("overfit_batches", "sample_tokens", "devices", "tbptt"):
-            _at_least(f"trainer.{name}", getattr(self, name), 0)
-        _at_least("trainer.max_tokens", 1 if self.max_tokens is None else self.max_tokens, 1)
-        _at_least("trainer.sample_every", self.sample_every or 0, 0)
+        check_options(self, "trainer.")
         if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
             raise UserError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
         if self.strategy == "fsdp" and self.tbptt:
@@ -176,38 +175,32 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    """name: wandb | csv | none. The CSV file is always written, unless none."""
-
-    name: str = "wandb"
-    project: str = "timemix"
-    group: str | None = None
-    run_name: str | None = None
+    name: str = option("wandb", "set by logger=", one_of=("wandb", "csv", "none"), heading="Logger")
+    project: str = option("timemix", "project in W&B")
+    group: str | None = option(None, "group of runs in W&B; null: none", verbatim=NAME)
+    run_name: str | None = option(None, "name of the run in W&B; null: chosen by W&B", verbatim=NAME)
 
     def __post_init__(self) -> None:
-        _one_of("logger.name", self.name, ("wandb", "csv", "none"))
+        check_options(self, "logger.")
 
 
 @dataclass
 class TrainConfig:
-    """resume: auto, or the run to continue. init_from: a checkpoint of any format, for its weights, sizes and tokenizer.
-
-    plan: say what would happen, and end there.
-    """
-
     kernel: KernelConfig = field(default_factory=KernelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    seed: int = 0
-    out_dir: str | None = None
-    resume: str | None = None
-    init_from: str | None = None
-    plan: bool = False
+    seed: int = option(0, "seed of the initial weights and of the order of the data", heading="Run")
+    out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
+    resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
+                                "this run or checkpoint", verbatim=PATH)
+    init_from: str | None = option(None, "checkpoint of any format that gives weights, sizes and tokenizer", verbatim=PATH)
+    plan: bool = option(False, "true: show what the run would do and need, and train nothing")
 
     def __post_init__(self) -> None:
-        whole_number("seed", self.seed, most=2**32 - 1)          # which NumPy's generator takes
+        whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -215,92 +208,82 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """What all processes read for one optimiser step."""
+        """Tokens that all processes read for one optimiser step."""
         segments = max(1, self.trainer.tbptt)
         return self.data.batch_size * self.model.ctx_len * segments * self.trainer.accumulate
 
 
+CHECKPOINT = "a file, a Hugging Face directory, or a run's directory"
+TOKENIZER = "byte, world, FILE.json or FILE.txt, where the checkpoint has none"
+DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16", "int8")
+DTYPE = "float32, bfloat16 or int8 (matrices in int8, on a CPU)"
+
+
 @dataclass
 class GenerateConfig:
-    """checkpoint: a file or a run's directory. tokenizer: byte | world | FILE.json | FILE.txt, where it carries none.
+    """The rules of choosing a token: rwkv/generation/sampling.py."""
 
-    prompts: a file with a prompt on each line; num_samples of each, with seeds from `seed` on, batch_size texts at a time.
-    stop and logit_bias=ID:NUMBER may be given several times. state: a file that save_state= wrote. out: a file for the
-    texts as lines of JSON, with the log-probabilities of the `logprobs` likeliest tokens. The options of choosing a token:
-    rwkv/generation/sampling.py.
-    """
-
-    checkpoint: str = "runs/latest"
-    tokenizer: str | None = None
-    prompt: str | None = None
-    prompts: str | None = None
+    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
+    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
     kernel: KernelConfig = field(default_factory=KernelConfig)
-    device: str = "auto"
-    dtype: str = "float32"
-    max_new_tokens: int = 200
-    stop: list[str] = field(default_factory=list)
-    stop_tokens: list[int] = field(default_factory=list)
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: list[str] = field(default_factory=list)
-    banned: list[int] = field(default_factory=list)
-    order: str = "hf"
-    logprobs: int = 0
-    seed: int = 0
-    num_samples: int = 1
-    batch_size: int = 16
-    state: str | None = None
-    save_state: str | None = None
-    stream: bool = True
-    out: str | None = None
+    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
+    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+    prompt: str | None = option(None, "text to continue; -: standard input", heading="Texts", verbatim=TEXT)
+    prompts: str | None = option(None, 'file with a prompt on each line, or .jsonl with {"prompt": "..."} on each line',
+                                 verbatim=PATH)
+    state: str | None = option(None, "file that save_state= wrote: its text is continued, with the same model and tokenizer",
+                               verbatim=PATH)
+    num_samples: int = option(1, "texts for each prompt", least=1)
+    seed: int = option(0, "seed of the first text of a prompt; the next has the next seed", least=0)
+    batch_size: int = option(16, "texts at a time; a text depends on its prompt, its seed and the options alone", least=1)
+    max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
+    stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times", verbatim=NAME)
+    stop_tokens: list[int] = option(list, "[ID,...]: tokens that end a sample and are not shown")
+    temperature: float = option(0.8, "temperature; 0: always the likeliest token", heading="Sampling")
+    top_k: int = option(0, "choose among that many likeliest tokens; 0: all")
+    top_p: float = option(0.95, "choose among the likeliest tokens of that total probability; 1: all")
+    min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any")
+    repetition_penalty: float = option(1.0, "divides positive logits of earlier tokens, multiplies negative ones; 1: off")
+    presence_penalty: float = option(0.0, "subtracted from the logit of each earlier token")
+    frequency_penalty: float = option(0.0, "subtracted for each time that the token came earlier")
+    logit_bias: list[str] = option(list, "ID:X adds X to a token's logit; may be given several times", verbatim=NAME)
+    banned: list[int] = option(list, "[ID,...]: tokens never chosen; [0]: a text ends at max_new_tokens alone")
+    order: str = option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before it, as "
+                        "in ChatRWKV")
+    stream: bool = option(True, "show a single text token by token", heading="Output")
+    out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)
+    logprobs: int = option(0, "number of likeliest tokens whose log-probabilities out= holds", least=0)
+    save_state: str | None = option(None, "file for the state after the text, for state=", verbatim=PATH)
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("float32", "bfloat16", "int8"))
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        for name in ("max_new_tokens", "seed", "logprobs"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("num_samples", "batch_size"):
-            _at_least(name, getattr(self, name), 1)
+        check_options(self)
 
 
 @dataclass
 class EvaluateDataConfig:
-    path: str | None = None
+    path: str | None = option(None, 'a text in UTF-8, or FILE.jsonl with {"text": "..."} on each line', verbatim=PATH,
+                              heading="Evaluation")
 
 
 @dataclass
 class EvaluateConfig:
-    """checkpoint: a file or a run's directory. tokenizer: as in GenerateConfig. data.path: a text, or FILE.jsonl of texts.
-
-    chunk_len: tokens per pass. batch_size: texts per pass (FILE.jsonl alone). start: text to stand before what is predicted,
-    in the place of the end-of-text token. out: a file for the result.
-    """
-
-    checkpoint: str = "runs/latest"
-    tokenizer: str | None = None
-    data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
+    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
     kernel: KernelConfig = field(default_factory=KernelConfig)
-    device: str = "auto"
-    dtype: str = "float32"
-    chunk_len: int = 1024
-    batch_size: int = 16
-    start: str | None = None
-    out: str | None = None
+    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
+    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+    data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    chunk_len: int = option(1024, "tokens in a pass", least=1)
+    batch_size: int = option(16, "texts in a pass, of FILE.jsonl", least=1)
+    start: str | None = option(None, "text before the first prediction, instead of the end-of-text token", verbatim=TEXT)
+    out: str | None = option(None, "file for the result, which is on standard output too", verbatim=PATH)
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("float32", "bfloat16", "int8"))
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _at_least("chunk_len", self.chunk_len, 1)
-        _at_least("batch_size", self.batch_size, 1)
+        check_options(self)
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
-    """`value` as an int. Raises ValueError, with the option's name, where it is not a whole number from `least` to `most`."""
+    """`value` as an int. Raises UserError, with the option's name, where it is not a whole number from `least` to `most`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -311,14 +294,14 @@ def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) 
 
 
 def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
-    """`values` as ints from 0 to `most`. Raises ValueError, with the option's name, for anything else."""
+    """`values` as ints from 0 to `most`. Raises UserError, with the option's name, for anything else."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UserError(f"{name} is a list of whole numbers; got {values!r}")
     return tuple(whole_number(name, value, most=most) for value in values)
 
 
 def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
-    """`values`, which are strings. Raises ValueError, with the option's name, for anything else, a single string included."""
+    """`values`, which are strings. Raises UserError, with the option's name, for anything else, a single string included."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UserError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
     values = tuple(values)
@@ -340,6 +323,6 @@ def _at_least(name: str, value: float, least: float) -> None:
         raise UserError(f"{name} is a finite number; got {value}")
 
 
-def _between(name: str, value: float, low: float, high: float, closed: bool = False) -> None:
-    if not (low < value < high or (closed and value == high)):
-        raise UserError(f"{name} lies above {low:g} and {'at most' if closed else 'below'} {high:g}; got {value:g}")
+def _between(name: str, value: float, low: float, high: float) -> None:
+    if not low < value < high:
+        raise UserError(f"{name} lies above {low:g} and below {high:g}; got {value:g}")

@@ -7,7 +7,3 @@ class UserError(ValueError):
 
 class CheckpointError(UserError):
     """A file that is not a whole checkpoint: which file or tensor, what was found, what was expected, the likely cause."""
-
-
-class UsageError(UserError):
-    """A command line that names something that does not exist or does not fit."""

@@ -5,13 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-import generate
-import train
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.tools import evaluate
+from rwkv.tools import evaluate, generate, train
 
-PROGRAMS = {"train": (train.main, TrainConfig), "generate": (generate.main, GenerateConfig),
+PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
             "evaluate": (evaluate.main, EvaluateConfig)}
 Run = Callable[..., tuple[int, str, str]]
 
@@ -23,7 +21,7 @@ def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
         status = 0
         try:
-            cli.run(main, schema, program)
+            cli.run(main, schema, program, None)
         except SystemExit as stop:
             status = int(stop.code or 0)
         return status, *capsys.readouterr()

@@ -1,47 +1,57 @@
-"""The command line: every configuration composes, free text stays as it was typed, and a user's mistake is one sentence."""
+"""The command line: choices compose, free text is taken verbatim, --help is complete, a user's mistake is one sentence."""
 
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import torch
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import small_model
+from omegaconf import OmegaConf
 from programs import PROGRAMS, Run, one_sentence
 
 from benchmarks.tables import SHAPES
-from kernels.select import select
+from kernels.registry import KernelUnavailable, UnknownKernel
+from kernels.select import select, selectable
 from rwkv import cli
-from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
+from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, options
+from rwkv.errors import UserError
+from rwkv.help import WIDTH
 from rwkv.pretrained import RWKV
 from rwkv.training.run import as_plain
 
-CHOICES = sorted(path.relative_to(cli.CONFIGS) for path in cli.CONFIGS.glob("*/*.yaml"))
+CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
 
 def compose(program: str, *arguments: str) -> Any:
     schema = PROGRAMS[program][1]
     line = cli.split(list(arguments), schema)
-    cli.ConfigStore.instance().store(name=f"{program}_schema", node=schema)
-    cli.check(line, schema, program)
-    with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        return cli.build(hydra.compose(program, line.overrides), line.verbatim)
+    cli.check(line, schema)
+    return cli.compose(line, schema, program)
 
 
 # Composition
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_every_yaml_composes_to_the_schema(choice: Path) -> None:
-    config = compose("train", f"{choice.parent}={choice.stem}")
+@pytest.mark.parametrize(("group", "name"), [*CHOICES, *(("kernel", name) for name in cli.KERNELS)])
+def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
+    config = compose("train", f"{group}={name}")
     assert isinstance(config, TrainConfig)
-    if choice.parent.name in ("kernel", "data", "optim", "logger"):
-        assert getattr(config, choice.parent.name).name == choice.stem
+    if group in ("kernel", "data", "optim", "logger"):
+        assert getattr(config, group).name == name
+
+
+@pytest.mark.parametrize("name", ["auto", *selectable()])
+def test_every_kernel_can_be_chosen(name: str) -> None:
+    assert compose("generate", f"kernel={name}").kernel.name == name
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:
@@ -104,12 +114,13 @@ def test_free_text_is_taken_as_it_is(text: str) -> None:
     line = cli.split([f"prompt={text}", "seed=3", f"stop={text}", "top_p=0.5", "-m"], GenerateConfig)
     assert (line.overrides, line.flags) == (["seed=3", "top_p=0.5"], ["-m"])
     assert line.keys == ["seed", "top_p", "prompt", "stop"]
-    config = cli.build(cli.OmegaConf.structured(GenerateConfig), line.verbatim)
+    config = cli.build(OmegaConf.structured(GenerateConfig), line.verbatim)
     assert (config.prompt, config.stop) == (text, [text])
 
 
 @pytest.mark.parametrize(("arguments", "chosen"), [
     (["optim=adamw", "logger.name=csv"], {"optim.name"}),
+    (["kernel=conv1d"], {"kernel.name"}),
     (["trainer=auto", "seed=1", "debug=null"], {"trainer.accelerator"}),
     (["+debug=overfit"], {
         "model.n_layer", "model.n_embd", "model.ctx_len", "data.tokenizer", "data.batch_size", "optim.warmup_steps",
@@ -137,11 +148,6 @@ def test_a_path_may_begin_at_the_home_folder() -> None:
     assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
 
 
-@pytest.mark.parametrize("key", cli.VERBATIM)
-def test_every_verbatim_key_is_an_option(key: str) -> None:
-    assert any(key in cli._options(schema) for _, schema in PROGRAMS.values())
-
-
 def test_null_is_no_path_and_no_name_but_a_text() -> None:
     config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
     assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
@@ -153,47 +159,65 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
 
 
 @pytest.mark.parametrize(("argument", "said"), [
-    ("kernel=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
-    ("kernel.name=nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
-    ("kernel=fft", "fft cannot be used inside WKV: its error is relative to the largest e^k of a row"),
-    ("kernel=conv1d,nonsense", "unknown kernel 'nonsense'; on cpu there are: auto, conv1d, "),
-    ("model=huge", "unknown model 'huge'; there are: 169m, 1b5, 3b, 430m, 7b, small, tiny"),
-    ("model=null", "unknown model 'null'; there are: 169m, 1b5, 3b, 430m, 7b, small, tiny"),
-    ("experiment=nope", "unknown experiment 'nope'; there are: kernel_ablation, rwkv4_original, shakespeare_char"),
-    ("model.n_layer=two", "model.n_layer: Value 'two'"),
-    ("model.n_layer=1.5", "model.n_layer: Value '1.5'"),
-    ("optim.lr=abc", "optim.lr: Value 'abc'"),
+    ("kernel=nonsense", "'nonsense'; there are: auto, conv1d, "),
+    ("kernel.name=nonsense", "'nonsense'; there are: auto, conv1d, "),
+    ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, conv1d, "),
+    ("kernel=fft", "fft"),
+    ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, small, tiny"),
+    ("model=null", "'null'; there are: 169m"),
+    ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original, shakespeare_char"),
+    ("model.n_layer=two", "model.n_layer: "),
+    ("model.n_layer=1.5", "model.n_layer: "),
+    ("model.n_layer=0", "model.n_layer"),
+    ("optim.lr=abc", "optim.lr: "),
     ("optim.lr=null", "optim.lr"),
-    ("optim.betas=0.9", "optim.betas"),
-    ("optim.betas=[0.9]", "optim.betas are two numbers"),
-    ("optim.betas=[0.9,1.5]", "optim.betas are two numbers"),
-    ("model.n_layer=0", "model.n_layer is at least 1; got 0"),
-    ("optim.name=sgd", "optim.name is one of adamw, adam, muon, normuon; got 'sgd'"),
-    ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale is at least 0"),
-    ("trainer.max_tokens=0", "trainer.max_tokens is at least 1; got 0"),
-    ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
-    ("optim.lr=1e-5", "optim.min_lr above 0 and at most optim.lr"),
-    ("data.val_fraction=2", "data.val_fraction lies above 0 and below 1"),
-    ("trainer.max_tokens=inf", "trainer.max_tokens is"),
-    ("optim.weight_decay=inf", "optim.weight_decay is"),
-    ("seed=-1", "seed is"),
-    ("seed=4294967296", "seed is"),
-    ("optim.lrr=1", "unknown option optim.lrr; did you mean optim.lr?"),
-    ("n_layer=1", "unknown option n_layer; did you mean model.n_layer?"),
-    ("nonsense=1", "unknown option nonsense; --help lists them all"),
-    ("+model.nonsense=1", "unknown option model.nonsense"),
-    ("++nonsense=1", "unknown option nonsense"),
-    ("kernel", "cannot read 'kernel': options are written key=value"),
-    ("trainer.max_steps=(3", "cannot read the options"),
-    ("trainer.max_steps=1,2x", "trainer.max_steps: Value '2x'"),
+    ("optim.lr=1e-5", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
-    ("trainer=gpu", "trainer=gpu needs a CUDA device"),
+    ("optim.betas=0.9", "optim.betas"),
+    ("optim.betas=[0.9]", "optim.betas"),
+    ("optim.betas=[0.9,1.5]", "optim.betas"),
+    ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
+    ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale"),
+    ("optim.weight_decay=inf", "optim.weight_decay"),
+    ("trainer.max_tokens=0", "trainer.max_tokens"),
+    ("trainer.max_tokens=inf", "trainer.max_tokens"),
+    ("trainer.max_steps=1,2x", "trainer.max_steps"),
+    ("trainer.max_steps=(3", "cannot read"),
+    ("trainer.precision=16", "32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
+    ("data.val_fraction=2", "data.val_fraction"),
+    ("seed=-1", "seed"),
+    ("seed=4294967296", "seed"),
+    ("seed=1,2", "-m"),
+    ("optim.lrr=1", "optim.lrr; did you mean optim.lr?"),
+    ("n_layer=1", "n_layer; did you mean model.n_layer?"),
+    ("nonsense=1", "nonsense; --help"),
+    ("+model.nonsense=1", "model.nonsense"),
+    ("++nonsense=1", "nonsense"),
+    ("kernel", "'kernel'"),
+    ("--seed=1", "--seed"),
+    ("trainer=gpu", "trainer=gpu"),
 ])
 def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, said: str) -> None:
     if argument == "trainer=gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     one_sentence(run("train", argument), said)
     assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
+
+
+HEAVY = ("torch", "lightning", "hydra", "wandb", "taichi")
+
+
+@pytest.mark.parametrize(("program", "argument", "status", "heavy"), [
+    ("train", "kernel=nope", 2, HEAVY), ("train", "optim.lrr=1", 2, HEAVY), ("generate", "kernel=nope", 2, HEAVY),
+    ("train", "model.n_layer=two", 2, ("torch", "lightning")), ("train", "--help", 0, ("torch", "lightning")),
+    ("generate", "--help", 0, ("torch", "lightning")), ("generate", "checkpoint=nowhere", 2, ("lightning", "wandb")),
+])
+def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: int, heavy: tuple[str, ...]) -> None:
+    code = (f"import sys; from rwkv.tools.{program} import main\ntry: main()\n"
+            f"finally: assert not {set(heavy)} & set(sys.modules), sorted({set(heavy)} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code, argument], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
+                          check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
@@ -231,45 +255,69 @@ def test_a_foreign_file_to_resume_from_is_one_sentence(run: Run) -> None:
     one_sentence(run("train", "resume=weights.pth"), "weights.pth")
 
 
-def test_a_bug_keeps_its_stack_trace() -> None:
-    """Only what this program says on purpose is a sentence."""
-    with pytest.raises(ValueError, match="Expecting value"):
-        cli.with_sentences(lambda: print(json.loads("x")))
-    with pytest.raises(ZeroDivisionError):
-        cli.with_sentences(lambda: print(1 // 0))
+def test_a_bug_keeps_its_stack_trace(tmp_path: Path) -> None:
+    """A ValueError of the program itself is no user's mistake; a UserError is one wherever the package is installed."""
+    with pytest.raises(ValueError, match="Expecting value"), cli.exit_on_user_error():
+        json.loads("x")
+    (tmp_path / "site-packages").mkdir()
+    installed = tmp_path / "site-packages" / "installed.py"
+    installed.write_text("from rwkv.errors import UserError\n\n\ndef fail():\n    raise UserError('a')\n")
+    spec = importlib.util.spec_from_file_location("installed", installed)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+        module.fail()
+    assert stop.value.code == cli.USER_ERROR
 
 
-# What is right
+@pytest.mark.parametrize("error", [UserError("a"), KernelUnavailable("a"), UnknownKernel("a"), OSError("a")])
+def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+        raise error
+    assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, "error: a\n")
 
 
-@pytest.fixture(scope="module")
-def page() -> str:
-    """What train.py --help shows, made as Hydra makes it."""
-    cli.ConfigStore.instance().store(name="train_schema", node=TrainConfig)
-    with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        return str(hydra.compose("train", return_hydra_config=True).hydra.help.template)
+# --help
 
 
-def test_help_is_there(run: Run) -> None:
-    status, output, _ = run("train", "model=small", "--help")
+@pytest.fixture(params=["train", "generate", "evaluate"])
+def program(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def help_of(program: str, *arguments: str) -> str:
+    schema = PROGRAMS[program][1]
+    about = importlib.import_module(f"rwkv.tools.{program}").__doc__
+    return cli.help_page(cli.split(list(arguments), schema), schema, program, about or "")
+
+
+def test_help_shows_the_values_of_this_command_line(run: Run) -> None:
+    status, output, _ = run("train", "model=small", "data.path=a,b", "--help")
     assert status == 0
-    assert "kernel: auto, conv1d, cuda_scan" in output
-    assert "model.n_embd           width, in channels [384]" in output, "with the values of this command line"
+    assert re.search(r"^  model\.n_embd .* \[384\]$", output, re.MULTILINE)
+    assert "[a,b]" in output
 
 
-@pytest.mark.parametrize("option", cli._options(TrainConfig))
-def test_help_explains_every_option(page: str, option: str) -> None:
-    assert re.search(rf"^  {re.escape(option)}  +\w+.* .*\w", page, re.MULTILINE)
+def test_help_explains_every_option_and_fits_a_terminal(program: str) -> None:
+    page = help_of(program)
+    assert max(map(len, page.splitlines())) <= WIDTH
+    for option in options(PROGRAMS[program][1]):
+        assert re.search(rf"^  {re.escape(option)}  +\w*", page, re.MULTILINE), option
 
 
-@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice.parent.name != "kernel"], ids=str)
-def test_help_says_what_every_choice_is_for(page: str, choice: Path) -> None:
-    choices = page[page.index("Choices, GROUP=NAME"):page.index("Options, OPTION=VALUE")]
-    assert re.search(rf"\b{choice.parent}=[^\n=]*\b{choice.stem}\b", choices)
+def test_help_describes_every_choice() -> None:
+    page = help_of("train")
+    assert not [f"{group}={name}" for group, name in CHOICES if not re.search(rf"^  {group}={name}  +\S", page, re.MULTILINE)]
+    assert all(re.search(rf"\b{name}\b", page) for name in cli.KERNELS)
 
 
-def test_help_fits_a_terminal_and_names_nothing_that_is_not_there(page: str) -> None:
-    assert max(map(len, page.splitlines())) <= 80
-    options = re.findall(r"^  ([a-z]+(?:[._][a-z0-9_]+)+)  ", page, re.MULTILINE)
-    assert len(options) > 50
-    assert set(options) <= {*cli._options(TrainConfig)}
+@pytest.mark.parametrize("schema", [schema for _, schema in PROGRAMS.values()])
+def test_every_option_has_a_help(schema: type) -> None:
+    assert not [key for key, item in options(schema).items() if not item.metadata.get("help")]
+
+
+@pytest.mark.parametrize("flags", [("--cfg", "job"), ("-c", "job")])
+def test_the_whole_configuration_as_yaml(run: Run, flags: tuple[str, ...]) -> None:
+    status, output, _ = run("train", *flags, "seed=7")
+    assert status == 0
+    assert yaml.safe_load(output)["seed"] == 7

@@ -1,166 +1,179 @@
-"""The layout: who may import whom, no environment variables, no effects at import, a YAML per kernel (CONTRIBUTING.md)."""
+"""The layout: who may import whom, no circles inside a folder, no environment variables, no effects at import."""
 
 import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from kernels.registry import names, operators
-from kernels.select import AUTO, selectable
 
 ROOT = Path(__file__).parent.parent
-PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), ROOT / "train.py", ROOT / "generate.py"])
-MODEL = ("model", "time_mix", "channel_mix", "token_shift", "init", "state", "sampling", "fused", "first_derivative")
-THREADS = ROOT / "kernels" / "threads.py"      # sets what torch reads at its import, where the user has not
+PROGRAMS = [ROOT / "train.py", ROOT / "generate.py"]
+PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
+READS_ENVIRONMENT = ROOT / "kernels" / "backends" / "threads.py"       # sets what libgomp reads, unless the user has set it
+
+# Each part of rwkv/ and the height of its floor: a part imports parts below it, and others on its own floor without a circle.
+FLOORS = {"__main__": 6, "tools": 5, "training": 4, "__init__": 3, "report": 3, "generation": 3, "evaluation": 3, "pretrained": 2,
+          "cli": 2, "checkpoint": 1, "data": 1, "tokenizer": 1, "model": 1, "help": 1, "config": 0, "io": 0, "errors": 0,
+          "distributed": 0}
+
+OPERATORS = "|".join(operators())
+IMPLEMENTATIONS = "|".join(rf"kernels\.{op}\.({'|'.join(names(op))})" for op in operators())
+BACK_ENDS = r"taichi|triton|cuda|cupy"
 
 
 class Rule(NamedTuple):
-    """No module whose name matches `importer` imports one whose name, or whose package's name, matches `imported`."""
+    """No module whose full name matches `importer` imports one whose name, or whose package's name, matches `imported`."""
 
     importer: str
     imported: str
-    why: str
     at_import_only: bool = False
 
 
-BACK_ENDS = r"taichi|triton|cuda|cupy"
-OPERATORS = "|".join(operators())
-IMPLEMENTATIONS = "|".join(rf"kernels\.{op}\.({'|'.join(names(op))})" for op in operators())
 RULES = (
-    Rule(r".*", r"train|generate|tests|benchmarks", "an entry point is imported by nobody"),
-    Rule(r"kernels\b.*", r"rwkv|lightning|hydra|omegaconf|wandb", "kernels know nothing of RWKV, Hydra, Lightning or W&B"),
-    Rule(r"(?!kernels\._taichi$).*", r"taichi", "kernels/backends/taichi.py is the one place that imports Taichi"),
-    Rule(r"(?!kernels\b).*", BACK_ENDS, "back ends belong to kernels/"),
-    Rule(rf"kernels\.({OPERATORS})(\.cases)?", rf"kernels\._(?!direct\b)\w+|{BACK_ENDS}",
-         "an operator's own file knows no back end"),
-    Rule(r"(?!kernels\._subjects$).*", rf"kernels\.({OPERATORS})\.subject", "what is measured is found by folder"),
-    Rule(r".*", IMPLEMENTATIONS, "an implementation is loaded by name, and imports no other"),
-    *(Rule(rf"(?!kernels\.wkv\.timex$)kernels\.{op}\b(?!\.subject$).*",
-           rf"kernels\.(?!(registry|_taichi|_lanes|_cuda|_compiled|_direct|{op})\b)\w+",
-           "an operator stands on the registry alone") for op in operators()),
-    Rule(r"kernels\.wkv\.timex", r"kernels\.(?!(registry|timex|wkv)\b)\w+", "it stands on TimeX and its own operator"),
-    Rule(r"(?!kernels\b|rwkv\.(tools\.bench_generation|probe)$).*",
-         rf"kernels\.(?!(registry|select|allocator|threads|{OPERATORS})\b)\w+", "what the model may use of kernels/"),
-    Rule(r"(?!rwkv\.tracking$).*", r"wandb", "wandb belongs to rwkv/training/loggers.py"),
-    Rule(r"rwkv\.tracking", r"wandb", "wandb is imported inside functions", at_import_only=True),
-    Rule(r"rwkv\b(?!\.(cli|tools)\b).*", r"hydra|omegaconf", "Hydra belongs to rwkv/cli.py and rwkv/tools/"),
-    Rule(rf"rwkv\.({'|'.join(MODEL)})", r"lightning|pytorch_lightning", "the model knows no trainer"),
-    Rule(rf"rwkv\.(?!fused$)({'|'.join(MODEL)})", r"kernels\.select",
-         "the model knows no kernel's name; fused.py asks for what a rule chooses and nobody names"),
-    Rule(rf"rwkv\.({'|'.join(MODEL)})", rf"rwkv\.(?!({'|'.join(MODEL)}|config|checkpoint)\b)\w+",
-         "the model's files import each other, its configuration and its checkpoint"),
-    Rule(r"rwkv\.formats\b.*", r"kernels|rwkv\.(?!(formats|config)\b)\w+", "formats know files, tensors and sizes alone"),
+    Rule(r".*", r"train|generate|tests|benchmarks"),
+    Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
+    Rule(r"(?!kernels\b).*", BACK_ENDS),
+    Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
+    Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
+    Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
+    Rule(rf"kernels\.({OPERATORS}|backends)\b.*", r"kernels\.bench"),
+    Rule(r"kernels\.backends\b.*", OPERATORS),
+    *(Rule(rf"kernels\.{op}\b(?!\.timex$).*", rf"kernels\.({'|'.join(other for other in operators() if other != op)})")
+      for op in operators()),                                    # kernels/wkv4/timex.py stands on kernels/timex
+    Rule(r"(?!rwkv\.(cli|tools)\b).*", r"hydra|omegaconf"),
+    Rule(r"(?!rwkv\.(training\b|data\.loaders$)).*", r"lightning|pytorch_lightning"),
+    Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
+    Rule(r".*", r"wandb", at_import_only=True),
+    Rule(r"rwkv\.model\b.*", r"kernels\.select"),                # the model is given its operator
+    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate))", r"torch|lightning|hydra|numpy", at_import_only=True),
 )
+
+
+class Import(NamedTuple):
+    module: str
+    waits: bool                          # until a function runs, or for a type checker
 
 
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(text: str, module: str) -> Iterator[tuple[str, bool]]:
-    """Every module that `text` imports, as a full name, and whether that waits until a function runs.
-
-    `from a import b` counts as a.b too, because b may be a module.
-    """
+def imports(text: str, module: str) -> Iterator[Import]:
+    """Every import by its full name; `from a import b` counts as a.b too, since b may be a module."""
     tree = ast.parse(text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = {id(node) for function in functions for node in ast.walk(function)}
+    late = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    waiting = {id(node) for part in late for node in ast.walk(part)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in inside) for alias in node.names)
+            yield from (Import(alias.name, id(node) in waiting) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             package = module.split(".")[:-node.level] if node.level else []
             base = ".".join([*package, *filter(None, [node.module])])
-            yield from ((name, id(node) in inside) for name in (base, *(f"{base}.{alias.name}" for alias in node.names)))
+            yield from (Import(name, id(node) in waiting) for name in (base, *(f"{base}.{alias.name}" for alias in node.names)))
 
 
-def broken_rules(module: str, text: str) -> dict[str, str]:
-    """What `module` must not import and does, with the reason."""
-    return {imported: rule.why for imported, waits in imports(text, module) for rule in RULES
-            if re.fullmatch(rule.importer, module) and re.fullmatch(rf"({rule.imported})(\..*)?", imported)
-            and not (rule.at_import_only and waits)}
+def broken_rules(module: str, text: str) -> set[str]:
+    """The imports of `module` that a rule or the order of the floors forbids."""
+    found = list(imports(text, module))
+    forbidden = {name for name, waits in found for rule in RULES
+                 if re.fullmatch(rule.importer, module) and re.fullmatch(rf"({rule.imported})(\..*)?", name)
+                 and not (rule.at_import_only and waits)}
+    if not module.startswith("rwkv"):
+        return forbidden
+    floor = FLOORS[part_of(module)]
+    return forbidden | {name for name, _ in found if name.startswith("rwkv.") and FLOORS.get(part_of(name), -1) > floor}
+
+
+def part_of(module: str) -> str:
+    """Of rwkv.model.state: model."""
+    return [*module.split("."), "__init__"][1]
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
-def test_import_directions(path: Path) -> None:
+def test_imports_point_one_way(path: Path) -> None:
     assert not broken_rules(module_of(path), path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(("module", "text"), [
-    ("kernels.timex.mine", "import rwkv"), ("kernels.timex.mine", "from rwkv.model import RWKV"),
-    ("kernels.timex.mine", "import taichi as ti"), ("kernels.timex.mine", "from kernels.timex import conv1d"),
-    ("kernels.timex.mine", "from .conv1d import forward"), ("kernels.timex.mine", "from kernels.wkv4 import WKV"),
-    ("kernels.timex", "from kernels._taichi import launch"), ("kernels.wkv4", "from kernels.timex import TimeX"),
-    ("kernels.timex.mine", "from kernels.timex.subject import Subject"), ("kernels.bench", "import kernels.wkv4.subject"),
-    ("kernels.bench", "import hydra"), ("rwkv.model", "import lightning"), ("rwkv.model", "from kernels.select import select"),
-    ("rwkv.model", "from rwkv.task import LanguageModel"), ("rwkv.task", "import wandb"), ("rwkv.tracking", "import wandb"),
-    ("rwkv.task", "from omegaconf import DictConfig"), ("rwkv.time_mix", "from kernels.wkv4.reference import forward"),
-    ("rwkv.time_mix", "import taichi"), ("rwkv.cli", "import train"), ("train", "import wandb"),
+    ("kernels.timex.mine", "import rwkv"), ("kernels.timex.mine", "import taichi as ti"), ("kernels.wkv4", "import triton"),
+    ("kernels.timex.mine", "from kernels.timex import conv1d"), ("kernels.timex.mine", "from .conv1d import forward"),
+    ("kernels.timex.mine", "from kernels.wkv4 import WKV"), ("kernels.bench", "import hydra"),
+    ("rwkv.model.base", "import lightning"), ("rwkv.model.base", "from kernels.select import select"),
+    ("rwkv.model.base", "from rwkv.training.task import LanguageModel"), ("rwkv.training.task", "import wandb"),
+    ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
+    ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
+    ("rwkv.cli", "import torch"), ("rwkv.tools.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
 ])
 def test_a_wrong_import_is_noticed(module: str, text: str) -> None:
     assert broken_rules(module, text)
 
 
 @pytest.mark.parametrize(("module", "text"), [
-    ("kernels.timex.mine", "import torch\nfrom kernels._taichi import launch, ti\nfrom kernels.registry import Requires"),
+    ("kernels.timex.mine", "import torch\nfrom kernels.backends.taichi import launch\nfrom kernels.registry import Requires"),
     ("kernels.wkv4.timex", "from kernels.timex import TimeX\nfrom kernels.wkv4 import decay_exponent"),
-    ("kernels.wkv4.subject", "from kernels._subjects import Pass\nfrom kernels.select import select"),
-    ("kernels.wkv4.cases", "from kernels.wkv4 import WKVState"), ("rwkv.time_mix", "from kernels.wkv4 import WKV, WKVState"),
-    ("rwkv.tracking", "def log():\n    import wandb"), ("train", "from kernels.select import AUTO, select, why_auto"),
+    ("rwkv.model.rwkv4", "from kernels.wkv4 import WKV, WKVState"), ("rwkv.cli", "def run():\n    import hydra"),
+    ("rwkv.training.loggers", "def log():\n    import wandb"), ("rwkv.training.task", "import lightning"),
 ])
 def test_a_right_import_is_let_through(module: str, text: str) -> None:
     assert not broken_rules(module, text)
 
 
+FOLDERS = sorted({path.parent for path in PRODUCT} - {ROOT})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_circle_inside_a_folder(folder: Path) -> None:
+    """Between the parts of a folder, files and folders, at import; what a function imports when it runs makes no circle."""
+    package, parts = module_of(folder), {}
+    for path in folder.rglob("*.py"):
+        module = module_of(path)
+        if module != package:
+            found = {name for name, waits in imports(path.read_text(encoding="utf-8"), module) if not waits}
+            own = {name.removeprefix(f"{package}.").split(".")[0] for name in found if name.startswith(f"{package}.")}
+            parts.setdefault(module.removeprefix(f"{package}.").split(".")[0], set()).update(own)
+    try:
+        TopologicalSorter({part: found - {part} for part, found in parts.items()}).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+
+
 def environment_reads(text: str) -> list[int]:
-    """The lines that touch os.environ or os.getenv, or import them."""
-    def touches(node: ast.AST) -> bool:
+    """The lines that use os.environ or os.getenv, or import them."""
+    def uses(node: ast.AST) -> bool:
         names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else [getattr(node, "attr", None)]
         return not set(ENVIRONMENT).isdisjoint(names)
 
-    return [node.lineno for node in ast.walk(ast.parse(text)) if touches(node)]
+    return [node.lineno for node in ast.walk(ast.parse(text)) if uses(node)]
 
 
-@pytest.mark.parametrize("path", [path for path in PRODUCT if path != THREADS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_product_file_reads_an_environment_variable(path: Path) -> None:
-    assert not environment_reads(path.read_text(encoding="utf-8"))
-
-
-def test_no_configuration_reads_an_environment_variable() -> None:
+def test_no_product_file_reads_an_environment_variable() -> None:
+    found = {str(path): environment_reads(path.read_text(encoding="utf-8")) for path in PRODUCT if path != READS_ENVIRONMENT}
+    assert not {path: lines for path, lines in found.items() if lines}
     assert not [path.name for path in (ROOT / "configs").rglob("*.yaml") if "oc.env" in path.read_text(encoding="utf-8")]
 
 
-def test_a_read_of_the_environment_is_noticed() -> None:
-    assert environment_reads("import os\nx = os.environ['A']") == [2]
-    assert environment_reads("from os import getenv") == [1]
-
-
-@pytest.mark.parametrize("name", [AUTO, *selectable("wkv4")])
-def test_every_kernel_is_a_word_on_the_command_line(name: str) -> None:
-    yaml = ROOT / "configs" / "kernel" / f"{name}.yaml"
-    assert yaml.exists(), f"kernel={name} needs {yaml.relative_to(ROOT)} with the line `name: {name}`"
-    lines = [line for line in yaml.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith("#")]
-    assert lines == [f"name: {name}"]
-
-
-def test_every_yaml_is_a_kernel() -> None:
-    assert {path.stem for path in (ROOT / "configs" / "kernel").glob("*.yaml")} == {AUTO, *selectable("wkv4")}
+@pytest.mark.parametrize("text", ["import os\nx = os.environ['A']", "from os import getenv"])
+def test_a_read_of_the_environment_is_noticed(text: str) -> None:
+    assert environment_reads(text)
 
 
 IMPORT_ALL = """
-import importlib, importlib.util, sys
+import importlib, sys
 import torch
 
 def refused(*args, **kwargs):
     caller = sys._getframe(1).f_code.co_filename
     if any(caller.startswith(folder) for folder in {folders!r}):
-        raise AssertionError(f"asked for devices at import: {{caller}}")
+        raise AssertionError(f"devices are queried at import: {{caller}}")
     return False
 
 torch.cuda.is_available = torch.cuda.device_count = refused
@@ -179,7 +192,7 @@ assert not {{"hydra", "lightning", "wandb"}} & set(sys.modules) or {package!r} !
 
 @pytest.mark.parametrize("package", ["kernels", "rwkv"])
 def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
-    """Nothing printed, no Taichi started, no device asked for, no file written; missing back ends aside, nothing raised."""
+    """Nothing printed, no Taichi started, no device queried, no file written; apart from missing back ends nothing raised."""
     modules = [module_of(path) for path in PRODUCT if path.is_relative_to(ROOT / package)]
     folders = [str(ROOT / "kernels"), str(ROOT / "rwkv")]
     done = fresh_python(IMPORT_ALL.format(modules=modules, folders=folders, package=package), tmp_path)
@@ -187,11 +200,17 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_model_needs_torch_alone(tmp_path: Path) -> None:
-    """Whatever the imports in between, the model brings no trainer, no Hydra and no W&B with it."""
-    code = f"import sys, {', '.join(f'rwkv.{name}' for name in MODEL)}\n"
-    code += "print({'hydra', 'omegaconf', 'lightning', 'wandb', 'taichi', 'triton'} & set(sys.modules))"
-    assert fresh_python(code, tmp_path).stdout == "set()\n"
+@pytest.mark.parametrize(("modules", "absent"), [
+    ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py")],
+     ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
+    (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
+    (["rwkv", "rwkv.cli", "rwkv.tools.train", "rwkv.tools.generate", "kernels.registry"],
+     ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),
+])
+def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ...], tmp_path: Path) -> None:
+    code = f"import sys, {', '.join(modules)}\nprint({set(absent)} & set(sys.modules))"
+    done = fresh_python(code, tmp_path)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.stored import DTYPES
-from rwkv.cli import with_sentences
+from rwkv.cli import exit_on_user_error
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats with no room for it
 
@@ -24,7 +24,8 @@ time_decay and time_first are float32 whatever the dtype; ggmf takes float32 and
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    with_sentences(lambda: convert(options.source, options.target, options.dtype, options.format))
+    with exit_on_user_error():
+        convert(options.source, options.target, options.dtype, options.format)
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None) -> None:

@@ -1,8 +1,15 @@
-"""How well a checkpoint predicts a file: `python -m rwkv.tools.evaluate checkpoint=runs/latest data.path=FILE`.
+"""How well a checkpoint predicts a file: its loss, or the accuracy of last words.
 
-FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word of each, as LAMBADA has it. Any other file: loss in
-nats per token, perplexity per token and bits per byte of its text, the state carried along (rwkv/evaluation.py defines them).
-The last line of standard output is the result as JSON, which out=FILE holds as well. Options: EvaluateConfig in rwkv/config.py.
+  python -m rwkv.tools.evaluate data.path=FILE.txt
+  python -m rwkv.tools.evaluate checkpoint=FILE.pth tokenizer=world data.path=FILE.txt
+  python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
+
+FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word of
+each, as in LAMBADA. Any other file: loss in nats per token, perplexity per
+token and bits per byte of its text, with the state carried along (rwkv/evaluation.py).
+The last line of standard output is the result as JSON, which out=FILE gets too.
+Texts and paths are taken verbatim: commas, quotes and equals signs need no
+escaping.
 """
 
 import json
@@ -105,4 +112,4 @@ def _finite(nats: float) -> float:
 
 
 if __name__ == "__main__":
-    cli.run(main, EvaluateConfig, "evaluate")
+    cli.run(main, EvaluateConfig, "evaluate", __doc__)

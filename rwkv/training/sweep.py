@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from kernels.registry import KernelUnavailable
+from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
 from rwkv.config import TrainConfig
 from rwkv.distributed import say
@@ -37,7 +37,8 @@ from rwkv.training.loggers import log_report
 from rwkv.training.run import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.setup import kernel_for
 
-PROGRAM = cli.ROOT / "train.py"
+CLONE = Path(__file__).resolve().parent.parent.parent
+PROGRAM = (str(CLONE / "train.py"),) if (CLONE / "train.py").is_file() else ("-m", "rwkv.tools.train")   # found from any folder
 FILE, LOGS = "sweep.json", "logs"
 ORDER_SEED = 0
 FINISHED, FAILED, UNAVAILABLE, STOPPED, WAITING = "finished", "failed", "unavailable", "stopped", "waiting"
@@ -217,8 +218,8 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     config, since = sweep.configs[entry.name], time.monotonic()
     try:
         kernel_for(config, device_for(config.trainer.accelerator))
-    except KernelUnavailable as reason:
-        entry.status, entry.reason = UNAVAILABLE, reason.reason
+    except (KernelUnavailable, UnknownKernel) as reason:
+        entry.status, entry.reason = UNAVAILABLE, getattr(reason, "reason", str(reason))
         say(f"cannot run here: {reason}")
         return
     status, error = _process(command(sweep, entry), sweep.folder / LOGS / f"{entry.name}.txt", stop)
@@ -237,7 +238,7 @@ def command(sweep: Sweep, entry: Entry) -> list[str]:
     given = {argument.partition("=")[0] for argument in arguments}
     ours = {"out_dir": str(folder), "logger.group": sweep.folder.name, "logger.run_name": _run_name(entry, config),
             "trainer.probe": "true"} | ({"resume": "auto"} if begun else {})
-    return [sys.executable, str(PROGRAM), *arguments,
+    return [sys.executable, *PROGRAM, *arguments,
             *(f"{key}={value}" for key, value in ours.items() if key not in given)]
 
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from stubs import stub
 from training_runs import SMALL, TEXT, assert_same_training, losses, rows
 
-import train
 from kernels.timex import conv1d
 from kernels.wkv4 import WKV
 from rwkv import cli, report
@@ -31,7 +30,7 @@ from rwkv.report.findings import findings
 from rwkv.report.numbers import COLUMNS, compare
 from rwkv.report.reading import RESULTS, Run, read
 from rwkv.tools import report as report_tool
-from rwkv.training import sweep
+from rwkv.training import fit, sweep
 from rwkv.training.run import open_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,11 +62,11 @@ def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     def call(*arguments: str) -> int:
         patch.setattr(sys, "argv", ["train.py", *arguments])
         with pytest.raises(SystemExit) as stop:
-            cli.run(train.main, TrainConfig, "train", sweep.run)
+            cli.run(fit.main, TrainConfig, "train", None, sweep.run)
         return int(stop.value.code or 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "PROGRAM", tree / "train.py")
+        patch.setattr(sweep, "PROGRAM", (str(tree / "train.py"),))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(folder)
         yield call
@@ -216,7 +215,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "precision": "bf16-mixed", "activation_checkpointing": True}])
 def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[str, Any]) -> None:
     for name, probe in (("with", True), ("without", False)):
-        train.train(open_run(small(folder, name, probe=probe, sample_every=3, sample_tokens=2, **options)))
+        fit.train(open_run(small(folder, name, probe=probe, sample_every=3, sample_tokens=2, **options)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training_runs.OWN", ("/timemix/run/out_dir", "/timemix/run/trainer/probe"))
         assert_same_training(folder / "with", folder / "without")
@@ -236,7 +235,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPat
     with stub("timex", conv1d.forward, wrong) as name:
         monkeypatch.setattr("rwkv.training.setup.select", lambda operator, kernel, *_: WKV("timex", timex=kernel))
         for kernel in ("conv1d", name):
-            train.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
+            fit.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
     report.write(folder / "runs")
     page = parsed(folder / "runs" / "report.html")
     assert f"{name} is wrong: the error of its gradient of k is " in page.text
@@ -248,7 +247,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_single_run_has_a_report_of_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train.train(open_run(small(folder, "alone", sample_every=3, sample_tokens=5)))
+    fit.train(open_run(small(folder, "alone", sample_every=3, sample_tokens=5)))
     assert f"report: {folder / 'alone' / 'report.html'}" in capsys.readouterr().err
     page = parsed(folder / "alone" / "report.html")
     assert "torch_scan, seed 0" in page.text
@@ -327,7 +326,7 @@ def test_a_damaged_list_of_runs_is_one_sentence(tmp_path: Path, capsys: pytest.C
 def test_a_report_that_cannot_be_made_is_no_reason_to_fail(folder: Path, capsys: pytest.CaptureFixture[str],
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rwkv.report.page", lambda *_: 1 / 0)
-    train.leave_report(folder)
+    fit.leave_report(folder)
     assert "no report: ValueError('no run in " in capsys.readouterr().err
 
 

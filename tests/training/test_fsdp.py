@@ -17,11 +17,10 @@ from torch.distributed.fsdp.api import FullOptimStateDictConfig
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import TEXT, losses
 
-import train
 from rwkv import distributed as processes
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.training import device, trainer
+from rwkv.training import device, fit, trainer
 from rwkv.training.run import open_run
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import strategy_for
@@ -106,7 +105,7 @@ def run_of_two(folder: Path) -> None:
     trainer.FSDPStrategy, fsdp._get_full_state_dict_context = OnCpu, whole_weights
     device._require_gpus = lambda *_: None
     with processes.connected():
-        train.train(processes.agreed(lambda: open_run(config(folder, "fsdp"))))
+        fit.train(processes.agreed(lambda: open_run(config(folder, "fsdp"))))
 
 
 def test_a_run_of_two_processes_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +113,7 @@ def test_a_run_of_two_processes_comes_to_its_end(tmp_path: Path, monkeypatch: py
     """Through validation, where the last batch is one process's alone, checkpoints, the sample and the report."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    train.train(open_run(config(tmp_path, "single")))
+    fit.train(open_run(config(tmp_path, "single")))
     capfd.readouterr()
     elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, run_id=uuid.uuid4().hex,
                                 rdzv_backend="c10d", rdzv_endpoint="localhost:0"), run_of_two)(tmp_path)

@@ -17,13 +17,13 @@ import yaml
 from programs import Run
 from training_runs import OWN, SMALL, TEXT, Done, content, finish, losses, rows, same, start, wait_for
 
-import train
 from rwkv import cli
 from rwkv.checkpoint.files import locate, read_checkpoint
 from rwkv.config import TrainConfig
 from rwkv.generation.engine import generate
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training import fit
 from rwkv.training.samples import read_samples
 
 LONG = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=200",
@@ -186,7 +186,7 @@ def test_a_resumed_run_stays_the_run_that_it_was(folder: Path, resumed: Done, ar
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["train.py", "resume=auto", argument])
     with pytest.raises(SystemExit) as stop:
-        cli.run(train.main, TrainConfig, "train")
+        cli.run(fit.main, TrainConfig, "train", None)
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert error.startswith("error: ")

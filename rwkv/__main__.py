@@ -1,0 +1,46 @@
+"""`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv COMMAND ...`: every program, under one name.
+
+A command is a file in rwkv/tools; kernels and bench are `python -m kernels` and `python -m kernels.bench`.
+"""
+
+import ast
+import re
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from kernels.backends import threads
+
+TOOLS = Path(__file__).parent / "tools"
+COMMANDS = {path.stem: f"rwkv.tools.{path.stem}" for path in sorted(TOOLS.glob("[a-z]*.py"))}
+COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
+UNKNOWN = 2                              # exit status
+
+
+def main() -> None:
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in ("--help", "-h"):
+        print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
+                         *(f"  {name:10}{_first_sentence(module)}" for name, module in COMMANDS.items())]))
+    elif command not in COMMANDS:
+        print(f"error: unknown command {command!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        sys.exit(UNKNOWN)
+    else:
+        threads.wait_briefly()           # before torch is imported
+        sys.argv = [f"timemix {command}", *arguments]
+        runpy.run_module(COMMANDS[command], run_name="__main__")
+
+
+def _first_sentence(module: str) -> str:
+    """Of the module's docstring, which is read without importing it, and without the command in it."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    sentence = re.split(r"[.:;](?:\s|$)", " ".join(re.sub(r"^python -m .*?: ", "", about).split()))[0]
+    return sentence[0].upper() + sentence[1:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The text of --help: about the program, the choices of each group, and every option with its help and its value."""
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import Field
+from pathlib import Path
+from typing import Any
+
+WIDTH, COLUMN = 80, 30                   # of the page, and where the texts beside names begin
+
+
+def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
+         config: Any) -> str:
+    """choices: for each group a description by name. options: fields by dotted key. config: holds the values to show."""
+    lines = [about.strip(), "", "Choices, GROUP=NAME:"]
+    lines += _entry("kernel=", f"{', '.join(kernels)}; described by: python -m kernels")
+    for group, described in choices.items():
+        for name, text in described.items():
+            lines += _entry(f"{group}={name}", text)
+    lines += ["", "Options, OPTION=VALUE, with [the value under this command line]:"]
+    heading = None
+    for key, item in options.items():
+        if item.metadata["heading"] not in (None, heading):
+            heading = item.metadata["heading"]
+            lines += ["", heading]
+        lines += _entry(key, f"{item.metadata['help']}{_shown(_value(config, key))}")
+    return "\n".join(lines)
+
+
+def description(path: Path) -> str:
+    """The first comment of a YAML file, without `# @package`; empty where there is none."""
+    comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+    return next((line[2:] for line in comments if not line.startswith("# @")), "")
+
+
+def _entry(name: str, text: str) -> list[str]:
+    """`  name   text`, where the text begins at COLUMN, or two spaces after a longer name."""
+    head = f"  {name}  ".ljust(COLUMN)
+    wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False)
+    return wrapped or [head.rstrip()]
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _shown(value: Any) -> str:
+    """` [VALUE]`, as on a command line; empty for None and for an empty text or list."""
+    if value in (None, "", []):
+        return ""
+    if isinstance(value, (list, tuple)):
+        return f" [{','.join(map(str, value))}]"
+    if isinstance(value, float):
+        return f" [{value:g}]"
+    return f" [{str(value).lower() if isinstance(value, bool) else str(value).strip()}]"

@@ -1,0 +1,57 @@
+"""Samples text from a checkpoint to standard output.
+
+  python generate.py prompt="def main"                  from the latest run
+  python generate.py checkpoint=DIRECTORY prompt=...    Hugging Face's or a run's
+  python generate.py checkpoint=FILE.pth tokenizer=FILE.json dtype=int8
+  python generate.py prompts=FILE num_samples=3 seed=7 out=TEXTS.jsonl
+  python generate.py prompt="User: hi" stop="User:" save_state=chat.safetensors
+  python generate.py state=chat.safetensors prompt="User: and then?"
+  cat story.txt | python generate.py prompt=- seed=1
+
+Texts and paths are taken verbatim: commas, quotes and equals signs need no
+escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
+"""
+
+import sys
+from contextlib import nullcontext, redirect_stdout
+
+from kernels.backends import threads
+from rwkv import cli
+from rwkv.config import GenerateConfig
+from rwkv.io.unread import abandon, unread
+
+
+def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
+    import torch
+
+    from kernels.select import select
+    from rwkv.checkpoint.files import read_checkpoint
+    from rwkv.generation.output import check, prompts_of, write
+    from rwkv.generation.states import load_context
+    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+
+    how, prompts = check(config), prompts_of(config)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    wkv = select(config.kernel.name, device, computed_in(config.dtype))
+    checkpoint = read_checkpoint(config.checkpoint)
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
+    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
+    context = load_context(config.state, model, tokenizer) if config.state else None
+    files = config.out or config.save_state
+    with redirect_stdout(unread(sys.stdout)) if files else nullcontext():        # these are to be whole, whoever reads
+        try:
+            whole = write(model, tokenizer, config, prompts, how, context)
+        except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
+            abandon(sys.stdout)
+            return
+    if not whole:
+        sys.exit(cli.INTERRUPTED)
+
+
+def main() -> None:
+    threads.wait_briefly()               # before torch is imported
+    cli.run(generate, GenerateConfig, "generate", __doc__)
+
+
+if __name__ == "__main__":
+    main()

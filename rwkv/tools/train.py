@@ -1,0 +1,60 @@
+"""Trains an RWKV language model with the time-mixing kernel of your choice.
+
+  python train.py                                     a small model, in minutes
+  python train.py kernel=taichi_v3 model=small
+  python train.py data=text data.path=FILE data.tokenizer=char
+  python train.py data=jsonl data.path="corpus/*.jsonl.gz" plan=true
+  python train.py model=169m trainer.max_tokens=1e9 plan=true
+  python train.py init_from=FILE data=text data.path=FILE             fine-tune
+  python train.py resume=auto                         continue the latest run
+  python train.py -m kernel=conv1d,taichi_v3 seed=0,1         four runs in turn
+  python train.py trainer=ddp trainer.devices=2       two processes
+
+Continuing. Ctrl-C saves and stops. resume=auto, with out_dir=DIRECTORY for an
+older run, continues a run that was stopped or killed, with the same numbers to
+the bit. The options of the model and the data, trainer.accumulate, optim.name,
+optim.weight_decay and optim.*_lr_scale keep their values; other options on the
+command line take effect from the next step. trainer.max_steps=MORE trains on.
+
+Several GPUs or processes. trainer=ddp, or trainer=fsdp for a model too large
+for one GPU, takes all GPUs of the machine, or trainer.devices=N processes. On
+several machines, run the same command on each:
+  torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
+    --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
+
+A run first shows what it will do and need, and refuses what does not fit into
+memory or onto the disk. Steps are optimiser steps; no option counts epochs.
+Paths and names are taken verbatim: commas, quotes and equals signs need no
+escaping. A sweep (-m) runs every combination of OPTION=A,B. --cfg job shows
+all options as YAML.
+
+Threads. On Linux a run sets GOMP_SPINCOUNT, the time for which waiting threads
+keep their cores, to a low value: with torch's own, a step on a busy machine
+takes many times as long. A GOMP_SPINCOUNT or OMP_WAIT_POLICY that is set in
+the environment stays.
+"""
+
+from kernels.backends import threads
+from rwkv import cli
+from rwkv.config import TrainConfig
+
+
+def train(config: TrainConfig, line: cli.CommandLine) -> None:
+    from rwkv.training import fit
+
+    fit.main(config, line)
+
+
+def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
+    from rwkv.training import sweep
+
+    sweep.run(line, jobs)
+
+
+def main() -> None:
+    threads.wait_briefly()               # before torch is imported
+    cli.run(train, TrainConfig, "train", __doc__, sweep)
+
+
+if __name__ == "__main__":
+    main()

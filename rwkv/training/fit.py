@@ -1,0 +1,62 @@
+"""One training run, from its configuration to its report: what rwkv/tools/train.py starts, in each of its processes."""
+
+import sys
+
+import lightning
+
+from rwkv import cli, distributed
+from rwkv.config import TrainConfig
+from rwkv.data.loaders import DataModule
+from rwkv.distributed import say
+from rwkv.training.callbacks import Interrupted
+from rwkv.training.device import device_for, process_count, share
+from rwkv.training.divergence import Diverged
+from rwkv.training.loggers import loggers, require
+from rwkv.training.plan import announce
+from rwkv.training.run import Run, as_plain, create, open_run
+from rwkv.training.setup import data_for, kernel_for, new_model
+from rwkv.training.task import LanguageModel
+from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
+
+
+def main(config: TrainConfig, line: cli.CommandLine) -> None:
+    if distributed.launched():
+        with distributed.connected():
+            train(distributed.agreed(lambda: open_run(config, line.keys, line.chosen)))
+    else:
+        run = open_run(config, line.keys, line.chosen)
+        count = process_count(run.config)
+        if count > 1:
+            run.lock.release()           # the first of the processes takes it
+            sys.exit(distributed.launch(count))
+        train(run)
+
+
+def train(run: Run) -> None:
+    config, device = run.config, device_for(run.config.trainer.accelerator)
+    batches = share(config)
+    wkv, kernel = kernel_for(config, device)
+    distributed.agreed(lambda: require(config.logger))
+    data = data_for(run, device, wkv.name)
+    lightning.seed_everything(config.seed, verbose=False)
+    model = prepare_blocks(new_model(config.model, run.beginning, data.tokenizer, wkv), config.trainer)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
+    resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
+    task.describe(resolved, data.tokenizer)
+    announce(run, kernel, device, task, data)
+
+    distributed.agreed(lambda: create(run, resolved))
+    logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
+    trainer = build_trainer(run, device, data.tokenizer, logs)
+    loaders = DataModule(data, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
+    try:
+        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
+    except Interrupted:
+        say(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
+        sys.exit(130)
+    except Diverged as error:
+        leave_report(run.out_dir)
+        distributed.fail_together(error)
+    say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
+    leave_report(run.out_dir)
+    show_sample(task, data.tokenizer, config, run.out_dir)

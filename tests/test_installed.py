@@ -1,0 +1,96 @@
+"""The installed package: what the wheel holds, and its one command from another folder."""
+
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from training_runs import ENVIRONMENT, SMALL, TEXT
+
+from rwkv.__main__ import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_folder_of_the_product_is_a_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = settings["tool"]["setuptools"]["packages"]
+    folders = {str(path.parent.relative_to(ROOT)) for name in ("kernels", "rwkv") for path in (ROOT / name).rglob("*.py")}
+    assert set(packages) == {folder.replace("/", ".") for folder in folders} | {"rwkv.configs"}
+
+
+@pytest.mark.parametrize(("arguments", "status"), [((), 0), (("--help",), 0), (("nope",), 2)])
+def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int) -> None:
+    done = subprocess.run([sys.executable, "-m", "rwkv", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert all(name in done.stdout + done.stderr for name in COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without a network, from a copy: setuptools writes into its source."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*subprocess.run(["git", "ls-files", "kernels", "rwkv", "configs"], cwd=ROOT, capture_output=True, text=True,
+                                 check=True).stdout.split(), "pyproject.toml", "README.md", "LICENSE", "train.py", "generate.py"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",
+                    "--disable-pip-version-check", "-w", str(target), str(source)], check=True)
+    return next(target.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def timemix(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command in an environment with the wheel, and with this one's site-packages behind it for the dependencies."""
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, with_pip=False)
+    here = sysconfig.get_path("purelib")
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(environment), "install", "-q", "--no-deps", "--no-index",
+                    "--disable-pip-version-check", str(wheel)], check=True)
+    (site / "dependencies.pth").write_text(here + "\n")          # a path alone: it adds no finder of an editable installation
+    return Path(sysconfig.get_path("scripts", "venv", {"base": str(environment), "platbase": str(environment)})) / "timemix"
+
+
+def run(timemix: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(timemix), *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.soak
+def test_the_wheel_holds_configurations_and_no_top_level_programs(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    configs = {f"rwkv/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert configs | {"rwkv/py.typed", "kernels/py.typed", "kernels/wkv4/csrc/scan.cu"} <= names
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"kernels", "rwkv", "timemix"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help(timemix: Path, tmp_path: Path, command: str) -> None:
+    done = run(timemix, tmp_path, command, "--help")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stdout
+
+
+@pytest.mark.soak
+def test_an_installed_package_trains_sweeps_and_generates(timemix: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    for arguments in (("train", *SMALL, "logger=none", "out_dir=run", "kernel=torch_scan"),
+                      ("train", "-m", *SMALL, "logger=csv", "out_dir=sweep", "kernel=torch_scan,conv1d"),
+                      ("generate", "checkpoint=run", "max_new_tokens=5", "kernel=torch_scan"),
+                      ("evaluate", "checkpoint=run", "data.path=text.txt", "kernel=torch_scan"),
+                      ("convert", "run", "weights.pth"), ("report", "sweep")):
+        done = run(timemix, tmp_path, *arguments)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "sweep" / "report.html").is_file()
+
+
+@pytest.mark.soak
+def test_a_user_s_mistake_is_one_sentence_when_installed(timemix: Path, tmp_path: Path) -> None:
+    for arguments in (("train", "optim.lrr=1"), ("train", "data=text"), ("generate", "checkpoint=nowhere")):
+        done = run(timemix, tmp_path, *arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
