@@ -32,7 +32,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
     how, prompts = check(config), prompts_of(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select(config.kernel.name, device, computed_in(config.dtype))
+    wkv = select("wkv4", config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
