@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rwkv.errors import UserError
 
@@ -20,6 +20,8 @@ class KernelConfig:
 @dataclass
 class ModelConfig:
     """n_att and n_ffn, the widths inside time and channel mixing, are n_embd and 4 n_embd where they are None."""
+
+    generation: ClassVar[str] = "rwkv4"      # the file of rwkv/model/ that says everything about the architecture
 
     n_layer: int = 4
     n_embd: int = 192
