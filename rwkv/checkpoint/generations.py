@@ -1,8 +1,8 @@
-"""The generations whose checkpoints are read, one file rwkvN.py each beside this one, and what they share.
+"""The generations whose checkpoints are read, one file rwkvN.py each beside this one, and the checks that they share.
 
-A generation offers recognises(tensors), official_name(name), widths(matrix), has_many_forms(name), and for Hugging Face
-HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_name(name) and hugging_face_config(config, vocab_size). Names and shapes of
-its tensors come from the file of the same name in rwkv/model/.
+A generation offers model (the file of the same name in rwkv/model/, which states names and shapes), recognises(tensors),
+official_name(name), widths(matrix), has_many_forms(name), and for Hugging Face directories HUGGING_FACE_TYPE,
+HUGGING_FACE_SIZES, hugging_face_name(name) and hugging_face_config(config, vocab_size).
 """
 
 import importlib
@@ -16,12 +16,11 @@ from typing import Any
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
-from rwkv.model import base
 
 Shape = tuple[int, ...]
 
-# A tensor's name by which a version is known that no file here recognises: RWKV-LM's RWKV-v1 to RWKV-v7, and rwkv.cpp's
-# joined x_rwkvag
+# Versions and names of tensors that only they have, for the message about a file that no generation recognises: RWKV-LM's
+# RWKV-v1 to RWKV-v7, and rwkv.cpp's joined x_rwkvag
 OTHER_VERSIONS = (("RWKV-1", r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)"), ("RWKV-2", r".*\.time_mix"),
                   ("RWKV-7", r".*\.(x_r|r_k|k_k|x_rwkvag)"), ("RWKV-6", r".*\.time_(maa|decay_w)\w*"),
                   ("RWKV-5", r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"))
@@ -107,7 +106,7 @@ def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vo
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
         vocab_size: int) -> dict[str, Stored]:
     """The tensors in the model's order and shapes. Raises CheckpointError for a missing or surplus one, or another shape."""
-    expected: dict[str, Shape] = base.generation(config).shapes(config, vocab_size)
+    expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise CheckpointError(f"{path} lacks the tensor {missing[0]} {expected[missing[0]]}, and {len(missing)} of "

@@ -1,17 +1,17 @@
-"""RWKV-4 in files: how its tensors are recognised, the names that Hugging Face gives them, and the sizes that they tell.
+"""RWKV-4 in files: how its tensors are recognised, their Hugging Face names, and the sizes that follow from their shapes.
 
 Official names and shapes are those of rwkv/model/rwkv4.py.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv4 as model
 
-OTHERS = r".*\.(time_mix_g|(gate|ln_x)\.weight)"          # RWKV-5's names for what RWKV-4 does not have
+FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which has time_first and time_mix_k as well
 
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "attention_hidden_size": "n_att",
@@ -22,18 +22,18 @@ OFFICIAL = {theirs: ours for ours, theirs in HUGGING_FACE.items()}
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
-    """Whether tensors with these official names are RWKV-4's: they have time_first and time_mix_k, and nothing of RWKV-5.
+    """Whether tensors with these names are RWKV-4's: there are time_first and time_mix_k, and none of RWKV-5's names.
 
     RWKV-3 has the same names, but its time_first is [C,1]; in RWKV-4 only time_decay has that shape in some files.
     """
     first = [tensor for name, tensor in tensors.items() if name.endswith(".att.time_first")]
     mixed = any(name.endswith(".att.time_mix_k") for name in tensors)
-    other = any(re.fullmatch(OTHERS, name) for name in tensors)
-    return bool(first) and mixed and not other and all(len(tensor.shape) != 2 for tensor in first)
+    foreign = any(re.fullmatch(FOREIGN, name) for name in tensors)
+    return bool(first) and mixed and not foreign and all(len(tensor.shape) != 2 for tensor in first)
 
 
 def official_name(name: str) -> str:
-    """A tensor's official name from Hugging Face's, whatever stands before it; an official name stays as it is."""
+    """The official name for a Hugging Face name, with the same prefix; an official name is returned unchanged."""
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
@@ -51,8 +51,8 @@ def hugging_face_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "attention_hidden_size": A, "intermediate_size": F}
 
 
-def widths(matrix: Any) -> dict[str, int]:
-    """The widths of a ModelConfig; matrix(name) gives the (rows, columns) of a matrix."""
+def widths(matrix: Callable[[str], tuple[int, ...]]) -> dict[str, int]:
+    """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name."""
     return {"n_embd": matrix("emb.weight")[1], "n_att": matrix("blocks.0.att.key.weight")[0],
             "n_ffn": matrix("blocks.0.ffn.key.weight")[0]}
 
