@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rwkv.config import ModelConfig
+from rwkv.model.base import generation
 
 Linear = tuple[int, int]                 # from I features to O
 
@@ -26,10 +27,9 @@ def seconds_per_step(config: ModelConfig, vocab_size: int, B: int, T: int, devic
 
 
 def layer_linears(config: ModelConfig) -> list[Linear]:
-    """Those of time mixing and of channel mixing."""
-    C = config.n_embd
-    att, ffn = config.n_att or C, config.n_ffn or 4 * C
-    return [(C, att), (C, att), (C, att), (att, C), (C, ffn), (ffn, C), (C, C)]
+    """The matrices of one block."""
+    shapes = generation(config).shapes(config, 1).items()
+    return [(shape[1], shape[0]) for name, shape in shapes if name.startswith("blocks.0.") and len(shape) == 2]
 
 
 def flop_per_token(config: ModelConfig, vocab_size: int) -> int:

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rwkv.errors import UserError
 
@@ -67,6 +67,8 @@ class KernelConfig:
 
 @dataclass
 class ModelConfig:
+    generation: ClassVar[str] = "rwkv4"      # the file of rwkv/model/ that says everything about the architecture
+
     n_layer: int = option(4, "number of blocks", least=1, heading="Model")
     n_embd: int = option(192, "width in channels", least=1)
     n_att: int | None = option(None, "width inside time mixing; null: n_embd", least=1)

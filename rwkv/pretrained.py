@@ -1,4 +1,4 @@
-"""The public model, RWKV: what rwkv/model computes, with from_pretrained and save_pretrained; and a checkpoint's tokenizer."""
+"""The public model, RWKV: Model with from_pretrained and save_pretrained; and the tokenizer of a checkpoint."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -9,17 +9,16 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.select import select
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
-from rwkv.checkpoint.stored import dtype_for
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-DTYPES = ("float32", "bfloat16", "int8")         # that a model is run in; int8 is for its matrices, on a CPU
+DTYPES = ("float32", "bfloat16", "int8")         # that a model computes in; int8: its matrices, on a CPU
 
 
 class Unfilled(TorchFunctionMode):
-    """Random initialisation is left out: on the meta device it does nothing, and importing what does it takes seconds."""
+    """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         skipped = getattr(function, "__module__", None) == torch.nn.init.__name__
@@ -34,12 +33,12 @@ class RWKV(Model):
                         mmap: bool = True, trainable: bool = False) -> Self:
         """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
 
-        It is for inference: in evaluation mode, no weight has a gradient, and on a CPU weights that the file holds in `dtype`
-        already are the mapped file, not a copy: a program that writes into that file, instead of replacing it, changes the
-        model too. mmap=False gives the model memory of its own. trainable=True: for training, with gradients, in memory of
-        its own; `dtype` is then that of the weights, so float32 unless the optimiser is made for another. Raises
-        CheckpointError (a ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where
-        the kernel cannot run on `device`.
+        The model is for inference: in evaluation mode and without gradients. On a CPU, weights that the file already holds in
+        `dtype` are a mapping of the file and not a copy: a program that writes into the file, instead of replacing it, changes
+        the model. mmap=False copies them. trainable=True gives a model for training, with gradients, in memory of its own;
+        its weights are in `dtype`, which should be float32 unless the optimiser is made for another. Raises CheckpointError
+        (a ValueError) where the file is missing, damaged or of another kind, KernelUnavailable where the kernel cannot run on
+        `device`.
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -53,16 +52,15 @@ class RWKV(Model):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
-        """The model of a checkpoint already read, in evaluation mode."""
+        """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
         if dtype == "int8":
             return cls._in_int8(checkpoint, wkv, device, mmap)
-        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get(copy=not mmap).to(device)
-                   for name, tensor in checkpoint.weights.stored.items()}
+        weights = {name: tensor.get(copy=not mmap).to(device) for name, tensor in checkpoint.stored_in(dtype).items()}
         return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
     def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
-        """The matrices go from the file to int8 one at a time; all else is computed in float32."""
+        """The same with matrices converted to int8 one at a time; everything else is computed in float32."""
         if device != "cpu":
             raise UserError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
         weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
@@ -71,14 +69,13 @@ class RWKV(Model):
 
     @classmethod
     def to_train_on(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
-        """The same in memory of its own and ready for training."""
-        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get(copy=True).to(device)
-                   for name, tensor in checkpoint.weights.stored.items()}
+        """The model of a checkpoint that has been read, for training: with gradients, in memory of its own."""
+        weights = {name: tensor.get(copy=True).to(device) for name, tensor in checkpoint.stored_in(dtype).items()}
         return cls._of(checkpoint, wkv, weights)
 
     @classmethod
     def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Self:
-        """Built without memory or random numbers, then given the weights: all, once each has been read."""
+        """The model with these weights, built without memory of its own and without random initialisation."""
         with torch.device("meta"), Unfilled():
             model = cls(checkpoint.config, checkpoint.vocab_size, wkv)
         model.load_state_dict(weights, assign=True)
@@ -86,11 +83,11 @@ class RWKV(Model):
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
-        """Writes the weights, and what the format has room for of configuration and tokenizer.
+        """Writes the weights, and the configuration and the tokenizer where the format has room for them.
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, none for a Hugging Face
-        directory), or `format` names it. dtype: None as in the model, or float32, float16, bfloat16. Raises ValueError for
-        another suffix, a dtype that the format lacks, a tokenizer with more tokens than the model, and a model in int8.
+        directory), unless `format` names it. dtype: float32, float16, bfloat16, or None for the model's own. Raises UserError
+        for another suffix, a dtype that the format lacks, a tokenizer with more tokens than the model, and a model in int8.
         """
         if isinstance(self.head, Int8Linear):
             raise UserError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
@@ -100,7 +97,7 @@ class RWKV(Model):
 
 
 def computed_in(dtype: str) -> torch.dtype:
-    """The dtype of k and v in a model that is run in `dtype`."""
+    """The dtype of k and v in a model of this dtype."""
     return torch.float32 if dtype == "int8" else getattr(torch, dtype)
 
 
@@ -109,17 +106,16 @@ SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pi
 
 
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer:
-    """The tokenizer that a checkpoint carries, or the one of that name (as in `Tokenizer.named`).
+    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint.
 
-    Raises ValueError where there is none, where its hash is not the one that the checkpoint was saved with, and where it does
-    not fit the vocabulary.
+    Raises UserError where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
     """
     if name is not None:
-        tokenizer, what = Tokenizer.named(name), f"tokenizer={name}"
+        tokenizer, described = Tokenizer.named(name), f"tokenizer={name}"
     elif checkpoint.tokenizer is not None:
-        tokenizer, what = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
+        tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer={suggested}")
-    require_tokenizer(checkpoint, tokenizer, what)
+    require_tokenizer(checkpoint, tokenizer, described)
     return tokenizer

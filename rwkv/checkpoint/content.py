@@ -1,4 +1,4 @@
-"""What a format's read gives, and what its write takes."""
+"""The result of a format's read (Content) and the argument of its write (Outgoing)."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,14 +8,15 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 
-ENTRY = "timemix"                        # our own entry in files that have room for one
+ENTRY = "timemix"                        # the key of our own entry, in formats that have room for one
 
 
 @dataclass
 class Content:
-    """Tensors by the file's own names; our entry, and what else the file says of itself, where it does.
+    """Tensors by the file's own names, and our entry and other descriptions where the file has them.
 
-    declared: sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size.
+    declared: the sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size.
+    tied: the head is the embedding.
     """
 
     path: Path
@@ -23,13 +24,13 @@ class Content:
     entry: dict[str, Any] | None = None
     declared: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] | None = None
-    tied: bool = False                   # the head is the embedding
+    tied: bool = False
     step: int = 0
 
 
 @dataclass
 class Outgoing:
-    """Tensors by official name, in the dtypes to write, and our entry for formats that have room for it."""
+    """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it."""
 
     tensors: dict[str, Stored]
     config: ModelConfig
@@ -38,7 +39,7 @@ class Outgoing:
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
-    """Our entry as read. Raises CheckpointError where it is something else."""
+    """Our entry as it was read. Raises CheckpointError where it is not a dictionary."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path} has a {ENTRY} entry that is a {type(entry).__name__}, expected a dictionary: was it "
                               "written by another program?")

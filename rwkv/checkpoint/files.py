@@ -1,7 +1,7 @@
-"""Weights in and out of files, in every format of rwkv/formats. A pickle is never executed; nothing is half-loaded.
+"""Reads and writes checkpoints in every format of formats/. No pickle is executed; a checkpoint is read whole or refused.
 
-    checkpoint = read_checkpoint(path)           # names, shapes and sizes are checked; the data stays in the file
-    checkpoint.weights["emb.weight"]             # read, and checked to be finite, when asked for
+    checkpoint = read_checkpoint(path)           # checks names, shapes and sizes; the data stays in the file
+    checkpoint.weights["emb.weight"]             # reads the tensor, and checks that it is finite
     write_checkpoint(checkpoint, "model.safetensors", dtype="bfloat16")      # tensor by tensor; whole or not at all
 """
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv.checkpoint import formats, rwkv4
+from rwkv.checkpoint import formats
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.stored import DTYPES as STORED_DTYPES
-from rwkv.checkpoint.stored import Stored, dtype_for
+from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
+from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
-from rwkv.model.rwkv4 import shapes
+from rwkv.model.base import generation
 
-MOST_SPARE_ROWS = 255                    # of a vocabulary rounded up to a multiple that matrix products like
-DEFAULT_CTX_LEN = 1024                   # where a file does not say; nothing in the weights depends on it
+MOST_SPARE_ROWS = 255                    # of an embedding whose vocabulary was rounded up to a multiple, such as 256
+DEFAULT_CTX_LEN = 1024                   # for files that do not state it; no weight depends on it
 
 
 class Weights(Mapping[str, Tensor]):
-    """Official name -> tensor, in the model's order and shapes, each read from the file when asked for."""
+    """Official name -> tensor, in the model's order and shapes; each access reads the tensor from the file."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = dict(stored)
@@ -46,7 +46,7 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """What a file holds: weights by official name; the tokenizer's dict and the run's configuration where it has them."""
+    """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them."""
 
     path: Path
     config: ModelConfig
@@ -57,10 +57,18 @@ class Checkpoint:
     step: int = 0
     tokenizer_hash: str | None = None
 
+    def stored_in(self, dtype: str | None) -> dict[str, Stored]:
+        """The tensors in `dtype`, those that the generation keeps in float32 excepted; None: as the file has them."""
+        if dtype is None:
+            return dict(self.weights.stored)
+        kept = generation(self.config).KEPT_FLOAT32
+        return {name: tensor.cast(DTYPES["float32" if name.endswith(kept) else dtype])
+                for name, tensor in self.weights.stored.items()}
+
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
-    """A checkpoint of tensors in memory. Raises CheckpointError where they are not RWKV-4's."""
+    """A checkpoint of tensors in memory. Raises CheckpointError where they are not those of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
     checkpoint = _understand(Content(Path(source), stored))
     checkpoint = replace(checkpoint, config=config or checkpoint.config)
@@ -71,14 +79,19 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: 
 
 
 def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
-    """Our entry in a .ckpt: plain containers alone, so that loading it executes nothing."""
-    known = tokenizer is not None
-    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer.to_dict() if known else None,
-            "tokenizer_hash": tokenizer.hash if known else None}
+    """Our entry in a .ckpt, made of plain containers, so that loading it executes nothing."""
+    if tokenizer is None:
+        return _entry(run, vocab_size, None, None)
+    return _entry(run, vocab_size, tokenizer.to_dict(), tokenizer.hash)
+
+
+def _entry(run: dict[str, Any], vocab_size: int, tokenizer: dict[str, Any] | None,
+           tokenizer_hash: str | None) -> dict[str, Any]:
+    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer, "tokenizer_hash": tokenizer_hash}
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """What the file, the Hugging Face directory, or the last checkpoint of a run's directory holds.
+    """Reads a file, a Hugging Face directory, or the last checkpoint of a run's directory.
 
     Raises CheckpointError, one sentence: which file or tensor, what was found, what was expected, the likely cause.
     """
@@ -91,27 +104,28 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], Any] = lambda count, total: None) -> None:
-    """Writes it tensor by tensor, so that no more than one is in memory; progress(its bytes, the bytes of all) is told of each.
+    """Writes a checkpoint with one tensor in memory at a time; calls progress(bytes of the tensor, bytes of all) after each.
 
-    Raises ValueError as save_pretrained does, before anything is written.
+    Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
-    if dtype is not None and dtype not in STORED_DTYPES:
-        raise UserError(f"dtype is one of {', '.join(STORED_DTYPES)}; got {dtype!r}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
     module = formats.load(format) if format else formats.by_suffix(path)
-    choose = getattr(module, "dtype_for", dtype_for)
-    tensors = {name: tensor.cast(choose(tensor, dtype)) for name, tensor in checkpoint.weights.stored.items()}
+    tensors = checkpoint.stored_in(dtype)
+    if hasattr(module, "dtype_for"):
+        tensors = {name: tensor.cast(module.dtype_for(tensor, dtype)) for name, tensor in checkpoint.weights.stored.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    told = {name: _told(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
-    entry = {"format": 1, "run": checkpoint.run or {"model": asdict(checkpoint.config)}, "vocab_size": checkpoint.vocab_size,
-             "tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash}
-    module.write(path, Outgoing(told, checkpoint.config, checkpoint.vocab_size, entry))
+    tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
+    run = checkpoint.run or {"model": asdict(checkpoint.config)}
+    entry = _entry(run, checkpoint.vocab_size, checkpoint.tokenizer, checkpoint.tokenizer_hash)
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
-    """Raises CheckpointError where `tokenizer`, called `name`, is not the one that the weights were trained with.
+    """Raises CheckpointError where `tokenizer`, called `name` in the message, is not the one of the weights' training.
 
-    Known by its hash where the file has one. Elsewhere by its size: a few rows of the embedding may be spare.
+    Compares hashes where the file has one, else vocabulary sizes: a few rows of the embedding may be unused.
     """
     if checkpoint.tokenizer_hash not in (None, tokenizer.hash):
         raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
@@ -120,7 +134,7 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None
     _require_vocabulary(checkpoint, tokenizer, name)
     if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MOST_SPARE_ROWS < checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: it is "
-                              "not the tokenizer that the weights were trained with; name that one")
+                              "not the tokenizer that the weights were trained with: name that one")
 
 
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:
@@ -130,7 +144,7 @@ def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, the last one of a run's directory, or through a link written as text."""
+    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory."""
     path = follow(Path(path))
     last = path / "checkpoints" / "last.ckpt"
     if path.is_dir() and not (path / "config.json").is_file():
@@ -145,46 +159,46 @@ def locate(path: str | Path) -> Path:
 
 
 def follow(path: Path) -> Path:
-    """runs/latest is a link, or a one-line file with the run's directory where links need rights."""
+    """The run's directory for runs/latest, which is a link, or a one-line file where making links needs rights."""
     if path.name == "latest" and path.is_file():
         return path.parent / path.read_text(encoding="utf-8").strip()
     return path
 
 
 def _understand(content: Content) -> Checkpoint:
-    """Official names and shapes, sizes read off the tensors, and everything that the file says beside them compared."""
-    path, tensors = content.path, rwkv4.to_official(content.path, content.tensors)
-    rwkv4.refuse_other_versions(path, tensors)
+    """The checkpoint with official names and shapes, after its tensors and everything beside them have been compared."""
+    path = content.path
+    module, tensors = recognise(path, content.tensors)
     if content.tied and "emb.weight" in tensors:
         tensors.setdefault("head.weight", tensors["emb.weight"].renamed("head.weight"))
-    ctx_len = content.declared.get("ctx_len", DEFAULT_CTX_LEN)
-    config, vocab_size = rwkv4.sizes(path, tensors, ctx_len)
-    rwkv4.require_sizes(path, content.declared, config, vocab_size)
-    weights = Weights(rwkv4.fit(path, tensors, shapes(config, vocab_size)))
+    config, vocab_size = config_of(path, module, tensors, content.declared.get("ctx_len", DEFAULT_CTX_LEN))
+    require_sizes(path, content.declared, config, vocab_size)
+    weights = Weights(fit(path, module, tensors, config, vocab_size))
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step)
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
 def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
-    """Our entry's configuration, where it agrees with the tensors, its tokenizer and the run's options."""
+    """The checkpoint with our entry's configuration, tokenizer and run. Raises CheckpointError where they do not fit."""
     path = checkpoint.path
     try:
-        config, vocab_size, tokenizer = ModelConfig(**entry["run"]["model"]), entry["vocab_size"], entry["tokenizer"]
-        stated = asdict(config) | {"n_att": config.n_att or config.n_embd, "n_ffn": config.n_ffn or 4 * config.n_embd}
-        hash = entry.get("tokenizer_hash")
+        config = ModelConfig(**entry["run"]["model"])
+        stated = asdict(generation(config).resolved(config)) | {"vocab_size": entry["vocab_size"]}
+        tokenizer = entry["tokenizer"]
+        tokenizer_hash = entry.get("tokenizer_hash")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
                               "newer version?") from error
-    rwkv4.require_sizes(path, stated | {"vocab_size": vocab_size}, checkpoint.config, checkpoint.vocab_size)
-    if not isinstance(tokenizer, dict | None) or not isinstance(hash, str | None):
+    require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
+    if not isinstance(tokenizer, dict | None) or not isinstance(tokenizer_hash, str | None):
         raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer is a {type(tokenizer).__name__}: the file is "
                               "damaged")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
-                   tokenizer_hash=hash)
+                   tokenizer_hash=tokenizer_hash)
 
 
-def _told(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
-    """Reading it for the writer is progress."""
+def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
+    """The tensor, which calls progress(its bytes) each time that it is read."""
     def data() -> Tensor:
         read = tensor.data()
         progress(tensor.nbytes)

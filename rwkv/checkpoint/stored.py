@@ -1,7 +1,7 @@
-"""A tensor that still lies in its file: shape and dtype are known, the data is mapped, and read when it is asked for.
+"""A tensor that is still in its file: shape and dtype are known, and the data is read on demand, from a mapping where possible.
 
-Memory: where the dtype is to change, one tensor at a time is copied and its mapped pages are given back, so that the source
-never adds up beside the result; where it is not, the tensor is the mapped file itself, and nothing is copied.
+Memory: where the dtype changes, one tensor at a time is converted and its mapped pages are released, so that source and result
+are never both in memory; where it does not, the tensor is a view of the mapping, and nothing is copied.
 """
 
 import ctypes
@@ -18,20 +18,19 @@ from torch import Tensor
 from rwkv.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KEPT_FLOAT32 = ("time_decay", "time_first")
-MADV_DONTNEED = 4                        # Linux: the pages of an unchanged private mapping are read again when touched
+MADV_DONTNEED = 4                        # Linux: drops pages; those of an unchanged private mapping are read again on access
 
 
 @dataclass
 class Lending:
-    """Whether a view of a mapped tensor is in other hands: its pages are no longer ours to give back."""
+    """lent: a caller holds a view of the mapped tensor, so its pages must not be released."""
 
-    out: bool = False
+    lent: bool = False
 
 
 @dataclass
 class Stored:
-    """`name` in the file `source`: `data()` gives its elements as the file has them, `get()` in `shape` and `dtype`.
+    """The tensor `name` in the file `source`: data() reads it as the file has it, get() gives it in `shape` and `dtype`.
 
     mapped: data() is a view of the file, not a copy.
     """
@@ -63,22 +62,22 @@ class Stored:
         return replace(self, dtype=dtype)
 
     def get(self, copy: bool = False) -> Tensor:
-        """The tensor, contiguous, to keep; copy: in memory of its own, whatever the file holds.
+        """The contiguous tensor, which the caller may keep. copy=True: always in memory of its own, never a view of the file.
 
-        Raises CheckpointError where a value is not finite, or not in `dtype`.
+        Raises CheckpointError where a value is not finite, or too large for `dtype`.
         """
         held = self.data()
         result = self._converted(held)
         if copy and result.data_ptr() == held.data_ptr():
             result = result.clone()
         if result.data_ptr() == held.data_ptr():
-            self.lending.out = True
+            self.lending.lent = True
         else:
             self._release(held)
         return result
 
     def pass_on(self, use: Callable[[Tensor], Any]) -> None:
-        """Calls use(tensor), which keeps nothing of it. Raises CheckpointError as get does."""
+        """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""
         held = self.data()
         use(self._converted(held))
         self._release(held)
@@ -89,7 +88,7 @@ class Stored:
         return result
 
     def _release(self, held: Tensor) -> None:
-        if self.mapped and not self.lending.out:
+        if self.mapped and not self.lending.lent:
             release(held)
 
     def _require_finite(self, held: Tensor, result: Tensor) -> None:
@@ -103,25 +102,18 @@ class Stored:
                               "damaged, or the training that wrote it had diverged")
 
 
-def dtype_for(tensor: Stored, dtype: str | None) -> torch.dtype:
-    """Its own where `dtype` is None. WKV's own parameters stay in float32: a decay rounded to bfloat16 is another decay."""
-    if dtype is None:
-        return tensor.dtype
-    return torch.float32 if tensor.name.endswith(KEPT_FLOAT32) else DTYPES[dtype]
-
-
 def raw(tensor: Tensor) -> Any:
-    """The bytes of a contiguous tensor, not copied."""
+    """The bytes of a contiguous tensor, as a view."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _finite(tensor: Tensor) -> bool:
-    low, high = torch.aminmax(tensor)    # NaN and infinity come through; one pass, and nothing as large as the tensor
+    low, high = torch.aminmax(tensor)    # both keep NaN and infinity; one pass without a temporary as large as the tensor
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def release(tensor: Tensor) -> None:
-    """Gives back the pages that lie wholly inside a mapped tensor, once it has been copied."""
+    """Releases the pages that lie wholly inside a mapped tensor, after it has been copied."""
     if sys.platform != "linux":
         return
     page = mmap.PAGESIZE

@@ -14,7 +14,7 @@ from torch import Tensor
 from rwkv.errors import UserError
 from rwkv.generation.prefill import Context
 from rwkv.io.atomic import write_file
-from rwkv.model.base import Model, State
+from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
@@ -60,11 +60,11 @@ def _require_same(path: str | Path, found: dict[str, str], expected: dict[str, s
 
 
 def _parts(context: Context) -> dict[str, Tensor]:
-    return {"logits": context.logits, **context.state._asdict()}
+    return {"logits": context.logits, **context.state.named()}
 
 
 def _context(path: str | Path, tensors: dict[str, Tensor], model: Model) -> Context:
     expected: dict[str, Any] = _parts(Context(torch.empty(1, model.vocab_size), model.empty_state(1)))
     if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
         raise UserError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")
-    return Context(tensors.pop("logits"), State(**tensors))
+    return Context(tensors.pop("logits"), model.generation.State(**tensors))

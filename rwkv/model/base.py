@@ -2,10 +2,21 @@
 
 One model, three forms that agree: whole sequences (T > 1), chunks with the state carried between them, and one token
 at a time (T = 1). Which kernel mixes time is the operator that it is built with; the weights do not depend on it.
-A generation is a file beside this one: rwkv4.py says everything about RWKV-4's architecture.
+A generation is a file beside this one, found by its name: rwkv4.py says everything about RWKV-4's architecture. It offers
+
+    NAME, OPERATOR                 what people call it; the folder of kernels/ that mixes time
+    shapes(config, V)              every tensor's name and shape, from which all counts, checks and translations derive
+    resolved(config)               the configuration with its default widths filled in
+    Block, State, empty_state      Block.forward: (x, state of this layer or None, carry) -> (x, state, carry)
+    init_weights(model)            the initialisation
+    group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
+    Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
+    NON_NEGATIVE                   linear layers whose inputs are never negative (int8)
+    operator_width(config), kept_for_backward(config, half)        for estimates of memory
 """
 
 import hashlib
+import importlib
 import math
 from types import ModuleType
 from typing import Any, Self
@@ -14,16 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from rwkv.config import ModelConfig
-from rwkv.model import rwkv4
-from rwkv.model.rwkv4_fused import untouched
+from rwkv.model.hooks import untouched
+from rwkv.model.state import State
 
-SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
-State = rwkv4.State
+SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 
 def generation(config: ModelConfig) -> ModuleType:
-    """The file that says everything about the architecture of a model of this configuration."""
-    return rwkv4
+    """The module of the configuration's generation."""
+    return importlib.import_module(f"rwkv.model.{config.generation}")
 
 
 def n_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -31,14 +41,19 @@ def n_parameters(config: ModelConfig, vocab_size: int) -> int:
     return sum(math.prod(shape) for shape in generation(config).shapes(config, vocab_size).values())
 
 
+def state_nbytes(config: ModelConfig) -> int:
+    """The memory of one row's state, in bytes."""
+    state: State = generation(config).empty_state(config, 1, "meta")
+    return state.nbytes()
+
+
 class Model(nn.Module):
     """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
         super().__init__()
-        self.generation = generation(config)
-        self.config, self.vocab_size = config, vocab_size
-        self.fingerprint_before: str | None = None       # of the weights before they were quantised
+        self.config, self.vocab_size, self.operator = config, vocab_size, operator
+        self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)
@@ -48,17 +63,22 @@ class Model(nn.Module):
         hidden, state = self.hidden(tokens, state)
         return self.head(hidden), state
 
-    def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """What the head reads, (B,T,C), and the state after it: for a loss, or for the logits of the last position alone."""
-        hidden, layers = self._blocks(tokens, state)
-        return hidden, self.generation.State.stack(layers)
+    @property
+    def generation(self) -> ModuleType:
+        """The module of this model's generation."""
+        return generation(self.config)
 
-    def hidden_alone(self, tokens: Tensor) -> Tensor:
-        """What the head reads, (B,T,C), from the empty state: for training on windows, which needs no state."""
+    def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The head's input (B,T,C) and the state after the last token."""
+        hidden, layers = self._blocks(tokens, state)
+        return hidden, State.stack(layers)
+
+    def forward_features(self, tokens: Tensor) -> Tensor:
+        """The head's input (B,T,C) from the empty state, without the state after it: for training on windows."""
         return self._blocks(tokens, None)[0]
 
     def _blocks(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[State]]:
-        """What the head reads, and the state of each layer after the last token."""
+        """The head's input (B,T,C) and the state of each layer after the last token."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         if state is not None:
@@ -76,13 +96,12 @@ class Model(nn.Module):
         return state
 
     def check_state(self, state: State, B: int) -> None:
-        """Raises ValueError where `state` is not one of this model for B rows."""
-        with torch.device("meta"):
-            expected = [tuple(part.shape) for part in self.generation.empty_state(self.config, B, "meta")]
+        """Raises ValueError where `state` is not a state of this model for B rows."""
+        expected = [tuple(part.shape) for part in self.generation.empty_state(self.config, B, "meta")]
         found = [tuple(part.shape) for part in state]
         if found != expected:
-            raise ValueError(f"the state does not fit this model and {B} rows: its parts have the shapes {found}, expected "
-                             f"{expected}")
+            raise ValueError(f"the state does not fit this model and {B} rows: its tensors have the shapes {found}, "
+                             f"expected {expected}")
 
     def init_weights(self) -> Self:
         """The generation's initialisation, from torch's global random generator."""
@@ -99,9 +118,9 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Which model this is: SHA-256 of names, shapes and evenly spaced elements rounded to bfloat16.
+        """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
 
-        It is the same in every dtype that the weights are run in; of a quantised model, what it was before.
+        It is the same in every dtype of the weights. A quantised model keeps the fingerprint that it had before.
         """
         if self.fingerprint_before is not None:
             return self.fingerprint_before

@@ -1,7 +1,7 @@
-"""For autograd functions whose backward keeps no graph: a second derivative through them raises, and is never half of one.
+"""For autograd functions whose backward keeps no graph: a second derivative through them raises instead of being incomplete.
 
-torch's once_differentiable notices only what comes in with the gradient: of a gradient that is constant there, what the
-backward itself depends on would be dropped without a word.
+torch's once_differentiable raises only where the incoming gradient requires a gradient. Where it is constant, the second
+derivative would silently lack what the backward itself depends on.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that raises ValueError where its own graph is asked for."""
+    """The backward, which raises ValueError under create_graph=True."""
     @wraps(backward)
     def checked(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():

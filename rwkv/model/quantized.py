@@ -1,8 +1,8 @@
-"""Matrix products in int8 on a CPU: weights rounded once per output channel, inputs as they come, per row.
+"""Matrix products in int8 on a CPU: weights are rounded once, with a scale per output channel, and inputs at each call.
 
-An input row is scaled by its own largest magnitude, so that a row's result does not depend on the rows beside it, and the
-product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own
-(FBGEMM: VNNI instructions where the CPU has them). Everything else is computed in float32.
+An input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the product
+of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM, which uses
+VNNI instructions where the CPU has them). Everything else is computed in float32.
 """
 
 import warnings
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 
-SMALLEST = 1e-30                         # a row of zeros stays one
+SMALLEST = 1e-30                         # scale of a row of zeros
 ENGINES = ("x86", "fbgemm")
-ROWS = 1024                              # that are rounded at once
+ROUNDED_ROWS = 1024                      # rows of a matrix that are rounded at once
 M = TypeVar("M", bound=Model)
 
 
 class Int8Linear(nn.Module):
     """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
 
-    non_negative: inputs are at least 0, as after a ReLU, and use all bits for their magnitude. bits: of an input, 8, or 7
-    where the CPU has no VNNI: without it FBGEMM adds two products in 16 bits, which 8 bits would saturate.
+    non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
+    input, by default 8, or 7 where the CPU has no VNNI: FBGEMM then adds two products in 16 bits, which 8 bits would saturate.
     """
 
     def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
@@ -41,19 +41,19 @@ class Int8Linear(nn.Module):
         return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """The same for rows (B,K), with fewer operations."""
+        """forward for rows (B,K), with fewer operations."""
         largest = _largest(rows if self._non_negative else rows.abs())
         return self.product(rows / largest).mul_(largest)
 
     def product(self, rows: Tensor) -> Tensor:
-        """The integer product alone, of rows (B,K) within [-1, 1]."""
+        """The integer product without the scales: rows (B,K) within [-1, 1] -> (B,N)."""
         out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows, self._step, self._zero, self._packed)
         return out
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """Each layer's output (B,N) for its own of inputs (n,B,K): the inputs are scaled together."""
+    """The output (B,N) of each of n layers for its input, inputs[i] (B,K); all inputs (n,B,K) are scaled together."""
     largest = _largest(inputs.abs())
     return [layer.product(rows).mul_(scale)
             for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
@@ -61,10 +61,9 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(model: M) -> M:
-    """Replaces every matrix of the model by its int8 form, one at a time; the embedding becomes bfloat16.
+    """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
 
-    The model, which must be on a CPU, then reads and writes, and cannot be trained or saved. Raises ValueError where this
-    build of torch has no FBGEMM.
+    The model can then generate, and cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
     """
     if torch.backends.quantized.engine not in ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
@@ -92,10 +91,11 @@ def _pack(weight: Tensor) -> torch.ScriptObject:
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What one integer is worth in each row, and the integers: a few rows at a time, for float32 takes four times the room."""
+    """The scale of each row and its integers, computed for a few rows at a time: float32 takes four times the memory."""
     scale, integers = torch.empty(len(weight)), torch.empty(weight.shape, dtype=torch.int8)
-    for rows, worth, rounded in zip(*(tensor.split(ROWS) for tensor in (weight, scale, integers)), strict=True):
-        exact = rows.float()
-        worth.copy_(exact.abs().amax(1).clamp_(min=SMALLEST) / 127)
-        rounded.copy_((exact / worth.unsqueeze(1)).round_())
+    for start in range(0, len(weight), ROUNDED_ROWS):
+        rows = slice(start, start + ROUNDED_ROWS)
+        exact = weight[rows].float()
+        scale[rows] = exact.abs().amax(1).clamp_(min=SMALLEST) / 127
+        integers[rows] = (exact / scale[rows].unsqueeze(1)).round_()
     return scale, integers

@@ -1,4 +1,4 @@
-"""RWKV-4, all of it: tensors and shapes, time and channel mixing, blocks, state, initialisation and optimiser groups.
+"""RWKV-4: tensors and shapes, state, time and channel mixing, blocks, initialisation and optimiser groups.
 
 Time mixing reads the past through the operator WKV (kernels/wkv4); channel mixing is the feed-forward half:
 
@@ -11,6 +11,7 @@ RWKV-LM, RWKV-v4neo/src/model.py.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 
 from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
-from rwkv.model import rwkv4_fused
-from rwkv.model.state import StateMethods
+from rwkv.model import rwkv4_fused, state
+from rwkv.model.rwkv4_step import Step as Step
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
-NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are at least 0: squares of a ReLU
+NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
+KEPT_FLOAT32 = ("time_decay", "time_first")      # in half precision too: a decay rounded to bfloat16 is another decay
 Shape = tuple[int, ...]
 
 
@@ -33,7 +35,7 @@ def sizes(config: ModelConfig) -> tuple[int, int, int]:
 
 
 def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
-    """Every tensor of a model of these sizes, in the model's order."""
+    """The name and shape of every tensor of a model, in the model's order."""
     C, A, F = sizes(config)
     found: dict[str, Shape] = {"emb.weight": (V, C)}
     for layer in range(config.n_layer):
@@ -49,8 +51,25 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
     return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
+def resolved(config: ModelConfig) -> ModelConfig:
+    """The configuration with n_att and n_ffn filled in where they are None."""
+    _, A, F = sizes(config)
+    return replace(config, n_att=A, n_ffn=F)
+
+
+def operator_width(config: ModelConfig) -> int:
+    """The number of channels of k and v."""
+    return sizes(config)[1]
+
+
+def kept_for_backward(config: ModelConfig, half: bool) -> float:
+    """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision."""
+    C, A, F = sizes(config)
+    return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
+
+
 def group(name: str) -> str:
-    """The optimiser's groups: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and head) or "vector"."""
+    """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head) or "vector"."""
     if name in ("emb.weight", "head.weight"):
         return "embedding"
     if not name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
@@ -66,10 +85,15 @@ class _Tensors(NamedTuple):
     ffn_x: Tensor
 
 
-class State(_Tensors, StateMethods):
+class State(_Tensors, state.State):
     """att_x, ffn_x (L,B,C), the inputs of the last step; a, b, p (L,B,A), WKV's state; float32, on the model's device."""
 
     __slots__ = ()
+
+    @property
+    def wkv(self) -> WKVState:
+        """The state of the operator."""
+        return WKVState(self.a, self.b, self.p)
 
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
@@ -80,7 +104,7 @@ def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu")
 
 
 class TimeMix(nn.Module):
-    """x (B,T,C), last_x (B,C) and WKV's state before it, None for empty ones -> (out (B,T,C), last x, state after it)."""
+    """(x (B,T,C), last_x (B,C), WKV's state before x) -> (out (B,T,C), last x, WKV's state after x); None: empty."""
 
     def __init__(self, n_embd: int, n_att: int, wkv: WKV) -> None:
         super().__init__()
@@ -98,9 +122,9 @@ class TimeMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None) -> tuple[Tensor, Tensor, WKVState]:
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
         if not rwkv4_fused.can_fuse(self.key, self.value, self.receptance, self.output):
-            for_k, for_v, for_r = rwkv4_fused.token_shift(x, last_x, *mus)
-            y, after = self._wkv(self.key(for_k), self.value(for_v), before)
-            return self.output(torch.sigmoid(self.receptance(for_r)) * y), rwkv4_fused.last(x), after
+            mix_k, mix_v, mix_r = rwkv4_fused.token_shift(x, last_x, *mus)
+            y, after = self._wkv(self.key(mix_k), self.value(mix_v), before)
+            return self.output(torch.sigmoid(self.receptance(mix_r)) * y), rwkv4_fused.last(x), after
         weights = self.key.weight, self.value.weight, self.receptance.weight
         k, v, r = rwkv4_fused.mixed_products(x, last_x, mus, weights)
         y, after = self._wkv(k, v, before)
@@ -114,7 +138,7 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """x (B,T,C) and last_x (B,C) before it, None for zeros -> (out (B,T,C), last x)."""
+    """(x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last x)."""
 
     def __init__(self, n_embd: int, n_ffn: int) -> None:
         super().__init__()
@@ -127,15 +151,15 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
         mus = self.time_mix_k, self.time_mix_r
         if not rwkv4_fused.can_fuse(self.key, self.receptance, self.value):
-            for_k, for_r = rwkv4_fused.token_shift(x, last_x, *mus)
-            positive = torch.relu(self.key(for_k))
-            return torch.sigmoid(self.receptance(for_r)) * self.value(positive * positive), rwkv4_fused.last(x)
+            mix_k, mix_r = rwkv4_fused.token_shift(x, last_x, *mus)
+            relu_k = torch.relu(self.key(mix_k))
+            return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), rwkv4_fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), rwkv4_fused.last(x)
 
 
 class Block(nn.Module):
-    """x + time mixing of it, then + channel mixing of it, each after a LayerNorm; block 0 normalises the embedding."""
+    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV) -> None:
         super().__init__()
@@ -149,11 +173,11 @@ class Block(nn.Module):
         self.ffn = ChannelMix(C, F)
 
     def forward(self, x: Tensor, before: State | None, carry: None = None) -> tuple[Tensor, State, None]:
-        """x (B,T,C) and this layer's state before it, None for the empty one -> (x, the state after it, None).
+        """(x (B,T,C), this layer's state before x, None for the empty one) -> (x, the state after x, None).
 
-        carry: what a block hands to the blocks above it; nothing in RWKV-4.
+        carry is passed from block to block; RWKV-4 passes nothing.
         """
-        att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, WKVState(*before[1:4]), before.ffn_x)
+        att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)
         x = self.ln0(x) if self.first else x
         mixed, att_x, wkv = self.att(self.ln1(x), att_x, wkv)
         x = x + mixed
@@ -161,8 +185,11 @@ class Block(nn.Module):
         return x + mixed, State(att_x, wkv.a, wkv.b, wkv.p, ffn_x), None
 
 
+PLAIN = (Block, TimeMix, ChannelMix)     # modules that Step computes without calling them
+
+
 def init_weights(model: Any) -> None:
-    """Decays spread over the channels and layers, matrices orthogonal or zero. Draws from torch's global generator."""
+    """Spreads the decays over channels and layers and makes matrices orthogonal or zero; uses torch's global generator."""
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     _orthogonal(model.head, scale=0.5)
     for layer, block in enumerate(model.blocks):
@@ -194,7 +221,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, n_layer: int) -> None:
 
 
 def _depth(layer: int, n_layer: int) -> tuple[float, float]:
-    """The layer's depth from 0 to 1, and from 1 towards 0."""
+    """rho, which rises from 0 to 1 over the layers, and sigma, which falls from 1 towards 0."""
     return layer / max(n_layer - 1, 1), 1 - layer / n_layer
 
 

@@ -1,9 +1,9 @@
-"""RWKV-4's token shift, and the fused form of time and channel mixing: three autograd steps that compute their own gradients.
+"""RWKV-4's token shift, and the fused form of time and channel mixing: three autograd functions with gradients of their own.
 
-Each uses few operations over few temporaries. A CPU spends a third of a small model's training step on starting operations and
+Each uses few operations and few temporaries. A CPU spends a third of a small model's training step on starting operations and
 on autograd itself, and the operations between a large model's matrix products are bound by memory: autograd's general formulas
-read and write each tensor several times more. Under autocast everything here is in the dtype of the matrix products.
-rwkv4.py has the plain formulas beside these, and `can_fuse` decides.
+read and write each tensor several times more. Under autocast everything here is computed in the dtype of the matrix products.
+rwkv4.py has the plain formulas beside the calls of these functions; `can_fuse` chooses between them.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from kernels.backends.torch_private import module_hooks_active, transforms_active
+from kernels.backends.torch_private import transforms_active
 from rwkv.model.first_derivative import first_derivative
+from rwkv.model.hooks import untouched
 
 Tensors = tuple[Tensor, ...]
 
@@ -44,19 +45,11 @@ def last(x: Tensor) -> Tensor:
 def can_fuse(*layers: nn.Module) -> bool:
     """Whether these layers' products may be computed without calling the layers.
 
-    False where a compiler, which fuses better, torch.jit.trace, a function transform (torch.func) or a hook must see the call;
-    where a layer is another class or has another forward; and where a weight does not learn, because autograd then skips its
-    gradient.
+    False where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call; where
+    a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
     """
     seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active()
     return not seen and all(map(_is_plain, layers))
-
-
-def untouched(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward and nothing else: it has no hook and no forward of its own."""
-    hooked = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-              or module_hooks_active())
-    return "forward" not in module.__dict__ and not hooked
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -149,14 +142,14 @@ class _ChannelMixing(torch.autograd.Function):
 
 
 def _before(x: Tensor, last_x: Tensor | None) -> Tensor:
-    """x (B,T,C) one step later: last_x (B,C) or zeros first."""
+    """x (B,T,C) shifted by one step: last_x (B,C), or zeros, and then x without its last step."""
     if last_x is None:
         return pad(x[:, :-1], (0, 0, 1, 0))
     return torch.cat((last_x.unsqueeze(1).to(x.dtype), x[:, :-1]), dim=1)
 
 
 def _mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[Tensors, Tensors]:
-    """What _mix_backward needs, and the mixes in dtype."""
+    """The tensors that _mix_backward reads, and the mixes in dtype."""
     x, mus = x.to(dtype), _cast(dtype, mus)
     before = _before(x, last_x)
     change = x - before
@@ -164,7 +157,7 @@ def _mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> 
 
 
 def _mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
-    """The gradients of x, last_x and each mu; those of the mixes are overwritten."""
+    """The gradients of x, last_x and each mu from those of the mixes, which are overwritten."""
     change, *mus = kept
     wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
     grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
@@ -178,12 +171,12 @@ def _mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
 
 
 def _product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I), of that of W x (B,T,O)."""
+    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O)."""
     return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def _gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the gate before its sigmoid and of x, of that of gate * x."""
+    """The gradients of the gate before its sigmoid and of x, from the gradient of gate * x."""
     return torch.ops.aten.sigmoid_backward(grad * x, gate), grad * gate
 
 

@@ -1,27 +1,34 @@
 """The recurrent state of a model: everything that it remembers of the tokens it has read. A value: nothing changes it in place.
 
 Each generation has a State of its own: a named tuple of tensors whose first two axes are layers and rows, (L,B,...), with the
-methods that stand here. The state of one layer is the same named tuple without the first axis.
+methods of the class here. The state of one layer is the same named tuple without the first axis.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+S = TypeVar("S", bound="State")
 
-class StateMethods(tuple[Tensor, ...]):
-    """The methods of a State; a generation's State derives from this and from a named tuple."""
+
+class State(tuple[Tensor, ...]):
+    """The methods of every generation's State, which derives from this class and from a named tuple."""
 
     __slots__ = ()
 
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by their names."""
+        fields: tuple[str, ...] = getattr(self, "_fields")       # noqa: B009  of the named tuple
+        return dict(zip(fields, self, strict=True))
+
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """`function` of each tensor."""
+        """The state that has function(tensor) for each tensor."""
         return self._of(map(function, self))
 
     def rows(self, chosen: Sequence[int] | Tensor | slice) -> Self:
-        """The state of these rows, in this order; a row may come more than once."""
+        """The state of these rows, in this order; a row may be chosen more than once."""
         return self.each(lambda tensor: tensor[:, chosen])
 
     def layers(self) -> list[Self]:
@@ -29,7 +36,7 @@ class StateMethods(tuple[Tensor, ...]):
         return [self._of(tensors) for tensors in zip(*self, strict=True)]
 
     def where(self, mask: Tensor, other: Self) -> Self:
-        """`other` in the rows of the mask (B,), this state in the rest. What those rows had gets no gradient."""
+        """`other` in the rows where the mask (B,) is true, this state elsewhere. A row that is replaced gets no gradient."""
         return self._of(torch.where(mask.view(1, -1, *[1] * (mine.dim() - 2)), theirs, mine)
                         for mine, theirs in zip(self, other, strict=True))
 
@@ -38,25 +45,25 @@ class StateMethods(tuple[Tensor, ...]):
         return self.each(lambda tensor: tensor.to(device))
 
     def detach(self) -> Self:
-        """The state without its history of gradients."""
+        """The state without its graph of gradients."""
         return self.each(Tensor.detach)
 
     def nbytes(self) -> int:
         """The memory of its tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self)
 
-    @classmethod
-    def cat(cls, states: Iterable[Self]) -> Self:
-        """One state with the rows of all, in order."""
-        return cls._of(torch.cat(tensors, 1) for tensors in zip(*states, strict=True))
+    @staticmethod
+    def cat(states: Sequence[S]) -> S:
+        """One state with the rows of all of `states`, in order. There must be at least one."""
+        return states[0]._of(torch.cat(tensors, 1) for tensors in zip(*states, strict=True))
 
-    @classmethod
-    def stack(cls, states: Iterable[Self]) -> Self:
-        """The state of a model from those of its layers, in float32."""
-        return cls._of(torch.stack(tensors).float() for tensors in zip(*states, strict=True))
+    @staticmethod
+    def stack(layers: Sequence[S]) -> S:
+        """The state of a model from the states of its layers, in float32."""
+        return layers[0]._of(torch.stack(tensors).float() for tensors in zip(*layers, strict=True))
 
     @classmethod
     def _of(cls, tensors: Iterable[Tensor]) -> Self:
-        made: Any = cls
-        state: Self = made(*tensors)
+        named_tuple: Any = cls
+        state: Self = named_tuple(*tensors)
         return state

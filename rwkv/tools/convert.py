@@ -1,10 +1,9 @@
-"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT]: RWKV-4 weights from any format into any other.
+"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT]: RWKV weights from any format into any other.
 
 Tensor by tensor, so that a model of any size needs the memory of its largest tensor; OUT appears whole or not at all.
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
+from rwkv.model.base import generation, n_parameters
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats with no room for it
 
@@ -46,8 +46,9 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
 
 
 def _described(checkpoint: Checkpoint) -> str:
-    config, n = checkpoint.config, sum(math.prod(tensor.shape) for tensor in checkpoint.weights.stored.values())
-    return f"RWKV-4, {config.n_layer} layers, {config.n_embd} wide, {n:,} parameters, vocabulary {checkpoint.vocab_size}"
+    config, n = checkpoint.config, n_parameters(checkpoint.config, checkpoint.vocab_size)
+    return (f"{generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, {n:,} parameters, "
+            f"vocabulary {checkpoint.vocab_size}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.errors import CheckpointError
+from rwkv.model.base import generation
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SIZES = ("n_layer", "n_embd", "n_att", "n_ffn")
@@ -28,16 +29,12 @@ def begin(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, Che
 
 
 def _require_sizes(asked: ModelConfig, found: ModelConfig, given: Collection[str], checkpoint: Checkpoint) -> None:
+    asked, found = generation(asked).resolved(asked), generation(found).resolved(found)
     for name in SIZES:
-        wanted, has = _size(asked, name), _size(found, name)
+        wanted, has = getattr(asked, name), getattr(found, name)
         if wanted != has and not {"model", f"model.{name}"}.isdisjoint(given):
             raise CheckpointError(f"model.{name} is {wanted} on the command line and {has} in {checkpoint.path}: leave model= "
                                   "out, and the file's sizes are taken")
-
-
-def _size(config: ModelConfig, name: str) -> int:
-    inner = {"n_att": config.n_embd, "n_ffn": 4 * config.n_embd}
-    return getattr(config, name) or inner[name]
 
 
 def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint) -> Tokenizer:

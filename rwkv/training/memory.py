@@ -33,9 +33,8 @@ from kernels.registry import names
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
-from rwkv.model.base import n_parameters
+from rwkv.model.base import generation, n_parameters, state_nbytes
 from rwkv.model.loss import rows_at_once
-from rwkv.model.rwkv4 import sizes
 from rwkv.training.checkpoints import FOLDER
 from rwkv.training.run import Run
 
@@ -82,20 +81,20 @@ def memory(config: TrainConfig, vocab_size: int, kernel: str, processes: int = 1
 
 def _activations(config: TrainConfig, kernel: str, N: int, half: bool) -> tuple[int, int]:
     """When the forward pass ends, and when the backward pass is in its first layer, whose inner ones are there again."""
-    C, A, F = sizes(config.model)
-    block = int(FLOAT * N * (7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F))
-    work = FLOAT * N * A * (CONVOLUTION_WORK if kernel in names("timex") else SCAN_WORK)
+    model = generation(config.model)
+    block = int(FLOAT * N * model.kept_for_backward(config.model, half))
+    work = FLOAT * N * model.operator_width(config.model) * (CONVOLUTION_WORK if kernel in names("timex") else SCAN_WORK)
     if not config.trainer.activation_checkpointing:
         return config.model.n_layer * block, config.model.n_layer * block + work
-    inputs = config.model.n_layer * FLOAT * N * C
+    inputs = config.model.n_layer * FLOAT * N * config.model.n_embd
     return inputs, inputs + block + work
 
 
 def _between(config: TrainConfig, N: int) -> int:
     """What there is of all segments at a time: the states between them, and the head's input with its gradient."""
-    C, A, _ = sizes(config.model)
-    states = N // config.model.ctx_len * config.model.n_layer * (2 * C + 3 * A)
-    return FLOAT * (states + 2 * N * C) if config.trainer.tbptt else 0
+    if not config.trainer.tbptt:
+        return 0
+    return N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * config.model.n_embd
 
 
 SURE = 0.75                              # of an estimate, that much is needed for certain

@@ -7,7 +7,7 @@ the time comes from two steps, which leave nothing behind.
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,8 +16,7 @@ from rwkv.config import TrainConfig
 from rwkv.data import documents
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import rank, say, world_size
-from rwkv.model.base import n_parameters
-from rwkv.model.rwkv4 import Block
+from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
     FLOAT,
@@ -60,13 +59,13 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                           "longest ones, or change their order or names")
     if config.trainer.tbptt:
         yield "lanes", documents.describe(config, data)
-    yield "model", (f"RWKV-4, {model.n_layer} layers, {model.n_embd} wide, {n_parameters(model, V):,} parameters, "
-                    f"vocabulary {V}")
+    yield "model", (f"{generation(model).NAME}, {model.n_layer} layers, {model.n_embd} wide, "
+                    f"{n_parameters(model, V):,} parameters, vocabulary {V}")
     if run.beginning is not None and run.resume_from is None:
         yield "weights", f"from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew"
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads of each {torch.get_num_threads()}', *threads.settings()])}")
-    yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device, taken)
+    yield from _memory(config, V, task.model.operator.name, device, taken)
     yield "disk", (f"{in_words(disk(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{in_words(free_disk(run.out_dir))} is free")
     yield "training", _training(run, device, task, data)

@@ -56,7 +56,7 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._head_loss(self.model.hidden_alone(x), y)
+        return self._head_loss(self.model.forward_features(x), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
         """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""

@@ -47,12 +47,12 @@ class Carried:
 
     def __init__(self) -> None:
         self._parts: dict[int, State] = {}
-        self._loaded: State | None = None
+        self._loaded: dict[str, Tensor] = {}
 
     def before(self, part: int, model: Model, B: int) -> State:
         """What batch `part` of a step begins with."""
-        if part not in self._parts and self._loaded is not None:
-            return _share(self._loaded, part, B).to(model.emb.weight.device)
+        if part not in self._parts and self._loaded:
+            return _share(model.generation.State(**self._loaded), part, B).to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
 
     def after(self, part: int, state: State) -> None:
@@ -61,12 +61,12 @@ class Carried:
     def state_dict(self) -> dict[str, Tensor]:
         """The same in every process; all of them must ask."""
         ranks = gathered([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
-        parts = [State(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
-                 for of_ranks in zip(*ranks, strict=True)]
-        return State.cat(parts)._asdict() if parts else {}
+        parts = [type(state)(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
+                 for state, of_ranks in zip(self._parts.values(), zip(*ranks, strict=True), strict=True)]
+        return State.cat(parts).named() if parts else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._parts, self._loaded = {}, State(**state_dict) if state_dict else None
+        self._parts, self._loaded = {}, state_dict
 
 
 def _interleaved(ranks: tuple[Tensor, ...]) -> Tensor:

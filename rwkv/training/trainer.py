@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.backends.allocator import keep_large_blocks
@@ -28,8 +29,7 @@ from rwkv.distributed import launched, rank, say, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
-from rwkv.model.base import Model
-from rwkv.model.rwkv4 import Block
+from rwkv.model.base import Model, generation
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks import Bar, Metrics, StopCleanly
@@ -60,7 +60,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     probe = Probe(out_dir, options, metrics.leave_out)
     samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
     trainer = lightning.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
+        accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options, generation(config.model).Block),
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
@@ -114,8 +114,7 @@ def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> Model:
     """The trained model; with trainer=fsdp, where each process has a share of the weights, from the last checkpoint."""
     if config.trainer.strategy != "fsdp":
         return task.model
-    wkv = cast(Block, task.model.blocks[0]).att.wkv
-    return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), wkv, str(task.device))
+    return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), task.model.operator, str(task.device))
 
 
 def leave_report(out_dir: Path) -> None:
@@ -133,11 +132,11 @@ def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
         f"(gzip -9 of the same text: {gzip_bpb:.4f})")
 
 
-def strategy_for(config: TrainerConfig) -> dict[str, Any]:
-    """Lightning's arguments for the processes there are."""
+def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:
+    """Lightning's arguments for the processes there are; with fsdp each `block` of the model is a unit."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
-        return shared | {"strategy": FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="full")}
+        return shared | {"strategy": FSDPStrategy(auto_wrap_policy={block}, state_dict_type="full")}
     return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and launched() else {})
 
 

@@ -1,4 +1,4 @@
-"""Random damage to a file of each format: it loads a whole model or is refused with our error; no other exception, no hang."""
+"""Random damage to a file of each format: it loads a whole model or raises our error, never another, and never hangs."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from rwkv.checkpoint.files import Checkpoint, checkpoint_of, write_checkpoint
 from rwkv.tokenizer.tokenizers import CharTokenizer
 
 IN_SUITE, IN_SOAK = 10, 200                  # trials per format: 50 and 1000
-MOST_MEMORY = 4 << 30                        # of the address space: what a damaged size claims must not be allocated
+MOST_MEMORY = 4 << 30                        # address space: a damaged size must not be allocated
 
 Damage = Callable[[Path, random.Random], None]
 
@@ -106,7 +106,7 @@ def test_damage_at_length(tmp_path: Path, format: str, address_space: None) -> N
 
 @pytest.fixture
 def address_space():  # type: ignore[no-untyped-def]
-    """What a wrong size claims cannot be had: an allocation of it is a MemoryError, and so a failure."""
+    """Limits the address space, so that allocating a wrong size is a MemoryError, and so a failure."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)

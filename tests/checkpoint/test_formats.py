@@ -1,4 +1,4 @@
-"""Every format to ours to every format: names, shapes, bits, and what the formats' own libraries and documents say of them."""
+"""From every format to every format: names, shapes, bits, and agreement with the formats' own libraries and documents."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.select import select
-from rwkv.checkpoint import formats, rwkv4
+from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import checkpoint_of, describe, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
 from rwkv.config import ModelConfig
@@ -50,14 +50,15 @@ def test_the_folder_is_the_registry() -> None:
     assert set(formats.names()) == set(NAMES)
     for name, file in NAMES.items():
         assert formats.by_suffix(Path(file)) is formats.load(name)
-    with pytest.raises(ValueError, match="choose one of ckpt, ggmf"):
+    with pytest.raises(ValueError, match="ckpt, ggmf"):
         formats.load("onnx")
 
 
 @pytest.mark.parametrize("sizes", [{}, {"n_att": 8, "n_ffn": 24}, {"n_layer": 1, "n_embd": 1}])
 def test_the_shapes_are_the_models(sizes: dict[str, int]) -> None:
     model = small_model("reference", **sizes)
-    assert rwkv4.shapes(model.config, 50) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert model.generation.shapes(model.config, 50) == found
 
 
 # Round trips
@@ -149,7 +150,7 @@ def test_a_flipped_bit_is_found_by_the_checksum(model: RWKV, tmp_path: Path) -> 
     content = bytearray((tmp_path / "model.pth").read_bytes())
     content[content.index(model.head.weight.detach().numpy().tobytes())] ^= 1
     (tmp_path / "model.pth").write_bytes(content)
-    refuses(tmp_path / "model.pth", "Bad CRC-32")
+    refuses(tmp_path / "model.pth", "CRC-32")
 
 
 def test_a_few_bytes_that_claim_terabytes_are_refused(model: RWKV, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_compressed_zip_is_refused(model: RWKV, tmp_path: Path) -> None:
             zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb:
         for name in archive.namelist():
             bomb.writestr(name, archive.read(name))
-    refuses(tmp_path / "bomb.pth", "is compressed")
+    refuses(tmp_path / "bomb.pth", "compressed")
 
 
 # .safetensors and Hugging Face directories
@@ -201,7 +202,7 @@ def test_shards_are_put_together(model: RWKV, tmp_path: Path, save: Callable[...
     shard(tmp_path / "model", save, suffix, stem)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in read_checkpoint(tmp_path / "model").weights.items())
     (tmp_path / "model" / f"{stem}-00002-of-00002{suffix}").unlink()
-    refuses(tmp_path / "model", "lacks the shard", "00002-of-00002")
+    refuses(tmp_path / "model", "00002-of-00002")
 
 
 def test_a_bin_and_a_tied_head_are_read(model: RWKV, tmp_path: Path) -> None:
@@ -216,8 +217,8 @@ def test_a_bin_and_a_tied_head_are_read(model: RWKV, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"model_type": "rwkv5"}, "an RWKV-5 checkpoint"), ({"model_type": "llama"}, "no RWKV-4 checkpoint"),
-    ({"hidden_size": 17}, "says n_embd=17 and its tensors have 16"), ({"vocab_size": 51}, "vocab_size=51"),
+    ({"model_type": "rwkv5"}, "RWKV-5"), ({"model_type": "llama"}, "llama"),
+    ({"hidden_size": 17}, "n_embd=17"), ({"vocab_size": 51}, "vocab_size=51"),
     ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon")])
 def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
     model.save_pretrained(tmp_path / "model")
@@ -266,8 +267,7 @@ def test_a_decay_stored_comes_back_to_the_bit(low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize(("place", "value", "said"), [
-    (4, 99, "version 99, expected 100 or 101"), (20, 8, "quantised (Q5_1)"), (24, 9, "no tensor's header"),
-    (36, 10 ** 9, "bytes left"), (12, 17, "n_embd=17")])
+    (4, 99, "99"), (20, 8, "Q5_1"), (24, 9, "header"), (36, 10 ** 9, "emb.weight"), (12, 17, "n_embd=17")])
 def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, place: int, value: int, said: str) -> None:
     model.save_pretrained(tmp_path / "model.bin")
     content = bytearray((tmp_path / "model.bin").read_bytes())
@@ -277,7 +277,7 @@ def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, pla
 
 
 def test_ggmf_has_no_bfloat16(model: RWKV, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ggmf holds float32 or float16, and not bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16"):
         model.save_pretrained(tmp_path / "model.bin", dtype="bfloat16")
     assert not list(tmp_path.iterdir())
 
@@ -292,14 +292,14 @@ def test_ggmf_has_no_bfloat16(model: RWKV, tmp_path: Path) -> None:
 @pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
 def test_other_versions_are_refused_by_name(tmp_path: Path, save: Callable[..., None], version: str, name: str) -> None:
     save({"emb.weight": torch.zeros(5, 4), name: torch.zeros(4)}, tmp_path / "other.pth")
-    refuses(tmp_path / "other.pth", f"is an {version} checkpoint", "RWKV-4 alone")
+    refuses(tmp_path / "other.pth", version, "RWKV-4")
 
 
 def test_rwkv3_is_told_by_the_shape_of_time_first(model: RWKV, tmp_path: Path) -> None:
     weights = {name: tensor[:, None] if name.endswith(("time_first", "time_decay")) else tensor
                for name, tensor in model.state_dict().items()}
     torch.save(weights, tmp_path / "three.pth")
-    refuses(tmp_path / "three.pth", "is an RWKV-3 checkpoint")
+    refuses(tmp_path / "three.pth", "RWKV-3")
 
 
 @pytest.mark.parametrize("name", NAMES.values())
@@ -312,13 +312,13 @@ def test_a_weight_that_is_not_finite_is_named(model: RWKV, tmp_path: Path, name:
     content = content.replace(old, old[:40] + struct.pack("<f", value) + old[44:])
     path.write_bytes(content)
     checked = name.endswith(("pth", "ckpt"))
-    refuses(tmp_path / name, "Bad CRC-32" if checked else "blocks.1.ffn.value.weight is not finite in 1 of 384 values")
+    refuses(tmp_path / name, "CRC-32" if checked else "blocks.1.ffn.value.weight")
 
 
 def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights["ln_out.weight"][3] = 7e4
-    with pytest.raises(CheckpointError, match=r"ln_out.weight reaches 70000, more than torch.float16"):
+    with pytest.raises(CheckpointError, match=r"ln_out\.weight .*70000"):
         write_checkpoint(checkpoint_of(weights), tmp_path / "model.pth", "float16")
     assert not list(tmp_path.iterdir())
 
@@ -327,7 +327,7 @@ def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp
 def test_a_dtype_that_is_no_weights_is_named(model: RWKV, tmp_path: Path, dtype: torch.dtype) -> None:
     for save, name in ((torch.save, "model.pth"), (save_file, "model.safetensors")):
         save(dict(model.state_dict()) | {"head.weight": torch.zeros(50, 16, dtype=dtype)}, tmp_path / name)
-        refuses(tmp_path / name, "head.weight", "expected one of")
+        refuses(tmp_path / name, "head.weight")
 
 
 # Writing
@@ -373,7 +373,7 @@ def test_a_link_stays_a_link(model: RWKV, tmp_path: Path, name: str) -> None:
 
 def test_a_directory_with_other_files_is_left_alone(model: RWKV, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(ValueError, match=r"holds thesis\.tex"):
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
         model.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -444,8 +444,8 @@ def test_convert_says_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["absent.pth", "out.pth"], "no checkpoint at absent.pth"), (["in.pth", "out.xyz"], "out.xyz does not say its format"),
-    (["in.pth", "out.bin", "--dtype", "bfloat16"], "ggmf holds float32 or float16")])
+    (["absent.pth", "out.pth"], "absent.pth"), (["in.pth", "out.xyz"], "out.xyz"),
+    (["in.pth", "out.bin", "--dtype", "bfloat16"], "bfloat16")])
 def test_converts_errors_are_one_sentence(model: RWKV, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -8,8 +8,8 @@ import torch
 from models import small_model, tokens
 
 from rwkv.generation.decoder import Decoder
-from rwkv.model.base import State
 from rwkv.model.quantized import Int8Linear, to_int8
+from rwkv.model.rwkv4 import State
 from rwkv.pretrained import RWKV
 
 SIZES = {"n_att": 24, "n_ffn": 40}
@@ -87,7 +87,7 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
 
 
 def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.int8.ENGINES", ())
+    monkeypatch.setattr("rwkv.model.quantized.ENGINES", ())
     with pytest.raises(ValueError, match="dtype=int8 needs a torch with FBGEMM"):
         to_int8(small_model("reference"))
 

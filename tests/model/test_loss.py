@@ -19,8 +19,9 @@ from rwkv.training.task import LanguageModel
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 rows of 11 logits at a time, so that a few more rows take several passes."""
-    monkeypatch.setattr(loss, "CHUNK", 512 * 11)
+    """512 rows of 11 logits in a chunk, so that a few more rows take several; and a short block of the two-stage argmax."""
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 512 * 11)
+    monkeypatch.setattr(loss, "ARGMAX_BLOCK", 16)
 
 
 def problem(N: int, C: int = 6, V: int = 11, ignored: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +63,7 @@ def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: f
 def test_value_and_gradients_are_those_of_autograd_in_float64(N: int, ignored: int, l2_wrap: float,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem(N, ignored=ignored)
-    monkeypatch.setattr(loss, "CHUNK", 512 * len(inputs[1]))     # rows at a time: the sizes above lie around it
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 512 * len(inputs[1]))     # the values of N above are near 512
     close(fused(*inputs, l2_wrap), plain(*inputs, l2_wrap))
 
 

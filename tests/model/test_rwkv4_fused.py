@@ -141,8 +141,8 @@ def gradients(module: nn.Module, run: Callable[..., Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=("time mixing", "channel mixing"))
-def test_who_hangs_a_hook_on_a_layer_sees_it_called(number: int) -> None:
-    """With the results that it has when nobody looks."""
+def test_a_layer_with_a_hook_is_called(number: int) -> None:
+    """With the same results as without the hook."""
     module, run, layers = parts()[number]
     expected, seen = gradients(module, run), []
     for layer in layers:
@@ -165,14 +165,14 @@ def test_layers_of_another_kind_are_called() -> None:
     assert not any(rwkv4_fused.can_fuse(plain, layer) for layer in (other, quantised, patched, nn.Linear(C, C), nn.Identity()))
 
 
-def test_what_learns_nothing_is_left_to_autograd() -> None:
+def test_frozen_weights_are_left_to_autograd() -> None:
     frozen = nn.Linear(C, C, bias=False).requires_grad_(False)
     assert not rwkv4_fused.can_fuse(frozen)
     with torch.no_grad():
         assert rwkv4_fused.can_fuse(frozen)
 
 
-def test_who_looks_at_all_modules_sees_all_layers() -> None:
+def test_a_global_hook_sees_all_layers() -> None:
     for module, run, layers in parts():
         seen: list[nn.Module] = []
         handle = torch.nn.modules.module.register_module_forward_hook(lambda layer, *_, seen=seen: seen.append(layer))

@@ -9,7 +9,7 @@ from numpy_rwkv4 import LayerState, NumpyRWKV4
 from parity.cases import GREEDY, Case, random_tokens, random_weights
 from parity.peers import answers, state_values
 
-from rwkv.model.base import State
+from rwkv.model.rwkv4 import State
 from rwkv.pretrained import RWKV
 
 

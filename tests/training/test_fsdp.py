@@ -20,6 +20,7 @@ from training_runs import TEXT, losses
 from rwkv import distributed as processes
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.model.rwkv4 import Block
 from rwkv.training import device, fit, trainer
 from rwkv.training.run import open_run
 from rwkv.training.task import LanguageModel
@@ -50,7 +51,7 @@ def learner() -> LanguageModel:
 def one_of_two(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
-    task, strategy = learner(), strategy_for(TrainerConfig(strategy="fsdp"))["strategy"]
+    task, strategy = learner(), strategy_for(TrainerConfig(strategy="fsdp"), Block)["strategy"]
     strategy._lightning_module = task
     strategy.model = FullyShardedDataParallel(task, device_id=torch.device("cpu"), **strategy.kwargs)
     torch.save(trained(task, strategy, slice(rank, None, 2)), folder / f"{rank}.pt")

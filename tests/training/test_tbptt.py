@@ -20,8 +20,8 @@ from training_runs import SMALL, TEXT, assert_same_training, finish, killed_and_
 from kernels.bench.peak_memory import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
 from rwkv.data.documents import LaneOrder, Pieces, Reading, Segments, Share
-from rwkv.model.base import State
 from rwkv.model.loss import IGNORED
+from rwkv.model.rwkv4 import State
 from rwkv.training import tbptt
 from rwkv.training.task import LanguageModel
 from rwkv.training.tbptt import Carried

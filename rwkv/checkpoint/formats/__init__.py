@@ -1,13 +1,14 @@
-"""Files of RWKV-4 weights: one module per format, and the folder is the registry.
+"""Files of weights: one module per format; the folder is the registry.
 
     pth           what torch.save writes: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
     ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
-    safetensors   official names; the same entry in its metadata
-    huggingface   a directory of config.json, weights by RwkvForCausalLM's names, and tokenizer.json
+    safetensors   weights by official names; the same entry in the metadata
+    huggingface   a directory of config.json, weights by transformers' names, and tokenizer.json
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
 
-A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing). A file is recognised by what
-it holds, whatever it is called; its suffix chooses the format that is written. Modules that begin with _ are shared.
+A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing), and dtype_for(tensor, dtype)
+where it cannot hold every dtype. The content of a file decides how it is read, the suffix of a name which format is written.
+Modules that begin with _ are shared.
 """
 
 import importlib
@@ -17,36 +18,36 @@ from types import ModuleType
 
 from rwkv.errors import CheckpointError, UserError
 
-RECOGNISED_BY = 16                       # bytes shown of a file that is none of these
+BYTES_SHOWN = 16                         # in the message about a file of no known format
 
 
 def names() -> list[str]:
-    """Every format, by its module's name."""
+    """The name of every format: its module's name."""
     return [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
 
 
 def load(name: str) -> ModuleType:
-    """The module of a format. Raises ValueError for a name that is none."""
+    """The module of a format. Raises UserError for an unknown name."""
     if name not in names():
         raise UserError(f"there is no format {name!r}: choose one of {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def recognise(path: Path) -> ModuleType:
-    """The format of an existing file or directory. Raises CheckpointError where it is none of these."""
+    """The format of an existing file or directory. Raises CheckpointError where it has none of these."""
     for format in map(load, names()):
         if format.recognises(path):
             return format
     if path.is_dir():
         raise CheckpointError(f"{path} holds no checkpoint: expected a config.json as Hugging Face's directories have")
-    start = first_bytes(path, RECOGNISED_BY)
-    what = f"begins with {start!r}" if start else "is empty (0 bytes), as an interrupted copy or download leaves it"
-    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {what}; expected a file of torch.save, .safetensors, or "
+    start = first_bytes(path, BYTES_SHOWN)
+    found = f"begins with {start!r}" if start else "is empty (0 bytes), as an interrupted copy or download leaves it"
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {found}; expected a file of torch.save, .safetensors, or "
                           "rwkv.cpp's ggmf")
 
 
 def by_suffix(path: Path) -> ModuleType:
-    """The format that a path's name asks for. Raises ValueError where it asks for none."""
+    """The format that a path's suffix chooses. Raises UserError for another suffix."""
     suffix = "" if path.is_dir() else path.suffix
     for format in map(load, names()):
         if suffix in format.SUFFIXES:

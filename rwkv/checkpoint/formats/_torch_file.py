@@ -27,39 +27,39 @@ ZIP, PICKLES = b"PK", tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5)
 ALIGNMENT, PADDING_ID = 64, 0x4246       # an extra field named FB fills up to the next multiple
 LOCAL_HEADER, FIELD_HEADER = 30, 4       # bytes of zip's local file header and of an extra field's, before what varies
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: the same weights give the same file
-AT_ONCE = 1 << 20
+READ_BYTES = 1 << 20                     # at once, for a checksum
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
 
 def recognises(path: Path) -> bool:
-    """A zip, or a pickle as torch.save wrote it before there were zips."""
+    """Whether it is a zip, or a pickle, which torch.save wrote before version 1.6."""
     return path.is_file() and first_bytes(path, 2) in (ZIP, *PICKLES)
 
 
 def load(path: Path) -> dict[Any, Any]:
-    """What the file holds, tensors mapped where it is a zip. Raises CheckpointError; executes nothing."""
+    """The file's dictionary, its tensors mapped where it is a zip; executes nothing. Raises CheckpointError."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")      # torch's thoughts on foreign pickles; the sentence below says it
+            warnings.simplefilter("ignore")      # torch's about other pickles: the message below is enough
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:                   # torch raises whatever a damaged part leads to
+    except Exception as error:                   # torch has no error class of its own for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
                               "tensors written by torch.save (other objects are refused, for loading them would execute "
                               "code); copy or download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not an RWKV-4 checkpoint: it holds a {type(content).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(content).__name__}, not tensors by name")
     return content
 
 
 def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
-    """The tensors of a dictionary that was loaded. Raises CheckpointError where one is something else."""
+    """The tensors of a loaded dictionary. Raises CheckpointError where a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path} is not an RWKV-4 checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
+            raise CheckpointError(f"{path} is not a checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
         if not _plain(tensor):
             raise CheckpointError(f"{path}: {name} is not a plain tensor with as much data as its shape {tuple(tensor.shape)} "
                                   "says: the file is damaged, or was not written by training")
@@ -67,7 +67,7 @@ def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
 
 
 def save(file: BinaryIO, content: Any) -> None:
-    """Writes plain containers and Stored tensors, each read, written and let go of in turn."""
+    """Writes plain containers with Stored tensors in them, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add_bytes(archive, "data.pkl", structure)
@@ -79,7 +79,7 @@ def save(file: BinaryIO, content: Any) -> None:
 
 
 def pickled(content: Any) -> tuple[bytes, list[Stored]]:
-    """data.pkl, and the tensors whose data it refers to by their number."""
+    """The bytes of data.pkl, and the tensors whose data it refers to by number."""
     buffer = bytearray()
     pickler = _Pickler(_Appender(buffer), protocol=2)
     pickler.dump(content)
@@ -94,14 +94,14 @@ class _Appender:
 
 
 class _Storage:
-    """Stands for a tensor's data inside data.pkl."""
+    """A tensor's data inside data.pkl."""
 
     def __init__(self, tensor: Stored) -> None:
         self.tensor = tensor
 
 
 class _Pickler(pickle.Pickler):
-    """Stored tensors as torch describes them: a call of _rebuild_tensor_v2 on a storage named by a persistent id."""
+    """Pickles Stored tensors as torch does: as a call of _rebuild_tensor_v2 on a storage with a persistent id."""
 
     def __init__(self, file: Any, protocol: int) -> None:
         super().__init__(file, protocol)
@@ -133,7 +133,7 @@ def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
-    """A new entry of `size` bytes, to be written and closed."""
+    """A new entry of `size` bytes, which the caller writes and closes."""
     entry = zipfile.ZipInfo(f"archive/{name}", EPOCH)
     entry.file_size = size
     large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile's own, for 64-bit sizes
@@ -145,9 +145,10 @@ def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
 
 
 def _check_zip(path: Path) -> None:
-    """Every entry whole and by its checksum: torch.load looks at neither, and a flipped bit is another weight.
+    """Raises CheckpointError where an entry is incomplete, has a wrong checksum or is compressed.
 
-    Nothing may be compressed: torch maps the entries, and a small file that claims to unpack into a large one is an attack.
+    torch.load checks neither length nor checksum, and a flipped bit is another weight. torch maps the entries, so they are
+    never compressed; a small file that claims to unpack into a large one is an attack.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -155,20 +156,20 @@ def _check_zip(path: Path) -> None:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise zipfile.BadZipFile(f"{entry.filename} is compressed")
                 _read_through(archive, entry)
-    except Exception as error:           # zipfile raises whatever a damaged part leads to
+    except Exception as error:           # zipfile raises many kinds for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
 
 
 def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """zipfile compares the checksum at the end; torch can be told to write none, which is a 0."""
+    """Reads to the end, where zipfile compares the checksum; torch can be configured to write none, which is a 0."""
     with archive.open(entry) as file:
-        while entry.CRC and file.read(AT_ONCE):
+        while entry.CRC and file.read(READ_BYTES):
             pass
 
 
 def _plain(tensor: Tensor) -> bool:
-    """In memory, and with an element of its storage for each of its own: a stride of 0 makes terabytes of a few bytes."""
+    """Whether it is dense, in memory, and no larger than its storage: with a stride of 0 a few bytes claim to be terabytes."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""Our .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`, plain containers alone."""
+"""Our .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`, made of plain containers."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
-PREFIX = "model."                        # Lightning's, of the model's attribute in rwkv/training/task.py
+PREFIX = "model."                        # Lightning's, from the name of the model's attribute in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:
@@ -22,12 +22,12 @@ def read(path: Path) -> Content:
 
 
 def understand(path: Path, content: dict[Any, Any]) -> Content:
-    """A checkpoint of ours, or another Lightning one, which has no entry of ours; or plain tensors after all."""
+    """The Content of our checkpoint, of another Lightning checkpoint (without our entry), or of a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
-    tensors, step = content.get("state_dict", {} if entry else content), content.get("global_step", 0)
+    tensors = content.get("state_dict", {} if entry else content)
+    step = content.get("global_step", 0)
     if not isinstance(tensors, dict) or not isinstance(step, int):
-        raise CheckpointError(f"{path} has a state_dict or a global_step that cannot be understood: was it written by a newer "
-                              "version?")
+        raise CheckpointError(f"{path} has a state_dict or a global_step of another type: was it written by a newer version?")
     return Content(path, stored(path, tensors), entry, step=step)
 
 

@@ -1,11 +1,11 @@
-"""rwkv.cpp's ggmf, FP32 and FP16, versions 100 and 101, which differ in quantised tensors alone.
+"""rwkv.cpp's ggmf in FP32 and FP16, versions 100 and 101, which differ only in quantised tensors.
 
     header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
-FP16 files keep vectors and everything named time_ in FP32; vectors are [C]. time_decay is stored as -exp(raw), rounded to
-float32 as torch.exp gives it: what torch.exp can give comes back to the bit, in ours -> ggmf -> ours too up to the raw values
-that share a float32 exponential, less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
+FP16 files keep vectors in FP32; vectors are [C]. time_decay is stored as -exp(raw), rounded to float32 by torch.exp. A stored
+value comes back to the bit from ggmf -> ours -> ggmf. From ours -> ggmf -> ours, raw comes back up to the values that share a
+float32 exponential, which are less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
 python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it was written for.
 """
 
@@ -52,12 +52,12 @@ def read(path: Path) -> Content:
 
 
 def dtype_for(tensor: Stored, dtype: str | None) -> torch.dtype:
-    """FP16 is for matrices alone. Raises ValueError for what ggmf cannot hold."""
-    matrices = DTYPES_BY_NAME.get(dtype) if dtype else tensor.dtype
+    """The dtype of a tensor in ggmf: FP16 is only for matrices. Raises UserError for a dtype that ggmf lacks."""
     if len(_vector_or_matrix(tensor.shape)) == 1:
         return torch.float32
+    matrices = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
     if matrices not in DTYPES:
-        raise UserError(f"ggmf holds float32 or float16, and not {dtype or str(tensor.dtype).removeprefix('torch.')}: choose "
+        raise UserError(f"ggmf holds float32 or float16, not {dtype or str(tensor.dtype).removeprefix('torch.')}: choose "
                         "one of them as the dtype")
     return matrices
 
@@ -73,31 +73,30 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
         shape, key = _vector_or_matrix(tensor.shape), tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
-        change = stored_decay if tensor.name.endswith(DECAY) else _as_it_is
-        tensor.pass_on(lambda data, change=change: file.write(raw(change(data))))        # type: ignore[misc]
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+        is_decay = tensor.name.endswith(DECAY)
+        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))  # type: ignore[misc]
 
 
 def stored_decay(decay: Tensor) -> Tensor:
-    """time_decay as rwkv.cpp keeps it."""
+    """The values that rwkv.cpp stores for time_decay."""
     return -torch.exp(decay)
 
 
 def raw_decay(stored: Tensor) -> Tensor:
-    """The float32 of which stored_decay gives `stored`, or comes closest to it: a logarithm alone may be a rounding off."""
-    nearest = torch.log(-stored.double()).float()
-    candidates = [nearest]
-    for away in (math.inf, -math.inf):
-        step = nearest
+    """The float32 time_decay whose stored_decay is `stored`, or closest to it: a logarithm may be off by a rounding.
+
+    The logarithm and its two neighbours on either side are compared.
+    """
+    logarithm = torch.log(-stored.double()).float()
+    candidates = [logarithm]
+    for direction in (math.inf, -math.inf):
+        neighbour = logarithm
         for _ in range(2):
-            step = torch.nextafter(step, torch.full_like(step, away))
-            candidates.append(step)
-    several = torch.stack(candidates)
-    distance = (stored_decay(several).double() - stored.double()).abs()
-    return several.gather(0, distance.argmin(0, keepdim=True))[0]
+            neighbour = torch.nextafter(neighbour, torch.full_like(neighbour, direction))
+            candidates.append(neighbour)
+    candidate = torch.stack(candidates)
+    distance = (stored_decay(candidate).double() - stored.double()).abs()
+    return candidate.gather(0, distance.argmin(0, keepdim=True))[0]
 
 
 def _vector_or_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -116,11 +115,11 @@ def _header(path: Path, file: BinaryIO) -> dict[str, int]:
 
 
 def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
-    """The header of the tensor that begins here; its data is left where it is, and stepped over."""
+    """Reads the header of the next tensor and skips its data, which stays in the mapping bytes_."""
     dim_count, key_length, dtype_index = TENSOR.unpack(_read(path, file, TENSOR.size))
     if not 1 <= dim_count <= 3 or not 1 <= key_length <= LONGEST_KEY:
-        raise CheckpointError(f"{path} has at byte {file.tell() - TENSOR.size} no tensor's header ({dim_count} dimensions, a "
-                              f"name of {key_length} bytes): the file is damaged")
+        raise CheckpointError(f"{path} has no valid header of a tensor at byte {file.tell() - TENSOR.size} ({dim_count} "
+                              f"dimensions, a name of {key_length} bytes): the file is damaged")
     shape = struct.unpack(f"<{dim_count}I", _read(path, file, 4 * dim_count))[::-1]
     name = _read(path, file, key_length).decode("utf-8", "backslashreplace")
     dtype, start = _dtype(path, dtype_index, name), file.tell()
@@ -134,7 +133,7 @@ def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
 
 
 def _data(path: str, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy: in the file, a tensor may begin at any byte."""
+    """The tensor's data as a copy, because in the file a tensor may begin at any byte."""
     copy = piece.clone().view(dtype)
     release(piece)
     if not name.endswith(DECAY):
@@ -145,11 +144,11 @@ def _data(path: str, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
     return raw_decay(copy.float()).to(dtype)
 
 
-def _dtype(path: Path, index: int, what: str) -> torch.dtype:
+def _dtype(path: Path, index: int, described: str) -> torch.dtype:
     if index < len(DTYPES):
         return DTYPES[index]
     found = f"quantised ({QUANTISED[index]})" if index in QUANTISED else f"of the unknown type {index}"
-    raise CheckpointError(f"{path}: {what} is {found}, expected FP32 or FP16: convert the file that it was made from")
+    raise CheckpointError(f"{path}: {described} is {found}, expected FP32 or FP16: convert the original file instead")
 
 
 def _read(path: Path, file: BinaryIO, count: int) -> bytes:

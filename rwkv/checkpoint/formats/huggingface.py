@@ -1,8 +1,8 @@
-"""A Hugging Face directory: config.json, weights by RwkvForCausalLM's names, whole or in shards, and tokenizer.json.
+"""A Hugging Face directory: config.json, weights by transformers' names, in one file or in shards, and tokenizer.json.
 
 Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py. RwkvConfig's rescale_every (6 by
 default) halves the weights of the layers in memory, in its state_dict too, to keep float16 activations small; a directory
-that was saved in that condition cannot be told from another. Ours say 0, which changes nothing, unless they hold float16.
+saved from such a model looks like any other. Ours have rescale_every 0, which changes nothing, unless they hold float16.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
-from rwkv.checkpoint.rwkv4 import to_hugging_face
+from rwkv.checkpoint.generations import generation_of, generations, supported
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
@@ -23,9 +23,7 @@ SUFFIXES = ("",)
 CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
 OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS)
 WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "attention_hidden_size": "n_att",
-         "intermediate_size": "n_ffn", "vocab_size": "vocab_size"}
-LAYER_NORM_EPSILON = 1e-5                # torch's default, and what RWKV-4 was trained with
+LAYER_NORM_EPSILON = 1e-5                # torch's default, which RWKV-4 was trained with
 RESCALE_FLOAT16_EVERY = 6
 
 
@@ -36,7 +34,8 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Content:
     config = _config(path / CONFIG)
     content = _weights(path)
-    declared = {ours: config[theirs] for theirs, ours in SIZES.items() if config.get(theirs) is not None}
+    sizes = next(module.HUGGING_FACE_SIZES for module in generations() if module.HUGGING_FACE_TYPE == config["model_type"])
+    declared = {ours: config[theirs] for theirs, ours in sizes.items() if config.get(theirs) is not None}
     if isinstance(length := config.get("context_length"), int) and length > 0:
         declared["ctx_len"] = length
     return replace(content, path=path, declared=declared, tokenizer=_tokenizer(path / TOKENIZER),
@@ -44,13 +43,14 @@ def read(path: Path) -> Content:
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Raises ValueError rather than replace a directory that holds anything but such a checkpoint."""
+    """Raises UserError where the directory holds anything that is not part of such a checkpoint."""
     _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
-    tensors = [tensor.renamed(to_hugging_face(name)) for name, tensor in outgoing.tensors.items()]
+    rename = generation_of(outgoing.config).hugging_face_name
+    tensors = [tensor.renamed(rename(name)) for name, tensor in outgoing.tensors.items()]
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors, metadata))
     for name, text in _texts(outgoing).items():
@@ -67,10 +67,8 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
 
 
 def _described(outgoing: Outgoing) -> dict[str, Any]:
-    config, dtype = outgoing.config, outgoing.tensors["emb.weight"].dtype
-    return {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv", "vocab_size": outgoing.vocab_size,
-            "context_length": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd,
-            "attention_hidden_size": config.n_att or config.n_embd, "intermediate_size": config.n_ffn or 4 * config.n_embd,
+    dtype = outgoing.tensors["emb.weight"].dtype
+    return {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size),
             "layer_norm_epsilon": LAYER_NORM_EPSILON, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
             "rescale_every": RESCALE_FLOAT16_EVERY if dtype == torch.float16 else 0, "use_cache": True,
             "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -88,13 +86,14 @@ def _require_ours(path: Path) -> None:
 def _config(path: Path) -> dict[str, Any]:
     config = _json(path)
     kind, epsilon = config.get("model_type"), config.get("layer_norm_epsilon", LAYER_NORM_EPSILON)
-    if kind != "rwkv":
-        version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV-4"
-        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected 'rwkv'): "
-                              "this program runs RWKV-4 alone")
+    known = [module.HUGGING_FACE_TYPE for module in generations()]
+    if kind not in known:
+        version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
+        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected "
+                              f"{' or '.join(map(repr, known))}): this program runs {supported()}")
     if epsilon != LAYER_NORM_EPSILON:
-        raise CheckpointError(f"{path} has layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which RWKV-4 is "
-                              "computed with")
+        raise CheckpointError(f"{path} has layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which "
+                              f"{supported()} is computed with")
     return config
 
 
@@ -114,7 +113,7 @@ def _read_file(path: Path) -> Content:
 
 
 def _shards(index: Path) -> Content:
-    """The tensors where the index says that they are."""
+    """The tensors from the files that the index names for them."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files beside it: the file is damaged")
@@ -156,5 +155,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text ({error}): the file is damaged") from error
-
-

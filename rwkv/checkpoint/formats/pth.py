@@ -1,4 +1,4 @@
-"""The official .pth: a dictionary of tensors by name. Other layouts of torch.save's files are read too: see ckpt.py."""
+"""The official .pth: a dictionary of tensors by name. Lightning's layout (ckpt.py) is read as well."""
 
 from pathlib import Path
 

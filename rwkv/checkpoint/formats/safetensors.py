@@ -37,7 +37,7 @@ def read(path: Path) -> Content:
         tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
     except CheckpointError:
         raise
-    except Exception as error:           # the library has an error of its own, and passes on others
+    except Exception as error:           # the library raises an error of its own, and others
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
     return Content(path, tensors, _entry(path, metadata))
@@ -48,7 +48,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
-    """The widest dtypes first, so that each tensor begins at a multiple of its elements' size."""
+    """Writes the widest dtypes first, so that each tensor begins at a multiple of its elements' size."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
@@ -74,7 +74,7 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
     def tensor() -> Tensor:
         try:
             return file.get_tensor(name)
-        except Exception as error:       # what it finds at fault only now
+        except Exception as error:       # some damage is found only here
             raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
 
     return tensor

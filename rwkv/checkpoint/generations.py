@@ -1,0 +1,139 @@
+"""The generations whose checkpoints are read, one file rwkvN.py each beside this one, and the checks that they share.
+
+A generation offers model (the file of the same name in rwkv/model/, which states names and shapes), recognises(tensors),
+official_name(name), widths(matrix), has_many_forms(name), and for Hugging Face directories HUGGING_FACE_TYPE,
+HUGGING_FACE_SIZES, hugging_face_name(name) and hugging_face_config(config, vocab_size).
+"""
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rwkv.checkpoint.stored import DTYPES, Stored
+from rwkv.config import ModelConfig
+from rwkv.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+# Versions and names of tensors that only they have, for the message about a file that no generation recognises: RWKV-LM's
+# RWKV-v1 to RWKV-v7, and rwkv.cpp's joined x_rwkvag
+OTHER_VERSIONS = (("RWKV-1", r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)"), ("RWKV-2", r".*\.time_mix"),
+                  ("RWKV-7", r".*\.(x_r|r_k|k_k|x_rwkvag)"), ("RWKV-6", r".*\.time_(maa|decay_w)\w*"),
+                  ("RWKV-5", r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"))
+
+
+def generations() -> list[ModuleType]:
+    """Every generation's module."""
+    package = __name__.rpartition(".")[0]
+    folder = importlib.import_module(package).__path__
+    return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(folder)
+            if re.fullmatch(r"rwkv\d+", module.name)]
+
+
+def generation_of(config: ModelConfig) -> ModuleType:
+    """The module of the configuration's generation."""
+    return importlib.import_module(f"{__name__.rpartition('.')[0]}.{config.generation}")
+
+
+def supported() -> str:
+    """The names of the generations, for messages."""
+    return " and ".join(generation.model.NAME for generation in generations())
+
+
+def recognise(path: Path, tensors: Mapping[str, Stored]) -> tuple[ModuleType, dict[str, Stored]]:
+    """The generation of a file's tensors, and the tensors by official name. Raises CheckpointError where there is none."""
+    for generation in generations():
+        official = _official(path, tensors, generation)
+        if generation.recognises(official):
+            return generation, official
+    raise CheckpointError(_why_none(path, tensors))
+
+
+def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType) -> dict[str, Stored]:
+    """The tensors by official name, without the prefix that stands before emb.weight.
+
+    DeepSpeed puts _forward_module. before each name, Lightning model., DataParallel module., Hugging Face rwkv.
+    """
+    names = {theirs: generation.official_name(theirs) for theirs in tensors}
+    prefix = next((match[1] for name in names.values() if (match := re.fullmatch(r"((?:.*\.)?)emb\.weight", name))), "")
+    official: dict[str, Stored] = {}
+    for theirs, tensor in tensors.items():
+        name = names[theirs].removeprefix(prefix)
+        if name in official:
+            raise CheckpointError(f"{path} holds the tensor {name} twice, the second time as {theirs}: the file is ambiguous")
+        official[name] = tensor.renamed(name)
+    return official
+
+
+def _why_none(path: Path, tensors: Mapping[str, Stored]) -> str:
+    for version, pattern in OTHER_VERSIONS:
+        for name in tensors:
+            if re.fullmatch(pattern, name):
+                return f"{path} is an {version} checkpoint (it has {name}): this program runs {supported()}"
+    for name, tensor in tensors.items():
+        if name.endswith(".time_first") and len(tensor.shape) == 2 and tensor.shape[1] == 1:
+            return (f"{path} is an RWKV-3 checkpoint (its {name} is {tensor.shape}, not {tensor.shape[:1]}): this program runs "
+                    f"{supported()}")
+    return f"{path} is not a checkpoint of {supported()}: it holds {_some(tensors)}"
+
+
+def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:
+    """The configuration and the vocabulary's size, read off the tensors."""
+    def matrix(name: str) -> Shape:
+        if name not in tensors:
+            raise CheckpointError(f"{path} is not a whole {generation.model.NAME} checkpoint: it lacks {name}; it holds "
+                                  f"{_some(tensors)}")
+        if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
+            raise CheckpointError(f"{path}: {name} is {tensors[name].shape}, expected a matrix: the file is damaged")
+        return tensors[name].shape
+
+    n_layer = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
+    return ModelConfig(n_layer=n_layer, **generation.widths(matrix), ctx_len=ctx_len), matrix("emb.weight")[0]
+
+
+def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vocab_size: int) -> None:
+    """Raises CheckpointError where a size that a file states, by its name in ModelConfig, is not that of its tensors."""
+    for name, found in {**vars(config), "vocab_size": vocab_size}.items():
+        if name != "ctx_len" and name in stated and stated[name] != found:
+            raise CheckpointError(f"{path} says {name}={stated[name]!r} and its tensors have {found}: they do not belong "
+                                  "together, or the file is damaged")
+
+
+def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
+        vocab_size: int) -> dict[str, Stored]:
+    """The tensors in the model's order and shapes. Raises CheckpointError for a missing or surplus one, or another shape."""
+    expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise CheckpointError(f"{path} lacks the tensor {missing[0]} {expected[missing[0]]}, and {len(missing)} of "
+                              f"{len(expected)} in all: it is not a whole {generation.model.NAME} checkpoint, or one that was "
+                              "converted wrongly")
+    surplus = sorted(tensors.keys() - expected.keys())
+    if surplus:
+        more = f" and {len(surplus) - 1} more" if surplus[1:] else ""
+        raise CheckpointError(f"{path} holds the tensor {surplus[0]}{more} which {generation.model.NAME} does not have: is it "
+                              "another RWKV version, or an extension of it?")
+    for name, shape in expected.items():
+        _require_fit(path, tensors[name], shape, generation.has_many_forms(name))
+    return {name: tensors[name].viewed(shape) for name, shape in expected.items()}
+
+
+def _require_fit(path: Path, tensor: Stored, shape: Shape, many_forms: bool) -> None:
+    if tensor.dtype not in DTYPES.values():
+        raise CheckpointError(f"{path}: {tensor.name} holds {tensor.dtype}, expected one of {', '.join(DTYPES)}: quantised "
+                              "weights are not read")
+    if tensor.shape != shape and not (many_forms and _squeezed(tensor.shape) == _squeezed(shape)):
+        raise CheckpointError(f"{path}: {tensor.name} is {tensor.shape}, expected {shape} beside the other tensors: the file "
+                              "is damaged, or was converted wrongly")
+
+
+def _squeezed(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
+
+
+def _some(names: Collection[str]) -> str:
+    return f"{len(names)} tensors ({', '.join(list(names)[:3])}, ...)" if names else "nothing"
