@@ -84,7 +84,7 @@ def world_size() -> int:
     return distributed.get_world_size() if _connected() else 1
 
 
-def agreed(decide: Callable[[], T]) -> T:
+def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     """What the first process decides, in all of them. Where it raises, the others end without a word: it says why."""
     if not _connected():
         return decide()
@@ -105,17 +105,17 @@ def fail_together(error: Exception) -> NoReturn:
     def fail() -> NoReturn:
         raise error
 
-    agreed(fail)
+    broadcast_from_rank0(fail)
 
 
-def in_turn(do: Callable[[], T]) -> T:
+def rank0_first(do: Callable[[], T]) -> T:
     """The first process does it before the others, which then find what it left on the disk."""
     done: list[T] = []
-    agreed(lambda: done.append(do()))
+    broadcast_from_rank0(lambda: done.append(do()))
     return done[0] if done else do()
 
 
-def gathered(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """The value of each process, by rank, in all of them."""
     values: list[Any] = [value] * world_size()
     if _connected():
@@ -123,7 +123,7 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def summed(*values: float) -> list[float]:
+def all_sum(*values: float) -> list[float]:
     """Each value's sum over all processes, in float64."""
     sums = torch.tensor(values, dtype=torch.float64)
     if _connected():
@@ -151,11 +151,11 @@ def _end_with(parent: int) -> None:
 
 def _share_cores() -> None:
     """Of the processes on one machine; where the user asked for fewer threads, for fewer."""
-    here = gathered(socket.gethostname()).count(socket.gethostname())
+    here = all_gather(socket.gethostname()).count(socket.gethostname())
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // here)))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Once, for all processes."""
     if rank() == 0:
         print(text, file=sys.stderr, flush=True)

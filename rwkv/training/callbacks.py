@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from rwkv.distributed import rank, summed, world_size
+from rwkv.distributed import all_sum, rank, world_size
 from rwkv.model.base import Model
 from rwkv.training.checkpoints import Checkpoints
 from rwkv.training.loggers import norm_names
@@ -111,7 +111,7 @@ class Metrics(Callback):
             return
         step_loss, self._loss = self._loss, 0.0
         if trainer.global_step % self.log_every == 0:
-            loss = summed(step_loss.item())[0] / world_size()
+            loss = all_sum(step_loss.item())[0] / world_size()
             self._tokens_per_step = batch[0].numel() * world_size() * trainer.accumulate_grad_batches
             metrics = {"train/loss": loss, "lr": self._lr} | self._speed() | self._of_gradients(pl_module) | {
                 "peak_mem": peak_memory_mib(pl_module.device)}

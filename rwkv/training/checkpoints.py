@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.distributed import gathered, rank
+from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.training.divergence import Divergence
@@ -120,7 +120,7 @@ class RandomState(Callback):
         self._loaded: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ranks": gathered(_random_state())}
+        return {"ranks": all_gather(_random_state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["ranks"]

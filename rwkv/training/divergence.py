@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from rwkv.distributed import summed
+from rwkv.distributed import all_sum
 from rwkv.errors import UserError
 
 SKIPPED = 20                             # losses in a row: fp16's scaler skips such a step, and the next one may be well again
@@ -50,14 +50,14 @@ class Divergence(Callback):
         if not math.isfinite(val_loss):
             raise Diverged(self._sentence("val/loss", trainer.global_step, self._lr))
         norm = torch.nn.utils.get_total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
-        if summed(not norm.isfinite())[0]:
+        if all_sum(not norm.isfinite())[0]:
             raise Diverged(self._sentence("a weight", trainer.global_step, self._lr))
 
     def _read_losses(self, trainer: lightning.Trainer) -> None:
         if not self._unread:
             return
         losses = torch.stack([loss for _, _, loss in self._unread]).tolist()
-        not_finite = summed(*(not math.isfinite(loss) for loss in losses))
+        not_finite = all_sum(*(not math.isfinite(loss) for loss in losses))
         allowed = SKIPPED if getattr(trainer.precision_plugin, "scaler", None) is not None else 0
         for (step, lr, _), in_processes in zip(self._unread, not_finite, strict=True):
             self._not_finite_in_a_row = self._not_finite_in_a_row + 1 if in_processes else 0

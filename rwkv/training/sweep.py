@@ -27,7 +27,7 @@ from typing import Any
 from kernels.registry import KernelUnavailable
 from rwkv import cli, report
 from rwkv.config import TrainConfig
-from rwkv.distributed import say
+from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report import reading
@@ -135,11 +135,11 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep) -> bool:
     """Whether it was asked to stop."""
     to_do = sweep.to_do()
-    say(f"sweep      {sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order "
+    log(f"sweep      {sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order "
         f"shuffled with seed {ORDER_SEED}")
     with Stop() as stop:
         for number, entry in enumerate(to_do, start=1):
-            say(f"\n[{number}/{len(to_do)}] {entry.name}")
+            log(f"\n[{number}/{len(to_do)}] {entry.name}")
             train(sweep, entry, stop)
             sweep.save()
             if stop.asked or entry.status == STOPPED:
@@ -219,14 +219,14 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
         kernel_for(config, device_for(config.trainer.accelerator))
     except KernelUnavailable as reason:
         entry.status, entry.reason = UNAVAILABLE, str(reason).split("; on ")[0]       # without what else there is
-        say(f"cannot run here: {reason}")
+        log(f"cannot run here: {reason}")
         return
     status, error = _process(command(sweep, entry), sweep.folder / LOGS / f"{entry.name}.txt", stop)
     entry.seconds = time.monotonic() - since
     entry.status = FINISHED if status == 0 else STOPPED if stop.asked or _was_interrupted(status) else FAILED
     entry.reason = reason_of(status, error) if entry.status == FAILED else None
     if entry.reason:
-        say(f"failed: {entry.reason}")
+        log(f"failed: {entry.reason}")
 
 
 def command(sweep: Sweep, entry: Entry) -> list[str]:
@@ -283,10 +283,10 @@ def conclude(sweep: Sweep) -> None:
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
         if sweep.count(status)]
-    say(f"\nsweep      {', '.join(counts)}")
-    say(f"report     {written}")
+    log(f"\nsweep      {', '.join(counts)}")
+    log(f"report     {written}")
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
-        say(f"continue with: python train.py -m resume=auto out_dir={sweep.folder}")
+        log(f"continue with: python train.py -m resume=auto out_dir={sweep.folder}")
     config = next(iter(sweep.configs.values()))
     if config.logger.name == "wandb" and sweep.count(FINISHED):
         log_report(config.logger, sweep.folder, *report.table(sweep.folder))
