@@ -57,8 +57,8 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     divergence = Divergence(out_dir, options.log_every)
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
-    probe = Probe(out_dir, options, metrics.leave_out)
-    samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
+    probe = Probe(out_dir, options, metrics.exclude)
+    samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
