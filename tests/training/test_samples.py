@@ -13,7 +13,7 @@ from training_runs import OWN, SMALL, TEXT, content, losses, rows, same
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 from rwkv.training.callbacks import gradient_norms, peak_memory_mib
-from rwkv.training.loggers import METRICS, MetricsFile, norm_names
+from rwkv.training.loggers import COLUMNS, MetricsFile, norm_names
 from rwkv.training.samples import Samples, read_samples, sample_every
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_a_continued_run_keeps_its_columns_and_has_new_ones_after_them(tmp_path:
     MetricsFile(path, "conv1d", ["grad_norm/emb"], resumed_at=2).log_metrics({"train/loss": 2.0, "grad_norm/emb": 3.0}, 3)
     with path.open(newline="", encoding="utf-8") as file:
         header, *found = csv.reader(file)
-    assert header == ["step", "train/loss", "mine", *(name for name in METRICS if name != "train/loss"), "kernel",
+    assert header == ["step", "train/loss", "mine", *(name for name in COLUMNS if name != "train/loss"), "kernel",
                       "grad_norm/emb"]
     assert [row[:3] for row in found] == [["1", "2.5", "a"], ["2", "2.25", "b"], ["3", "2.0", ""]]
     assert found[-1][-2:] == ["conv1d", "3.0"]
