@@ -23,7 +23,7 @@ SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data
 SAMPLES_SHOWN = 3                        # the first and the latest
 
 
-def page(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
+def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *map(_finding, findings), *_summary(comparison),
             *_plots(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison), *_setting(comparison),

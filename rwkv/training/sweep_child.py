@@ -1,7 +1,8 @@
-"""One run of a sweep, in a process of its own: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
+"""One run of a sweep in a process of its own: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
 
-Runs train.py with the options. When an error ends it, REASON_FILE gets the error in one line, for the sweep's report; the first
-of several processes that fails writes it. Imports nothing heavy: train.py sets what torch reads when it is imported.
+Runs train.py with the options. When an error ends it, this program writes the error in one line to REASON_FILE, for the
+sweep's report; of several processes, the first that fails writes it. Imports nothing heavy, since train.py must set what torch
+reads at its import.
 """
 
 import runpy
@@ -9,14 +10,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAM = ROOT / "train.py"
+PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.tools.train
 USER_ERROR = 2                           # exit status of a program that has shown the error as a sentence
 
 
 def run(reason_file: Path) -> None:
     """Raises whatever the program raises, SystemExit included."""
     try:
-        runpy.run_path(str(PROGRAM), run_name="__main__")
+        if PROGRAM.is_file():
+            runpy.run_path(str(PROGRAM), run_name="__main__")
+        else:
+            runpy.run_module("rwkv.tools.train", run_name="__main__")
     except BaseException as error:
         reason = reason_of(error)
         if reason and not reason_file.exists():

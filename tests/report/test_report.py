@@ -1,5 +1,6 @@
-"""Sweeps and reports: what is measured in a run, what becomes of runs that fail, and that a report says what its files hold."""
+"""Reports of runs and sweeps: the measurements of a run, failed runs, damaged files, and the numbers on the page."""
 
+import contextlib
 import csv
 import json
 import math
@@ -31,7 +32,7 @@ from rwkv.report.findings import findings
 from rwkv.report.numbers import COLUMNS, compare
 from rwkv.report.reading import RESULTS, Run, read
 from rwkv.tools import report as report_tool
-from rwkv.training import sweep
+from rwkv.training import sweep, sweep_child
 from rwkv.training.run import open_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +68,7 @@ def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
         return int(stop.value.code or 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "PROGRAM", tree / "train.py")
+        patch.setattr(sweep, "CHILD", tree / "rwkv" / "training" / "sweep_child.py")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(folder)
         yield call
@@ -80,6 +81,7 @@ def swept(start: Callable[..., int]) -> tuple[int, Path]:
     return status, Path("a, b").absolute()
 
 
+@pytest.mark.programs
 def test_what_fails_and_what_cannot_run_does_not_stop_the_others(swept: tuple[int, Path]) -> None:
     status, folder = swept
     assert status == 1
@@ -95,6 +97,7 @@ def test_what_fails_and_what_cannot_run_does_not_stop_the_others(swept: tuple[in
     assert "Traceback" in (folder / "logs" / "kernel=torch_scan.txt").read_text()
 
 
+@pytest.mark.programs
 def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -> None:
     folder = swept[1]
     found = {(row["kernel"], row["statistic"]): row for row in table(folder)}
@@ -118,6 +121,7 @@ def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -
     assert found["torch_scan", "median"]["runs"] == "0"
 
 
+@pytest.mark.programs
 def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
     page = parsed(swept[1] / "report.html")
     for said in ("torch_scan failed in 1 of 1 runs: RuntimeError: out of <luck> & such", "cuda_v3 cannot run here",
@@ -127,6 +131,7 @@ def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
     assert page.figures >= 5
 
 
+@pytest.mark.programs
 def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Callable[..., int], tree: Path,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     folder = swept[1]
@@ -139,6 +144,7 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     assert {run.status for run in read(folder)} == {"finished", "unavailable"}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("arguments", "said"), [
     (("kernel=conv1d,torch_scan", "out_dir=a, b"), "exists already: choose another, or continue it with -m resume=auto"),
     (("kernel=conv1d,torch_scan", "seed=7", "out_dir=a, b", "resume=auto"), "has kernel=conv1d with other options"),
@@ -158,6 +164,7 @@ def test_what_is_no_sweep_gets_a_sentence(swept: tuple[int, Path], start: Callab
     assert not Path("new").exists()
 
 
+@pytest.mark.programs
 def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_last_word() -> None:
     def jobs(*arguments: str) -> list[cli.Job]:
         line = cli.split(["experiment=kernel_ablation", *arguments], TrainConfig)
@@ -181,17 +188,34 @@ def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
                "os.kill(os.getppid(), signal.SIGINT)\n"
                "time.sleep(60)")
     with sweep.Stop() as stop:
-        status, error = sweep._process([sys.executable, "-c", program], tmp_path / "logs" / "log.txt", stop)
-    assert (stop.asked, status, error) == (True, 130, "saved\n")
+        status = sweep.run_process([sys.executable, "-c", program], tmp_path / "log.txt", stop)
+    assert (stop.requested, status, (tmp_path / "log.txt").read_text()) == (True, 130, "saved\n")
 
 
-@pytest.mark.parametrize(("status", "error", "reason"), [
-    (1, "a\nTraceback (most recent call last):\n  File x\n    y\nKeyError: 'z'\n\nsaved\n", "KeyError: 'z'"),
-    (2, "note\nerror: no such file\nwandb: bye\n", "error: no such file"),
-    (1, "one\nlast\n\n", "last"), (3, "", "exit status 3"), (-9, "step 3\n", "ended by SIGKILL: out of memory?"),
+@pytest.mark.parametrize(("status", "error", "log", "reason"), [
+    (1, "KeyError: 'z'", "a\nb\n", "KeyError: 'z'"), (1, None, "one\nlast\n\n", "last"), (3, None, "", "exit status 3"),
+    (-9, None, "step 3\n", "ended by SIGKILL: out of memory?"),
 ])
-def test_the_reason_is_the_line_that_says_why(status: int, error: str, reason: str) -> None:
-    assert sweep.reason_of(status, error) == reason
+def test_the_reason_of_a_failed_run(status: int, error: str | None, log: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(log)
+    if error:
+        (tmp_path / "reason.txt").write_text(error)
+    assert sweep.reason_of(status, tmp_path / "reason.txt", tmp_path / "log.txt") == reason
+
+
+@pytest.mark.parametrize(("program", "reason"), [
+    ("raise KeyError('z')", "KeyError: 'z'"),
+    ("try:\n    raise ValueError('one\\ntwo')\nexcept ValueError:\n    sys.exit(2)", "one"),
+    ("try:\n    raise ValueError('one')\nexcept ValueError:\n    sys.exit(1)", "ValueError: one"),
+    ("sys.exit(1)", None), ("", None)])
+def test_a_run_of_a_sweep_writes_the_error_that_ends_it(program: str, reason: str | None, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(f"import sys\n{program}\n")
+    monkeypatch.setattr(sweep_child, "PROGRAM", tmp_path / "train.py")
+    with contextlib.suppress(SystemExit, KeyError):
+        sweep_child.run(tmp_path / "reason.txt")
+    assert ((tmp_path / "reason.txt").read_text() if reason else None) == reason
+    assert (tmp_path / "reason.txt").exists() == bool(reason)
 
 
 # The probe
@@ -213,6 +237,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "precision": "bf16-mixed", "activation_checkpointing": True}])
 def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[str, Any]) -> None:
     for name, probe in (("with", True), ("without", False)):
@@ -228,14 +253,15 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
     assert all(0 < error < (2e-2 if options else 1e-5) for error in errors), "at the third step no gradient is zero any more"
 
 
+@pytest.mark.programs
 def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_w, grad_k = conv1d.backward(w, k, grad_out)
         return grad_w, grad_k.roll(1, -1)
 
     with stub("timex", conv1d.forward, wrong) as name:
-        monkeypatch.setattr("rwkv.training.select", lambda kernel, *_: WKV("timex", timex=kernel))
         for kernel in ("conv1d", name):
+            monkeypatch.setattr("rwkv.training.setup.select", lambda *_, kernel=kernel: WKV("timex", timex=kernel))
             train.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
     report.write(folder / "runs")
     page = parsed(folder / "runs" / "report.html")
@@ -302,7 +328,7 @@ def test_damage_to_a_run_does_not_stop_the_report_of_the_others(tmp_path: Path, 
     (run / "kernel.json").write_text(json.dumps(measured))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "metrics.csv").write_text(whole[:place] + rows + whole[place:], newline="")
-    assert report.main([str(tmp_path)]) == 0
+    assert report_tool.main([str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -313,22 +339,20 @@ def test_a_report_says_what_is_damaged(tmp_path: Path, name: str, content: bytes
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     assert read(tmp_path)[0].damaged == []
     (tmp_path / "kernel=conv1d,seed=0" / name).write_bytes(content)
-    assert report.main([str(tmp_path)]) == 0
+    assert report_tool.main([str(tmp_path)]) == 0
     assert f"kernel=conv1d,seed=0: {name}" in parsed(tmp_path / "report.html").text
 
 
 def test_a_damaged_list_of_runs_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     (tmp_path / "sweep.json").write_text('{"runs": [{"name": 3}]}')
-    assert report.main([str(tmp_path)]) == 2
+    assert report_tool.main([str(tmp_path)]) == 2
     assert "sweep.json is damaged" in capsys.readouterr().err
 
 
-def test_a_report_that_cannot_be_made_is_no_reason_to_fail(folder: Path, capsys: pytest.CaptureFixture[str],
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.report.page", lambda *_: 1 / 0)
+def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.leave_report(folder)
-    assert "no report: ValueError('no run in " in capsys.readouterr().err
+    assert "no report: " in capsys.readouterr().err
 
 
 # The report
@@ -420,7 +444,7 @@ def test_what_users_name_is_text(tmp_path: Path) -> None:
     for runs in ([run], [run, Run("b", "b", 0, metrics={"train/loss": {1: 2.5}})]):
         comparison = compare(runs)
         path = tmp_path / "page.html"
-        path.write_text(report_page.page(tmp_path, comparison, findings(comparison)), encoding="utf-8")
+        path.write_text(report_page.render(tmp_path, comparison, findings(comparison)), encoding="utf-8")
         page = parsed(path)
         assert HOSTILE in page.text
         assert "script" not in page.tags
