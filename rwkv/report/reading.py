@@ -18,15 +18,14 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
 CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
-RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")
+RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")      # of RWKV-4's operator
 Curve = dict[int, float]                 # by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 
 # The structure of the values that the report uses: a type, (one of several), [of every item], [of both items of a pair],
 # {key: of its value} or {str: of every value}.
 NUMBER = (int, float)
-LAYER = {"errors": {result: {"err_ratio": NUMBER, "max": NUMBER} for result in RESULTS},
-         "ranges": {str: [NUMBER, NUMBER]}}
+LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
 OF_CONFIG = {"kernel": {"name": str}, "seed": int}
 OF_MEASURED = {"warm_up": int, "precision": str, "machine": dict,
                "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
@@ -57,8 +56,19 @@ class Run:
 
     @property
     def machine(self) -> dict[str, Any]:
+        """Processor, versions and commit, as kernels/bench/hardware.py describes them."""
         machine: dict[str, Any] = self.measured.get("machine", {})
         return machine
+
+    def layers(self, when: str) -> list[dict[str, Any]]:
+        """The operator's errors and input ranges in each layer, measured at the "start" or the "end"."""
+        layers: list[dict[str, Any]] = self.measured.get("errors", {}).get(when, {}).get("layers", [])
+        return layers
+
+    def allowed(self, when: str) -> dict[str, float]:
+        """The largest err_ratio that the tests allow, by result."""
+        tolerance: dict[str, float] = self.measured.get("errors", {}).get(when, {}).get("allowed", {})
+        return tolerance
 
 
 def read(folder: Path) -> list[Run]:
