@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 DEFAULT_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
@@ -32,7 +32,7 @@ class StopRequest:
             signal.signal(number, handler)
         self._previous = {}
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> Self:
         self.install()
         return self
 

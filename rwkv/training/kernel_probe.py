@@ -118,7 +118,8 @@ class Record:
 
     def errors(self) -> dict[str, dict[str, float]]:
         """The err_ratio and the largest absolute difference of y and of each input's gradient."""
-        reference = type(self.operator)("reference")     # type: ignore[call-arg]
+        operator_class: Any = type(self.operator)
+        reference = operator_class("reference")
         leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
         with torch.enable_grad(), torch.autocast(self.y.device.type, enabled=False):
             y, _ = reference(**leaves, state=_double(self.state))
