@@ -1,9 +1,10 @@
-"""Several processes that train one model: who starts them, how they agree, and what the first one does for all.
+"""Training in several processes: starting them, collective operations, and work that rank 0 does for all.
 
     python train.py trainer=ddp trainer.devices=2            starts two, and waits for them
     torchrun --nproc-per-node=2 train.py trainer=ddp         torch's own launcher starts them; also on several machines
 
-Either way torch's launcher numbers them (their rank), gives each the whole command line, and ends all where one fails.
+Either way torch's launcher numbers the processes (their rank, from 0), gives each the whole command line, and ends all of
+them when one fails.
 """
 
 import logging
@@ -24,59 +25,62 @@ from torch import distributed
 from rwkv.errors import UserError
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=30)            # for what the first process does for all, as tokenising a large corpus
-POLLED = 0.5                             # seconds between two looks at whether the launcher lives
-ENDED = 1                                # exit status of a process whose launcher died
+RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
+POLL_SECONDS = 0.5                       # between two checks that the launcher is alive
+FAILED = 1                               # exit status of a process that ends because another process failed
 
-_patient: "distributed.ProcessGroup | None" = None     # all processes, where they wait for the first one
+_waiting_group: "distributed.ProcessGroup | None" = None       # all processes, with RANK0_TIMEOUT
 
 
 def launched() -> bool:
-    """Whether this process is one of several, or of one, that torch's launcher started."""
+    """Whether torch's launcher started this process."""
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
 def launch(count: int) -> int:
-    """Runs this program's command line in `count` processes on this machine; the exit status of the first that failed, or 0.
+    """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
 
-    Ctrl-C and SIGTERM are passed on to them, and they have half a minute to save.
+    Ctrl-C and SIGTERM are passed on to the processes, which then have half a minute to save.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)        # the processes speak for themselves
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)        # each process prints its own error
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
                           rdzv_backend="c10d", rdzv_endpoint="localhost:0")
     try:
         elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else ENDED
-    except SignalException as stopped:
-        return 128 + stopped.sigval
+        return failure.exitcode if failure.exitcode > 0 else FAILED
+    except SignalException as signalled:
+        return 128 + signalled.sigval
     return 0
 
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Inside, the processes that were launched together can talk."""
-    global _patient
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    """Connects the processes that were launched together, for the time of the `with` block.
+
+    Raises UserError in this process when another one of the run has ended.
+    """
+    global _waiting_group
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
     distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    _patient = distributed.new_group(backend="gloo", timeout=PATIENCE)
+    _waiting_group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
     _share_cores()
     try:
         yield
     except RuntimeError as error:
         if "peer" not in str(error) and not isinstance(error, distributed.DistError):
             raise
-        raise UserError("another process of this run ended, and this one with it; resume=auto continues the run") from None
+        raise UserError("another process of this run ended, and this one with it: continue the run with resume=auto") from None
     distributed.destroy_process_group()
 
 
 def rank() -> int:
-    """This process's number, from 0."""
+    """The number of this process, from 0; 0 where there is one process."""
     return distributed.get_rank() if _connected() else 0
 
 
@@ -84,47 +88,50 @@ def world_size() -> int:
     return distributed.get_world_size() if _connected() else 1
 
 
-def agreed(decide: Callable[[], T]) -> T:
-    """What the first process decides, in all of them. Where it raises, the others end without a word: it says why."""
+def broadcast_from_rank0(decide: Callable[[], T]) -> T:
+    """Calls decide() in rank 0 alone and returns its result in all processes.
+
+    If it raises, rank 0 raises the error and the other processes exit silently, so that it is printed once.
+    """
     if not _connected():
         return decide()
     outcome: list[Any] = [None]
     if rank() == 0:
         outcome = [_outcome(decide)]
-    distributed.broadcast_object_list(outcome, group=_patient)
+    distributed.broadcast_object_list(outcome, group=_waiting_group)
     value, error = outcome[0]
     if error is None:
         return value
     if rank() == 0:
         raise error
-    sys.exit(ENDED)
+    sys.exit(FAILED)
 
 
 def fail_together(error: Exception) -> NoReturn:
-    """What all processes came upon: the first one raises it, once it is there, and the others end without a word."""
+    """For an error that all processes have met: rank 0 raises it, and the others exit silently."""
     def fail() -> NoReturn:
         raise error
 
-    agreed(fail)
+    broadcast_from_rank0(fail)
 
 
-def in_turn(do: Callable[[], T]) -> T:
-    """The first process does it before the others, which then find what it left on the disk."""
-    done: list[T] = []
-    agreed(lambda: done.append(do()))
-    return done[0] if done else do()
+def rank0_first(load: Callable[[], T]) -> T:
+    """Calls load() in rank 0 first, and then in the others, which find on the disk what rank 0 has written."""
+    loaded: list[T] = []
+    broadcast_from_rank0(lambda: loaded.append(load()))
+    return loaded[0] if loaded else load()
 
 
-def gathered(value: T) -> list[T]:
-    """The value of each process, by rank, in all of them."""
+def all_gather(value: T) -> list[T]:
+    """Returns, in every process, the values of all processes in the order of their ranks."""
     values: list[Any] = [value] * world_size()
     if _connected():
         distributed.all_gather_object(values, value)
     return values
 
 
-def summed(*values: float) -> list[float]:
-    """Each value's sum over all processes, in float64."""
+def all_sum(*values: float) -> list[float]:
+    """The sum of each value over all processes, computed in float64."""
     sums = torch.tensor(values, dtype=torch.float64)
     if _connected():
         distributed.all_reduce(sums)
@@ -142,20 +149,20 @@ def _outcome(decide: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _end_with(parent: int) -> None:
-    """A launcher that was killed cannot end its processes: they would train on beside the run that continues theirs."""
+def _exit_with(parent: int) -> None:
+    """Ends this process when its launcher has died; otherwise it would train on beside the run that continues it."""
     while os.getppid() == parent:
-        time.sleep(POLLED)
-    os._exit(ENDED)
+        time.sleep(POLL_SECONDS)
+    os._exit(FAILED)
 
 
 def _share_cores() -> None:
-    """Of the processes on one machine; where the user asked for fewer threads, for fewer."""
-    here = gathered(socket.gethostname()).count(socket.gethostname())
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // here)))
+    """Divides the cores of a machine among its processes; fewer threads stay as they are."""
+    processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes_here)))
 
 
-def say(text: str) -> None:
-    """Once, for all processes."""
+def log(text: str) -> None:
+    """Prints `text` to standard error, in rank 0 alone."""
     if rank() == 0:
         print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,4 @@
-"""Ctrl-C as a question that is asked between two tokens, so that nothing is cut in the middle; a second one is not patient.
-
-What generate.py writes: one text as it comes, or many, each when it is finished; as text or as lines of JSON.
+"""What generate.py writes: one text as it comes, or many, each when it is finished; as text or as lines of JSON.
 
 The text alone goes to standard output, with the prompt before it; out=FILE gets one JSON object per text.
 """
@@ -13,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TextIO
 
 from rwkv.config import GenerateConfig, whole_number
@@ -24,27 +21,10 @@ from rwkv.generation.sampling import Sampling
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import Ending
 from rwkv.io.json_lines import parse, text_of
+from rwkv.io.signals import StopRequest
 from rwkv.io.utf8 import decode
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
-
-
-class Interrupt:
-    """`with Interrupt() as interrupt:` Ctrl-C sets `interrupt.asked`; the next one raises KeyboardInterrupt as ever."""
-
-    asked = False
-
-    def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._ask)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
 
 SEPARATOR = "---\n"                      # between two texts on standard output
 
@@ -82,17 +62,17 @@ def write(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: S
           how: tuple[Ending, Sampling], context: Context | None = None) -> bool:
     """Writes every text that the options ask for; False where Ctrl-C ended it, with what there was written."""
     jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]
-    with _output(config.out) as out, Interrupt() as interrupt:
+    with _output(config.out) as out, StopRequest((signal.SIGINT,)) as stop:
         for start in range(0, len(jobs), config.batch_size):
             some_prompts, seeds = zip(*jobs[start:start + config.batch_size], strict=True)
             began = time.perf_counter()
             writer = Writer(model, tokenizer, some_prompts, seeds, *how, context, n_logprobs=config.logprobs)
             read_s = time.perf_counter() - began
-            _show(writer, config.stream and len(jobs) == 1, start, interrupt)
+            _show(writer, config.stream and len(jobs) == 1, start, stop)
             _report(writer, config, out, read_s, time.perf_counter() - began - read_s)
             if config.save_state:
                 save_context(config.save_state, writer.context(), model, tokenizer)
-            if interrupt.asked:
+            if stop.requested:
                 return False
     return True
 
@@ -105,14 +85,14 @@ def _bias(text: str) -> tuple[int, float]:
         raise UserError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
 
 
-def _show(writer: Writer, stream: bool, start: int, interrupt: Interrupt) -> None:
+def _show(writer: Writer, stream: bool, start: int, stop: StopRequest) -> None:
     """Texts on standard output, in the order of their prompts; where Ctrl-C ends them, as far as they came."""
     if stream:
         print(writer.samples[0].prompt, end="", flush=True)
     for _, piece in writer:
         if stream and piece:
             print(piece, end="", flush=True)
-        if interrupt.asked:
+        if stop.requested:
             break
     if stream:
         print()

@@ -1,6 +1,6 @@
-"""What a run, or a sweep of runs, has come to: DIR/report.html, which is one file with nothing outside it, and DIR/report.csv.
+"""The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
 
-Everything is read from the files that training leaves (reading.py), so a report can be made again at any time:
+All of it is read from the files in the run directories (reading.py), so a report can be made again at any time:
 `python -m rwkv.tools.report DIR`.
 """
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rwkv.io.atomic import write_file
 from rwkv.report.findings import findings
-from rwkv.report.numbers import Comparison, as_csv, compare, rows
-from rwkv.report.page import page
+from rwkv.report.numbers import as_csv, compare, rows
+from rwkv.report.page import render
 from rwkv.report.reading import is_finished, read
 
 __all__ = ["is_finished", "table", "write"]
@@ -18,20 +18,17 @@ PAGE, TABLE = "report.html", "report.csv"
 
 
 def write(folder: Path, reference: str | None = None) -> Path:
-    """The report's path. `reference`: the kernel that the others are compared with; None for the rule in numbers.py.
+    """Writes the report on the runs in `folder` and returns the path of its page.
 
-    Raises ValueError where there is no run in `folder`, and for a reference that is not among its kernels.
+    reference: the kernel that the others are compared with; None for the rule in numbers.py. Raises UserError when there is
+    no run in `folder`, and for a reference that is not among its kernels.
     """
-    comparison = _compared(folder, reference)
+    comparison = compare(read(folder), reference)
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
-    write_file(folder / PAGE, lambda file: file.write(page(folder, comparison, findings(comparison)).encode()))
+    write_file(folder / PAGE, lambda file: file.write(render(folder, comparison, findings(comparison)).encode()))
     return folder / PAGE
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:
-    """The rows of report.csv, and the files of the report."""
-    return rows(_compared(folder, None)), [folder / PAGE, folder / TABLE]
-
-
-def _compared(folder: Path, reference: str | None) -> Comparison:
-    return compare(read(folder), reference)
+    """The rows of report.csv, and the two files of the report."""
+    return rows(compare(read(folder))), [folder / PAGE, folder / TABLE]

@@ -1,12 +1,12 @@
-"""What a reader must know before the numbers: what failed, what is wrong, and what differs beside the kernel and the seed."""
+"""Findings at the head of a report: failed runs, wrong kernels, and differences besides the kernel and the seed."""
 
 from typing import NamedTuple
 
-from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, allowed
-from rwkv.report.reading import RESULTS
+from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, column
+from rwkv.report.reading import Run
 
-APART = {"32-true": 1e-3}                # nats in the first EARLY steps, a hundred times what rounding alone gives
-APART_IN_HALF = 0.1
+MAX_DISTANCE = {"32-true": 1e-3}         # nats in the first EARLY steps; a hundred times the effect of rounding
+MAX_DISTANCE_HALF = 0.1                  # in the other precisions
 BAD, NOTE, GOOD = "bad", "note", "good"
 
 
@@ -18,11 +18,13 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
+    """All findings; a good one at the end if there is a comparison and nothing is bad."""
     found = [*_options(comparison), *_machines(comparison), *_damaged(comparison)]
     for kernel in comparison.kernels:
-        found += [*_errors(kernel), *_apart(kernel, comparison.reference), *_missing(kernel)]
-    bad = any(finding.kind == BAD for finding in found)
-    return found + ([] if bad or not comparison.reference else [_all_well(comparison)])
+        found += [*_errors(kernel, comparison.results), *_distances(kernel, comparison.reference), *_unfinished(kernel)]
+    if comparison.reference and not any(finding.kind == BAD for finding in found):
+        found.append(_good(comparison))
+    return found
 
 
 def _options(comparison: Comparison) -> list[Finding]:
@@ -31,66 +33,65 @@ def _options(comparison: Comparison) -> list[Finding]:
 
 
 def _machines(comparison: Comparison) -> list[Finding]:
-    return [Finding(BAD, f"The runs were not all made on the same: {key} is {_by_value(values)}.")
-            for key, values in comparison.machines.items()]
+    return [Finding(BAD, f"The runs were not all made on the same machine with the same versions: {key} is "
+                         f"{_by_value(values)}.") for key, values in comparison.machines.items()]
 
 
 def _damaged(comparison: Comparison) -> list[Finding]:
-    return [Finding(BAD, f"{run.name}: {said}.") for run in comparison.runs for said in run.damaged]
+    return [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
 
 
 def _by_value(values: dict[str, list[str]]) -> str:
-    return "; ".join(f"{value} in {names[0] if len(names) == 1 else f'{len(names)} runs'}" for value, names in values.items())
+    return "; ".join(f"{value} in {runs[0] if len(runs) == 1 else f'{len(runs)} runs'}" for value, runs in values.items())
 
 
-def _errors(kernel: Kernel) -> list[Finding]:
-    """All that a kernel has wrong in one."""
-    wrong = [said for result in RESULTS if (said := _worst(kernel, result))]
+def _errors(kernel: Kernel, results: list[str]) -> list[Finding]:
+    """One finding for all results of a kernel whose error is too large."""
+    wrong = [sentence for result in results if (sentence := _largest_error(kernel, result))]
     return [Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(wrong)}")] if wrong else []
 
 
-def _worst(kernel: Kernel, result: str) -> str | None:
-    """Of the runs in which it is more than is allowed, the one with the largest error."""
-    name = result.replace(" ", "_")
-    wrong = [(numbers[f"err_{when}_{name}"], when, run) for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
-             for when in WHEN if numbers.get(f"err_{when}_{name}", 0.0) > allowed(run, when).get(result, float("inf"))]
+def _largest_error(kernel: Kernel, result: str) -> str | None:
+    """The largest error of a result among those that exceed the tolerance; None where none does."""
+    wrong: list[tuple[float, str, Run]] = []
+    for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
+        for when in WHEN:
+            error = numbers.get(column("err", when, result), 0.0)
+            if error > run.allowed(when).get(result, float("inf")):
+                wrong.append((error, when, run))
     if not wrong:
         return None
     error, when, run = max(wrong, key=lambda one: one[0])
-    return f"its {_in_words(result)} is {error:.1e} at the {when} of {run.name} ({allowed(run, when)[result]:.0e} is allowed)"
+    words = f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
+    return f"its {words} is {error:.1e} at the {when} of {run.name} ({run.allowed(when)[result]:.0e} is allowed)"
 
 
-def _in_words(result: str) -> str:
-    return f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
-
-
-def _apart(kernel: Kernel, reference: str | None) -> list[Finding]:
+def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
+    """Runs whose loss leaves the reference's early, which rounding cannot explain."""
     found = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
-        limit = APART.get(run.measured.get("precision", "32-true"), APART_IN_HALF)
-        if numbers.get("difference_early", 0.0) > limit:
-            distance = numbers["difference_early"]
+        limit = MAX_DISTANCE.get(run.measured.get("precision", "32-true"), MAX_DISTANCE_HALF)
+        distance = numbers.get("difference_early", 0.0)
+        if distance > limit:
             found.append(Finding(BAD, f"{run.name}: its loss leaves that of {reference} by {distance:.2g} nats within {EARLY} "
                                       f"steps; kernels that compute the same stay within {limit:g}."))
     return found
 
 
-def _missing(kernel: Kernel) -> list[Finding]:
-    """Once for each reason."""
-    found: dict[tuple[str, str | None], int] = {}
+def _unfinished(kernel: Kernel) -> list[Finding]:
+    """One finding for each status and reason."""
+    counts: dict[tuple[str, str | None], int] = {}
     for run in kernel.runs:
-        found[run.status, run.reason] = found.get((run.status, run.reason), 0) + 1
+        counts[run.status, run.reason] = counts.get((run.status, run.reason), 0) + 1
+    verbs = {"failed": "failed", "unavailable": "cannot run here"}
     return [Finding(BAD if status == "failed" else NOTE,
-                    f"{kernel.label} {_became(status)} in {count} of {len(kernel.runs)} runs{f': {reason}' if reason else ''}")
-            for (status, reason), count in found.items() if status != "finished"]
+                    f"{kernel.label} {verbs.get(status, f'is {status}')} in {count} of {len(kernel.runs)} runs"
+                    + (f": {reason}" if reason else ""))
+            for (status, reason), count in counts.items() if status != "finished"]
 
 
-def _became(status: str) -> str:
-    return {"failed": "failed", "unavailable": "cannot run here"}.get(status, f"is {status}")
-
-
-def _all_well(comparison: Comparison) -> Finding:
-    measured = [kernel.label for kernel in comparison.kernels if any("err_end_y" in numbers for numbers in kernel.numbers)]
-    errors = f" The outputs and gradients of {', '.join(measured)} are within what the tests allow." if measured else ""
-    return Finding(GOOD, f"Only the kernel and the seed differ, and the losses are those of {comparison.reference} as far as "
-                         f"rounding lets them be.{errors}")
+def _good(comparison: Comparison) -> Finding:
+    measured = [kernel.label for kernel in comparison.kernels if kernel.values("err_end_y")]
+    errors = f" The outputs and gradients of {', '.join(measured)} are within the tests' tolerances." if measured else ""
+    return Finding(GOOD, "Only the kernel and the seed differ, and the losses equal those of "
+                         f"{comparison.reference} up to rounding.{errors}")

@@ -1,12 +1,11 @@
-"""From what runs measured to what a report says: numbers of a run, medians and ranges of a kernel, differences.
+"""The numbers of a report: those of each run, statistics over the runs of a kernel, differences between losses.
 
-Throughput and times are medians over a run, after its warm-up; a kernel's number is the median over its runs (its seeds), with
-the least and the largest. The reference is `reference` or `formula` where one was trained, else the first kernel that the
-command line names; a run is compared with the reference's run of the same seed, step by step.
+Throughput and times are medians over a run, after its warm-up. A kernel's number is the median over its runs (its seeds), with
+the minimum and the maximum. The reference is `reference` or `formula` if one was trained, otherwise the first trained kernel
+of the command line; a run is compared, step by step, with the reference's run of the same seed.
 
-report.csv: a row for each run, and three for each kernel, the median of its runs, the least and the largest.
-
-Each column is one quantity; a field is empty where it was not measured.
+report.csv has a row for each run and three for each kernel: median, minimum and maximum of its runs. Each column is one
+quantity, described in COLUMNS; a field is empty where the quantity was not measured.
 """
 
 import csv
@@ -20,23 +19,26 @@ from typing import Any
 from rwkv.errors import UserError
 from rwkv.report.reading import RESULTS, Curve, Run
 
-PLAIN = ("reference", "formula")         # kernels that are the definition of what they compute
-EARLY = 20                               # steps in which kernels that compute the same have hardly come apart
+REFERENCES = ("reference", "formula")    # the kernels that define their operator
+EARLY = 20                               # steps in which rounding hardly separates kernels that compute the same
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
-Numbers = dict[str, float]               # by name, of those that are known: tidy.py says what each is
+Numbers = dict[str, float]               # by column of report.csv, without those that were not measured
 
 
 @dataclass
 class Kernel:
-    """A kernel, or a kernel with one choice of the further options in which runs differ: `label` tells them apart."""
+    """The runs of a kernel and their numbers. If runs differ in more options, each choice of them has a Kernel of its own.
+
+    label: the kernel's name, with these options.
+    """
 
     label: str
     runs: list[Run]
     numbers: list[Numbers]               # of each run
 
     def finished(self) -> "Kernel":
-        """Of the runs that were trained to the end: what statistics are about."""
+        """The same with the finished runs alone, over which statistics are taken."""
         kept = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
         return Kernel(self.label, [run for run, _ in kept], [numbers for _, numbers in kept])
 
@@ -48,21 +50,23 @@ class Kernel:
         return statistics.median(values) if values else None
 
     def status(self) -> str:
-        """What became of most: finished where any run was."""
+        """finished if any run is, otherwise the status of the first run."""
         statuses = [run.status for run in self.runs]
         return "finished" if "finished" in statuses else statuses[0]
 
 
 @dataclass
 class Comparison:
-    """kernels: in the order of the command line. reference: a label among them, None where there is nothing to compare.
+    """All runs, by kernel in the order of the command line.
 
-    differences: by run's name, |train/loss - that of the reference| by step. options: those in which more than kernel and seed
-    differ, with the runs of each value; machines: the same of machine, versions and commit.
+    reference: a label among the kernels', None with nothing to compare. results: the operator's results whose errors were
+    measured. differences: by the run's name, |train/loss - the reference's| by step. options: those that differ besides kernel
+    and seed, each with the runs of every value; machines: the same for machine, versions and commit.
     """
 
     kernels: list[Kernel]
     reference: str | None
+    results: list[str]
     differences: dict[str, Curve]
     options: dict[str, dict[str, list[str]]]
     machines: dict[str, dict[str, list[str]]]
@@ -73,74 +77,81 @@ class Comparison:
 
 
 def compare(runs: list[Run], reference: str | None = None) -> Comparison:
-    """Raises ValueError for a reference that is not among the kernels."""
+    """Groups the runs by kernel and compares each with the reference. Raises UserError for a reference that was not trained."""
     options = differing({run.name: flat(run.config) for run in runs if run.config}, MAY_DIFFER)
     machines = differing({run.name: run.machine for run in runs if run.machine}, ("date",))
     labels = {run.name: _label(run, options) for run in runs}
-    chosen = _reference(runs, reference)
-    differences = {run.name: _difference(run, _counterpart(run, runs, labels, chosen)) for run in runs}
+    reference = _reference(runs, reference)
+    differences = {run.name: _difference(run, _counterpart(run, runs, labels, reference)) for run in runs}
     kernels = [Kernel(label, [run for run in runs if labels[run.name] == label], [])
                for label in dict.fromkeys(labels.values())]
     for kernel in kernels:
         kernel.numbers = [numbers_of(run, differences[run.name]) for run in kernel.runs]
-    compared = len(kernels) > 1 and chosen is not None
-    return Comparison(kernels, chosen if compared else None, differences if compared else {}, options, machines)
+    if len(kernels) == 1:
+        reference = None
+    return Comparison(kernels, reference, _results(runs), differences if reference else {}, options, machines)
 
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
-    """Those that the run has."""
+    """The numbers of a run. difference: the run's distance to the reference by step."""
     found = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
              "val_bpb": _last(run.curve("val/bpb")), "train_loss": _last(run.curve("train/loss")),
              "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
              "peak_mib": max(run.curve("peak_mem").values(), default=None), **_times(run), **_errors(run)}
     if difference:
-        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))
+        worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of the largest
         early = [_or_infinite(value) for step, value in difference.items() if step <= EARLY]
         found |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _times(run: Run) -> dict[str, float | None]:
-    """Milliseconds of a step, and of WKV in it."""
+    """Milliseconds of a step, and of the operator in it."""
     steps = run.measured.get("steps", [])
-    found = {name: [step[name] for step in steps] for name in ("ms", "forward_ms", "backward_ms")}
-    rest = [step["ms"] - step["forward_ms"] - step["backward_ms"] for step in steps]
-    return {"step_ms": _median(found["ms"]), "forward_ms": _median(found["forward_ms"]),
-            "backward_ms": _median(found["backward_ms"]), "rest_ms": _median(rest)}
+    return {"step_ms": _median(step["ms"] for step in steps),
+            "forward_ms": _median(step["forward_ms"] for step in steps),
+            "backward_ms": _median(step["backward_ms"] for step in steps),
+            "rest_ms": _median(step["ms"] - step["forward_ms"] - step["backward_ms"] for step in steps)}
 
 
 def _errors(run: Run) -> dict[str, float]:
-    """Of the worst layer: err_start_y, max_start_y, and so on."""
+    """The errors in the worst layer: err_start_y, max_start_y, and so on."""
     found = {}
     for when in WHEN:
-        layers = run.measured.get("errors", {}).get(when, {}).get("layers", [])
-        for result in RESULTS if layers else ():
-            name = result.replace(" ", "_")
-            found[f"err_{when}_{name}"] = max(_or_infinite(layer["errors"][result]["err_ratio"]) for layer in layers)
-            found[f"max_{when}_{name}"] = max(_or_infinite(layer["errors"][result]["max"]) for layer in layers)
+        for result in _results([run]):
+            errors = [layer["errors"][result] for layer in run.layers(when) if result in layer["errors"]]
+            if errors:
+                found[column("err", when, result)] = max(_or_infinite(error["err_ratio"]) for error in errors)
+                found[column("max", when, result)] = max(_or_infinite(error["max"]) for error in errors)
     return found
 
 
-def allowed(run: Run, when: str) -> dict[str, float]:
-    """The err_ratio that the tests hold every kernel to, by result."""
-    tolerance: dict[str, float] = run.measured.get("errors", {}).get(when, {}).get("allowed", {})
-    return tolerance
+def column(kind: str, when: str, result: str) -> str:
+    """The column of an error: kind "err" (RMS error / RMS) or "max" (largest absolute error), as in err_end_grad_k."""
+    return f"{kind}_{when}_{result.replace(' ', '_')}"
 
 
-def _reference(runs: list[Run], asked: str | None) -> str | None:
+def _results(runs: list[Run]) -> list[str]:
+    """The operator's results whose errors were measured; those of RWKV-4's operator if none were."""
+    measured = {result for run in runs for when in WHEN for layer in run.layers(when) for result in layer["errors"]}
+    known = [result for result in RESULTS if result in measured]
+    return known + sorted(measured.difference(known)) or list(RESULTS)
+
+
+def _reference(runs: list[Run], given: str | None) -> str | None:
     kernels = list(dict.fromkeys(run.kernel for run in runs))
-    if asked is not None and asked not in kernels:
-        raise UserError(f"the reference is one of the kernels that were trained, {', '.join(kernels)}; got {asked!r}")
-    trained = {run.kernel for run in runs if run.curve("train/loss")}
-    plain = [kernel for kernel in PLAIN if kernel in trained]
-    return asked or next(iter([*plain, *(kernel for kernel in kernels if kernel in trained)]), None)
+    if given is not None and given not in kernels:
+        raise UserError(f"the reference is one of the kernels that were trained, {', '.join(kernels)}; got {given!r}")
+    trained = [run.kernel for run in runs if run.curve("train/loss")]
+    preferred = [kernel for kernel in REFERENCES if kernel in trained]
+    return given or next(iter(preferred + trained), None)
 
 
 def _counterpart(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Run | None:
-    """The reference's run with the same seed and the same further options."""
-    rest = labels[run.name].removeprefix(run.kernel)
+    """The reference's run with the same seed and the same other options."""
+    options = labels[run.name].removeprefix(run.kernel)
     return next((other for other in runs if other.kernel == reference and other.seed == run.seed
-                 and labels[other.name].removeprefix(other.kernel) == rest), None)
+                 and labels[other.name].removeprefix(other.kernel) == options), None)
 
 
 def _difference(run: Run, other: Run | None) -> Curve:
@@ -155,9 +166,9 @@ def _label(run: Run, options: Mapping[str, Any]) -> str:
     return ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
 
 
-def differing(settings: Mapping[str, Mapping[str, Any]], aside: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """By setting that is not the same in all runs, the runs of each of its values."""
-    keys = dict.fromkeys(key for one in settings.values() for key in one if key not in aside)
+def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """The settings that are not the same in all runs, each with the runs of every value."""
+    keys = dict.fromkeys(key for one in settings.values() for key in one if key not in ignored)
     found: dict[str, dict[str, list[str]]] = {}
     for key in keys:
         values: dict[str, list[str]] = {}
@@ -177,7 +188,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def after(curve: Curve, warm_up: int) -> Curve:
-    """Without the first steps; all of it where nothing would be left."""
+    """The curve without the first steps; the whole curve if nothing would be left."""
     return {step: value for step, value in curve.items() if step > warm_up} or curve
 
 
@@ -198,42 +209,47 @@ STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": statistics.me
 IDENTITY = {
     "level": "run, or kernel: a statistic over the runs of a kernel",
     "statistic": "value (of a run), median, min or max",
-    "kernel": "its name, with further options where runs differ in more than kernel and seed",
-    "seed": "of a run",
-    "run": "its directory's name",
+    "kernel": "name of the kernel, with other options in which the runs differ",
+    "seed": "seed of the run",
+    "run": "name of the run's directory",
     "status": "finished, failed, unavailable, stopped, waiting or not finished",
-    "reason": "why it failed, or cannot run here",
-    "runs": "over how many runs the statistic is",
-    "order": "a run's place in the shuffled order in which they were trained",
+    "reason": "why the run failed, or the kernel cannot run here",
+    "runs": "number of runs in the statistic",
+    "order": "the run's place in the shuffled order of training",
 }
 QUANTITIES = {
     "steps": "the last step",
-    "val_loss": "the last validation loss, nats per token",
-    "val_bpb": "the same in bits per byte",
-    "train_loss": "the loss of the last logged step, nats per token",
+    "val_loss": "last validation loss, nats per token",
+    "val_bpb": "last validation loss, bits per byte",
+    "train_loss": "training loss of the last logged step, nats per token",
     "tok_per_sec": "tokens per second, median of the logged steps after warm-up",
     "step_ms": "milliseconds of a training step, median of the sampled steps",
-    "forward_ms": "of these, in WKV's forward passes",
-    "backward_ms": "in WKV's backward passes",
-    "rest_ms": "in all else",
-    "peak_mib": "the most memory used, MiB: the GPU's, or the process's",
-    "difference": "largest |train/loss - that of the reference with the same seed| over all logged steps",
-    "difference_step": "the step of that",
-    "difference_early": "the largest within the first 20 steps",
-} | {
-    f"{kind}_{when}_{result.replace(' ', '_')}": f"{words} of {result} against float64, at the {when}, in the worst layer"
-    for when in WHEN for result in RESULTS
-    for kind, words in (("err", "RMS error / RMS"), ("max", "largest absolute error"))}
-COLUMNS = IDENTITY | QUANTITIES
+    "forward_ms": "of step_ms, the operator's forward passes",
+    "backward_ms": "of step_ms, the operator's backward passes",
+    "rest_ms": "of step_ms, everything else",
+    "peak_mib": "peak memory of the GPU, or of the process, MiB",
+    "difference": "largest |train/loss - the reference's with the same seed| over all logged steps",
+    "difference_step": "the step of the largest difference",
+    "difference_early": f"largest difference within the first {EARLY} steps",
+}
+
+
+def columns(results: Iterable[str]) -> dict[str, str]:
+    """The columns of report.csv with their descriptions. results: those of the operator, "y" and "grad NAME"."""
+    errors = {column(kind, when, result): f"{words} of {result} against float64, at the {when}, in the worst layer"
+              for when in WHEN for result in results
+              for kind, words in (("err", "RMS error / RMS"), ("max", "largest absolute error"))}
+    return IDENTITY | QUANTITIES | errors
 
 
 def rows(comparison: Comparison) -> list[dict[str, object]]:
+    """The rows of report.csv: of each kernel its runs and then its statistics."""
     return [row for kernel in comparison.kernels for row in (*_runs(kernel), *_statistics(kernel))]
 
 
 def as_csv(comparison: Comparison) -> str:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(COLUMNS))
+    writer = csv.DictWriter(text, list(columns(comparison.results)))
     writer.writeheader()
     writer.writerows(rows(comparison))
     return text.getvalue()
@@ -249,5 +265,6 @@ def _statistics(kernel: Kernel) -> list[dict[str, object]]:
     finished = kernel.finished()
     identity = {"level": "kernel", "kernel": kernel.label, "status": kernel.status(), "runs": len(finished.runs),
                 "reason": next((run.reason for run in kernel.runs if run.reason), "") or ""}
-    return [identity | {"statistic": statistic} | {
-        name: of(values) for name in QUANTITIES if (values := finished.values(name))} for statistic, of in STATISTICS.items()]
+    measured = dict.fromkeys(name for numbers in finished.numbers for name in numbers)
+    return [identity | {"statistic": statistic} | {name: function(finished.values(name)) for name in measured}
+            for statistic, function in STATISTICS.items()]

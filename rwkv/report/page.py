@@ -1,6 +1,6 @@
-"""The report as one HTML file: no script, nothing from outside, every text escaped.
+"""The page of a report: one HTML file without scripts or external resources; every text is escaped.
 
-How a report looks: one style sheet, light or dark as the reader's system is, from a telephone's width on.
+One style sheet, light or dark like the reader's system, for screens from a telephone's width on.
 """
 
 import statistics
@@ -11,11 +11,11 @@ from typing import Any
 
 from rwkv.report import svg
 from rwkv.report.findings import BAD, NOTE, Finding
-from rwkv.report.numbers import COLUMNS, EARLY, WHEN, Comparison, Kernel, allowed, flat
-from rwkv.report.reading import RESULTS, Curve, Run
+from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, column, columns, flat
+from rwkv.report.reading import Curve, Run
 
-WORDS = {BAD: "Look:", NOTE: "Note:"}
-PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))
+LABELS = {BAD: "Look:", NOTE: "Note:"}
+PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # of a step
 MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "triton", "cuda-core", "cuda", "numpy",
            "commit", "date")
 SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
@@ -23,7 +23,7 @@ SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data
 SAMPLES_SHOWN = 3                        # the first and the latest
 
 
-def page(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
+def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *map(_finding, findings), *_summary(comparison),
             *_plots(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison), *_setting(comparison),
@@ -40,16 +40,21 @@ def _is_single(comparison: Comparison) -> bool:
 def _lead(comparison: Comparison) -> str:
     config = next((flat(run.config) for run in comparison.runs if run.config), {})
     settings = ", ".join(f"{key} {config[key]}" for key in SETTINGS if key in config)
-    seeds, kernels = len({run.seed for run in comparison.runs}), len(comparison.kernels)
-    what = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}" if _is_single(comparison) else (
-        f"{kernels} kernel{'s' * (kernels != 1)}, {seeds} seed{'s' * (seeds != 1)}, {len(comparison.runs)} runs, each in a "
-        "process of its own" + (f"; compared with {comparison.reference}" if comparison.reference else ""))
-    return f'<p>{escape(what)}.</p><p class="quiet">{escape(settings)}</p>'
+    if _is_single(comparison):
+        subject = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}"
+    else:
+        seeds = len({run.seed for run in comparison.runs})
+        kernels = len(comparison.kernels)
+        subject = (f"{kernels} kernel{'s' * (kernels != 1)}, {seeds} seed{'s' * (seeds != 1)}, {len(comparison.runs)} runs, "
+                   "each in a process of its own")
+        if comparison.reference:
+            subject += f"; compared with {comparison.reference}"
+    return f'<p>{escape(subject)}.</p><p class="quiet">{escape(settings)}</p>'
 
 
 def _finding(finding: Finding) -> str:
-    word = WORDS.get(finding.kind)
-    return f'<div class="finding {finding.kind}">{f"<b>{word}</b>" if word else ""}{escape(finding.text)}</div>'
+    label = LABELS.get(finding.kind)
+    return f'<div class="finding {finding.kind}">{f"<b>{label}</b>" if label else ""}{escape(finding.text)}</div>'
 
 
 def _summary(comparison: Comparison) -> list[str]:
@@ -77,13 +82,13 @@ def _summary_row(kernel: Kernel, comparison: Comparison) -> str:
 
 
 def _difference(kernel: Kernel) -> str:
-    """The largest of any run, and of the first steps."""
+    """The largest difference of any run, and below it the largest within the first steps."""
     largest, early = kernel.values("difference"), kernel.values("difference_early")
     return f"<td>{max(largest):.1e}<small>{max(early):.1e} in {EARLY} steps</small></td>" if largest and early else "<td></td>"
 
 
 def _cell(kernel: Kernel, name: str, form: str) -> str:
-    """The median of the runs, and below it the least and the largest."""
+    """The median over the runs, and below it the minimum and the maximum."""
     values = kernel.values(name)
     if not values:
         return "<td></td>"
@@ -92,46 +97,53 @@ def _cell(kernel: Kernel, name: str, form: str) -> str:
 
 
 def _ratio(kernel: Kernel, comparison: Comparison) -> str:
+    """The kernel's throughput as a multiple of the reference's."""
     reference = next((one for one in comparison.kernels if one.label == comparison.reference), None)
-    ours, theirs = kernel.median("tok_per_sec"), reference and reference.finished().median("tok_per_sec")
-    return f"<td>{ours / theirs:.2f}</td>" if ours and theirs else "<td></td>"
+    speed = kernel.median("tok_per_sec")
+    reference_speed = reference.finished().median("tok_per_sec") if reference else None
+    return f"<td>{speed / reference_speed:.2f}</td>" if speed and reference_speed else "<td></td>"
 
 
 def _errors(comparison: Comparison) -> list[str]:
-    """Of the worst layer and run: err_ratio, and below it the largest absolute error."""
-    kernels = [kernel for kernel in comparison.kernels if any("err_start_y" in numbers for numbers in kernel.numbers)]
+    """The table of errors: of the worst layer and run, err_ratio, and below it the largest absolute error."""
+    kernels = [kernel for kernel in comparison.kernels if kernel.values("err_start_y")]
     if not kernels:
         return []
-    rows = [_error_row(kernel, when) for kernel in kernels for when in WHEN]
-    ranges = _ranges(kernels[0].runs[0])
-    return ["<h2>Error of WKV on this run's own numbers</h2>",
-            '<p class="quiet">Against the float64 reference on k, v, time_decay, time_first and the upstream gradient that the '
-            "model itself had at the start and at the end of training; RMS error / RMS, and below it the largest absolute "
-            f"error, of the worst layer and run. {escape(ranges)}</p>",
-            _table(["kernel", "when", *RESULTS], [row for row in rows if row])]
+    rows = [_error_row(kernel, when, comparison.results) for kernel in kernels for when in WHEN]
+    return ["<h2>Error of WKV on this run's own data</h2>",
+            '<p class="quiet">Against the float64 reference, on the inputs and the upstream gradient of the model itself at '
+            "the start and at the end of training: RMS error / RMS, and below it the largest absolute error, of the worst "
+            f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
+            _table(["kernel", "when", *comparison.results], [row for row in rows if row])]
 
 
-def _error_row(kernel: Kernel, when: str) -> str:
-    if not kernel.values(f"err_{when}_y"):
+def _error_row(kernel: Kernel, when: str, results: Sequence[str]) -> str:
+    if not kernel.values(column("err", when, "y")):
         return ""
     cells = []
-    for result in RESULTS:
-        name = result.replace(" ", "_")
-        errors, largest = kernel.values(f"err_{when}_{name}"), kernel.values(f"max_{when}_{name}")
-        limit = min((allowed(run, when).get(result, float("inf")) for run in kernel.runs), default=float("inf"))
+    for result in results:
+        errors = kernel.values(column("err", when, result))
+        if not errors:
+            cells.append("<td></td>")
+            continue
+        absolute = kernel.values(column("max", when, result))
+        limit = min(run.allowed(when).get(result, float("inf")) for run in kernel.runs)
         wrong = ' class="bad"' if max(errors) > limit else ""
-        cells.append(f"<td{wrong}>{max(errors):.1e}<small>{max(largest):.1e}</small></td>")
+        cells.append(f"<td{wrong}>{max(errors):.1e}<small>{max(absolute):.1e}</small></td>")
     return f"<tr><td>{escape(kernel.label)}</td><td>{when}</td>{''.join(cells)}</tr>"
 
 
 def _ranges(run: Run) -> str:
-    layers = run.measured.get("errors", {}).get("end", {}).get("layers", [])
-    if not layers:
+    """The ranges of the operator's inputs at the end of a run, as a sentence."""
+    bounds: dict[str, list[tuple[float, float]]] = {}
+    for layer in run.layers("end"):
+        for name, (low, high) in layer["ranges"].items():
+            bounds.setdefault(name, []).append((low, high))
+    if not bounds:
         return ""
-    bounds = {name: (min(layer["ranges"][name][0] for layer in layers), max(layer["ranges"][name][1] for layer in layers))
-              for name in ("k", "v", "time_decay", "time_first")}
-    said = ", ".join(f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in bounds.items())
-    return f"In {run.name}, at the end: {said}."
+    ranges = [f"{name} {min(low for low, _ in pairs):.3g} to {max(high for _, high in pairs):.3g}"
+              for name, pairs in bounds.items()]
+    return f"In {run.name}, at the end: {', '.join(ranges)}."
 
 
 def _runs(comparison: Comparison) -> list[str]:
@@ -180,10 +192,10 @@ def _column(name: str) -> Callable[[Run], Curve]:
     return lambda run: run.curve(name)
 
 
-def _lines(comparison: Comparison, curve: Callable[[Run], Curve], merged: Callable[[Iterable[float]], float] = max,
+def _lines(comparison: Comparison, curve: Callable[[Run], Curve], merge: Callable[[Iterable[float]], float] = max,
            marked: bool = False) -> list[svg.Line]:
     """One line for each run, in its kernel's colour."""
-    return [svg.Line(run.name, colour, list(curve(run).items()), merged, marked)
+    return [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
             for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
 
 
@@ -198,6 +210,7 @@ def _times(comparison: Comparison) -> str:
 
 
 def _boxes() -> str:
+    """The legend of the parts of a step."""
     return " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
 
 
@@ -232,17 +245,17 @@ def _pairs(values: dict[str, Any]) -> str:
 
 def _method(comparison: Comparison) -> str:
     probed = next((run.measured for run in comparison.runs if run.measured.get("steps")), {})
-    said = ["Numbers are medians over the runs of a kernel, with the least and the largest below.",
-            f"Throughput is the median of the logged steps after the first {probed.get('warm_up', 0)}."]
+    warm_up = probed.get("warm_up", 0)
+    sentences = ["Numbers are medians over the runs of a kernel, with the minimum and the maximum below.",
+                 f"Throughput is the median of the logged steps after the first {warm_up}."]
     if probed:
-        said.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run, after as many; a step is what "
-                    "lies between getting a batch and the end of the optimiser's step.")
+        sentences.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run after the same warm-up; a "
+                         "step lasts from receiving its batch to the end of the optimiser's step.")
     if comparison.runs[0].order is not None:
-        said.append("The runs were trained one after the other, each in a process of its own, in an order shuffled with "
-                    "seed 0.")
-    columns = _pairs(COLUMNS)
-    return (f'<h2>Method</h2><p class="quiet">{escape(" ".join(said))}</p>'
-            f"<details><summary>Columns of report.csv</summary>{columns}</details>")
+        sentences.append("The runs were trained one after the other, each in a process of its own, in an order shuffled with "
+                         "seed 0.")
+    return (f'<h2>Method</h2><p class="quiet">{escape(" ".join(sentences))}</p>'
+            f"<details><summary>Columns of report.csv</summary>{_pairs(columns(comparison.results))}</details>")
 
 
 STYLE = """

@@ -1,6 +1,7 @@
-"""The files that training leaves in a run's directory, and a sweep's runs. Whatever is missing is empty.
+"""Reads the files of a run's directory and of a sweep's. A missing file is read as an empty one.
 
-So is what was damaged since, by hand or by a disk; Run.damaged says which, and the report says it too.
+For a report, damaged parts are left out and listed in Run.damaged, which the report shows. A run that continues reads
+metrics.csv and samples.jsonl with the same functions; for it, damage is an error.
 """
 
 import csv
@@ -16,15 +17,15 @@ import yaml
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
-CONFIG, METRICS, MEASURED, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
-RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")
+CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
+RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")      # of RWKV-4's operator
 Curve = dict[int, float]                 # by step
+Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 
-# What the report uses of the files: a type, [that of any number of entries], [that of a pair], {key: that of its value} or
-# {str: that of each value}.
+# The structure of the values that the report uses: a type, (one of several), [of every item], [of both items of a pair],
+# {key: of its value} or {str: of every value}.
 NUMBER = (int, float)
-LAYER = {"errors": {result: {"err_ratio": NUMBER, "max": NUMBER} for result in RESULTS},
-         "ranges": {name: [NUMBER, NUMBER] for name in ("k", "v", "time_decay", "time_first")}}
+LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
 OF_CONFIG = {"kernel": {"name": str}, "seed": int}
 OF_MEASURED = {"warm_up": int, "precision": str, "machine": dict,
                "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
@@ -34,10 +35,8 @@ OF_SWEEP = [{"name": str, "status": str, "reason": (str, type(None)), "order": (
 
 @dataclass
 class Run:
-    """config: as nested plain containers. metrics: by column. measured: the content of kernel.json
-    (rwkv/training/kernel_probe.py). order: among a sweep's runs.
-
-    damaged: a sentence for each thing that could not be read, and is left out.
+    """One run. order: its place in the shuffled order of a sweep, from 1. metrics: by column. samples: lines of
+    samples.jsonl. measured: the content of kernel.json (rwkv/training/kernel_probe.py). damaged: what was left out, and why.
     """
 
     name: str
@@ -50,25 +49,36 @@ class Run:
     metrics: dict[str, Curve] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    damaged: Damaged = field(default_factory=list)
 
     def curve(self, name: str) -> Curve:
         return self.metrics.get(name, {})
 
     @property
     def machine(self) -> dict[str, Any]:
+        """Processor, versions and commit, as kernels/bench/hardware.py describes them."""
         machine: dict[str, Any] = self.measured.get("machine", {})
         return machine
 
+    def layers(self, when: str) -> list[dict[str, Any]]:
+        """The operator's errors and input ranges in each layer, measured at the "start" or the "end"."""
+        layers: list[dict[str, Any]] = self.measured.get("errors", {}).get(when, {}).get("layers", [])
+        return layers
+
+    def allowed(self, when: str) -> dict[str, float]:
+        """The largest err_ratio that the tests allow, by result."""
+        tolerance: dict[str, float] = self.measured.get("errors", {}).get(when, {}).get("allowed", {})
+        return tolerance
+
 
 def read(folder: Path) -> list[Run]:
-    """A run's directory as one run; a sweep's, or any folder of runs, as all of them. Raises ValueError where there is none."""
+    """The run in a run's directory, or all runs in that of a sweep or in any folder of runs. Raises UserError for none."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = _json(folder / SWEEP, []).get("runs", [])
     if not _fits(entries, OF_SWEEP):
-        raise UserError(f"{folder / SWEEP} is damaged: its runs lack a name, a status or what else a sweep writes of each; "
-                        "remove it for a report of all runs in the folder")
+        raise UserError(f"{folder / SWEEP} is damaged: expected a list of runs, each with {', '.join(OF_SWEEP[0])}; remove "
+                        "the file for a report of all runs in the folder")
     runs = [_of_sweep(folder, entry) for entry in entries] or [
         _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}"))]
     if not runs:
@@ -78,55 +88,84 @@ def read(folder: Path) -> list[Run]:
 
 def is_finished(folder: Path) -> bool:
     """Whether the run in `folder` was trained to its last step, and validated after it."""
-    return _json(folder / MEASURED, []).get("finished") is True
+    return _json(folder / KERNEL, []).get("finished") is True
+
+
+def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
+    """The rows of a metrics.csv, each with a whole number as its step. In a row that a kill cut short, values are None.
+
+    Damage raises UserError, or is left out and added to `damaged` if that is given.
+    """
+    rows: list[dict[str, str]] = []
+    if not path.is_file():
+        return rows
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        try:
+            rows.extend(csv.DictReader(file))
+        except csv.Error as error:
+            _note(path, f"cannot be read after its row {len(rows)}: {error}", damaged)
+    with_step = [row for row in rows if _whole_number(row.get("step")) is not None]
+    if len(with_step) < len(rows):
+        _note(path, f"has {len(rows) - len(with_step)} rows without the number of a step", damaged)
+    return with_step
+
+
+def read_samples(path: Path, damaged: Damaged | None = None) -> list[dict[str, Any]]:
+    """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, which a kill cut, is left out.
+
+    Damage raises UserError, or is left out and added to `damaged` if that is given.
+    """
+    if not path.is_file():
+        return []
+    samples = []
+    complete = path.read_bytes().rpartition(b"\n")[0]
+    for number, line in enumerate(complete.split(b"\n"), start=1):
+        if line:
+            try:
+                samples.append(parse(line, f"line {number}"))
+            except UserError as error:
+                _note(path, str(error), damaged)
+    return samples
+
+
+def _note(path: Path, problem: str, damaged: Damaged | None) -> None:
+    if damaged is None:
+        raise UserError(f"{path} is damaged: {problem}; repair or remove the file")
+    damaged.append(f"{path.name}: {problem}; this part is left out")
 
 
 def _of_sweep(folder: Path, entry: dict[str, Any]) -> Run:
     run = _run(folder / entry["name"], entry["name"])
-    run.status, run.reason, run.order = entry["status"], entry["reason"], entry["order"]
+    run.status = entry["status"]
+    run.reason = entry["reason"]
+    run.order = entry["order"]
     run.kernel = run.kernel or entry["kernel"]
     run.seed = run.seed if run.config else entry["seed"]
     return run
 
 
 def _run(folder: Path, name: str) -> Run:
-    damaged: list[str] = []
+    damaged: Damaged = []
     config = _fitting(_yaml(folder / CONFIG, damaged), OF_CONFIG, CONFIG, damaged)
-    measured = _fitting(_json(folder / MEASURED, damaged), OF_MEASURED, MEASURED, damaged)
-    kernel = config.get("kernel", {}).get("name", "")
-    metrics = _metrics(folder / METRICS, damaged)
-    return Run(name, kernel, config.get("seed", 0), "finished" if measured.get("finished") else "not finished", config=config,
-               metrics=metrics, measured=measured, samples=_lines(folder / SAMPLES), damaged=damaged)
+    measured = _fitting(_json(folder / KERNEL, damaged), OF_MEASURED, KERNEL, damaged)
+    return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
+               status="finished" if measured.get("finished") else "not finished",
+               config=config, metrics=_curves(read_metrics(folder / METRICS, damaged)), measured=measured,
+               samples=read_samples(folder / SAMPLES, damaged), damaged=damaged)
 
 
-def _metrics(path: Path, damaged: list[str]) -> dict[str, Curve]:
-    """Of each column of numbers. A row that a kill cut short counts as far as it goes."""
-    columns: dict[str, Curve] = {}
-    wrong = 0
-    for row in _rows(path, damaged):
-        step = _step(row.get("step"))
-        wrong += step is None
+def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
+    """The columns of numbers. Of a row that a kill cut short, the complete part counts."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
         for name, text in row.items():
             value = _number(text)
-            if name and name != "step" and step is not None and value is not None:
-                columns.setdefault(name, {})[step] = value
-    if wrong:
-        damaged.append(f"{path.name} has {wrong} rows without the number of a step; they are left out")
-    return columns
+            if name and name != "step" and value is not None:
+                curves.setdefault(name, {})[int(row["step"])] = value
+    return curves
 
 
-def _rows(path: Path, damaged: list[str]) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = []
-    if path.is_file():
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            try:
-                found.extend(csv.DictReader(file))
-            except csv.Error as error:
-                damaged.append(f"{path.name} cannot be read after its row {len(found)}, and the rest is left out: {error}")
-    return found
-
-
-def _step(text: Any) -> int | None:
+def _whole_number(text: Any) -> int | None:
     try:
         return int(text)
     except (TypeError, ValueError):
@@ -141,56 +180,46 @@ def _number(text: Any) -> float | None:
     return None if math.isinf(value) else value
 
 
-def _json(path: Path, damaged: list[str]) -> dict[str, Any]:
+def _json(path: Path, damaged: Damaged) -> dict[str, Any]:
     return _mapping(path, json.loads, damaged)
 
 
-def _yaml(path: Path, damaged: list[str]) -> dict[str, Any]:
+def _yaml(path: Path, damaged: Damaged) -> dict[str, Any]:
     return _mapping(path, yaml.safe_load, damaged)
 
 
-def _mapping(path: Path, parse_text: Callable[[str], Any], damaged: list[str]) -> dict[str, Any]:
-    """The mapping that a file holds, {} where there is none."""
+def _mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:
+    """The mapping in a file; {} for a missing file."""
     if not path.is_file():
         return {}
     try:
         found = parse_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        damaged.append(f"{path.name} cannot be read, and is left out: {' '.join(str(error).split())}")
+        damaged.append(f"{path.name}: cannot be read ({' '.join(str(error).split())}); it is left out")
         return {}
     if not isinstance(found, dict):
-        damaged.append(f"{path.name} holds no mapping, and is left out")
+        damaged.append(f"{path.name}: expected a mapping, found a {type(found).__name__}; it is left out")
         return {}
     return found
 
 
-def _fitting(found: dict[str, Any], shapes: dict[str, Any], name: str, damaged: list[str]) -> dict[str, Any]:
-    """Without the values that are not of the shape that the report relies on."""
-    wrong = [key for key, shape in shapes.items() if key in found and not _fits(found[key], shape)]
-    damaged += [f"{name} has a {key} that training did not write; it is left out" for key in wrong]
+def _fitting(found: dict[str, Any], structure: dict[str, Any], name: str, damaged: Damaged) -> dict[str, Any]:
+    """The mapping without the values that lack the structure which the report relies on."""
+    wrong = [key for key, expected in structure.items() if key in found and not _fits(found[key], expected)]
+    damaged += [f"{name}: the value of {key} is not one that training writes; it is left out" for key in wrong]
     return {key: value for key, value in found.items() if key not in wrong}
 
 
-def _fits(value: Any, shape: Any) -> bool:
-    if isinstance(shape, tuple):
-        return any(_fits(value, each) for each in shape)
-    if isinstance(shape, list):
-        right = isinstance(value, list) and len(shape) in (1, len(value))
-        return right and all(_fits(each, shape[0]) for each in value)
-    if not isinstance(shape, dict):
-        return isinstance(value, shape)
-    if str in shape:
-        return isinstance(value, dict) and all(_fits(each, shape[str]) for each in value.values())
-    return isinstance(value, dict) and all(key in value and _fits(value[key], each) for key, each in shape.items())
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        try:
-            found.append(parse(line, f"{path}, line {number}"))
-        except ValueError:               # the last one, which is empty or was cut short, or one damaged by hand
-            continue
-    return found
+def _fits(value: Any, structure: Any) -> bool:
+    if isinstance(structure, tuple):
+        return any(_fits(value, each) for each in structure)
+    if isinstance(structure, list):
+        right_length = isinstance(value, list) and len(structure) in (1, len(value))
+        return right_length and all(_fits(item, structure[0]) for item in value)
+    if not isinstance(structure, dict):
+        return isinstance(value, structure)
+    if not isinstance(value, dict):
+        return False
+    if str in structure:
+        return all(_fits(each, structure[str]) for each in value.values())
+    return all(key in value and _fits(value[key], each) for key, each in structure.items())

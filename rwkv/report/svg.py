@@ -1,6 +1,6 @@
-"""Figures as SVG inside a page: lines over steps, and bars. Colours are the page's (style.py), so that both themes fit.
+"""Figures as SVG inside a page: lines over steps, and bars. Their colours are classes of the page's style sheet (page.py).
 
-A figure is WIDTH by HEIGHT in its own units and as wide as its place in the page. What is not finite is not drawn.
+A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn.
 """
 
 import math
@@ -10,29 +10,32 @@ from html import escape
 
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
-SMALLEST = 1e-300                        # on a logarithmic axis
-MOST_POINTS = 400                        # of a line; of more, neighbours are drawn as one
-COLOURS = 10                             # in style.py
+SMALLEST = 1e-300                        # smaller values are not drawn on a logarithmic axis
+MOST_POINTS = 400                        # of a line; neighbours of a longer line are merged into one point
+COLOURS = 10                             # in the style sheet
 DASHES = ("", "6 3", "2 3")
-BAR, GAP, NAMES = 18, 10, 110
+BAR, GAP, NAMES = 18, 10, 110            # height of a bar, space between two, width of their names
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """colour: a number; beyond the page's colours they come again, dashed. merged: of neighbours drawn as one, the value."""
+    """colour: a number; from COLOURS on, the colours repeat with dashes. merge: the value of neighbours merged into one point.
+
+    marked: every point has a dot.
+    """
 
     name: str
     colour: int
     points: Sequence[Point]
-    merged: Callable[[Iterable[float]], float] = max
+    merge: Callable[[Iterable[float]], float] = max
     marked: bool = False
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to places: low and high lie at the ends of `start` to `stop`."""
+    """axis(value) -> its position: low is at `start`, high at `stop`."""
 
     low: float
     high: float
@@ -49,19 +52,21 @@ class Axis:
 
 
 def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithmic: bool = False) -> str:
-    """A logarithmic axis leaves out what is not above 0, but for what a float hardly holds."""
+    """A figure of lines; "" with nothing to draw. logarithmic: the y axis, on which only values above SMALLEST are drawn."""
     kept = [(line, _drawable(line, logarithmic)) for line in drawn]
     kept = [(line, points) for line, points in kept if points]
     if not kept:
         return ""
-    xs, ys = ([point[of] for _, points in kept for point in points] for of in (0, 1))
-    x = Axis(*_apart(min(xs), max(xs)), LEFT, WIDTH - RIGHT)
-    y = Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic)
-    return _figure(title, HEIGHT, [*_grid(x, y, x_name, y_name), *(_line(line, points, x, y) for line, points in kept)])
+    xs = [x for _, points in kept for x, _ in points]
+    ys = [y for _, points in kept for _, y in points]
+    x_axis = Axis(*_apart(min(xs), max(xs)), LEFT, WIDTH - RIGHT)
+    y_axis = Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic)
+    drawn_lines = [_line(line, points, x_axis, y_axis) for line, points in kept]
+    return _figure(title, HEIGHT, [*_grid(x_axis, y_axis, x_name, y_name), *drawn_lines])
 
 
 def bars(title: str, unit: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """One bar for each row, of parts (name, value) one after the other; the sum stands at its end."""
+    """One bar for each row, stacked from its parts (name, value), with their sum at its end; "" with nothing to draw."""
     rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
     rows = [(name, parts) for name, parts in rows if parts]
     if not rows:
@@ -78,8 +83,9 @@ def swatch(colour: int) -> str:
 
 
 def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float, unit: str) -> list[str]:
-    middle, begin, short = top + BAR / 2 + 4, 0.0, escape(_short(name))
-    drawn = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{short}<title>{escape(name)}</title></text>']
+    middle = top + BAR / 2 + 4
+    begin = 0.0
+    drawn = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(_short(name))}<title>{escape(name)}</title></text>']
     for place, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
         drawn.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{place}">'
@@ -98,7 +104,8 @@ def _figure(title: str, height: float, elements: Iterable[str]) -> str:
 
 
 def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
-    bottom, middle = HEIGHT - BOTTOM, (TOP + HEIGHT - BOTTOM) / 2
+    bottom = HEIGHT - BOTTOM
+    middle = (TOP + bottom) / 2
     across = [f'<path class="grid" d="M{LEFT} {y(value):.1f}H{WIDTH - RIGHT}"/>'
               f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" class="end">{_number(value)}</text>' for value in y.ticks()]
     along = [f'<path class="grid" d="M{x(value):.1f} {bottom}v4"/>'
@@ -110,9 +117,10 @@ def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
 
 def _line(line: Line, points: Sequence[Point], x: Axis, y: Axis) -> str:
     places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-    dots = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>' for step, value in points
-                   ) if line.marked or len(points) == 1 else ""
-    return (f'<g {_stroke(line.colour)}><polyline points="{places}"/>{dots}<title>{escape(line.name)}</title></g>')
+    dots = ""
+    if line.marked or len(points) == 1:
+        dots = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>' for step, value in points)
+    return f'<g {_stroke(line.colour)}><polyline points="{places}"/>{dots}<title>{escape(line.name)}</title></g>'
 
 
 def _stroke(colour: int) -> str:
@@ -121,10 +129,11 @@ def _stroke(colour: int) -> str:
 
 
 def _drawable(line: Line, logarithmic: bool) -> list[Point]:
+    """The points of a line that can be drawn, by step, merged to at most MOST_POINTS."""
     points = sorted(point for point in line.points if math.isfinite(point[1]) and (point[1] > SMALLEST or not logarithmic))
-    together = -(-len(points) // MOST_POINTS) or 1
-    groups = [points[begin:begin + together] for begin in range(0, len(points), together)]
-    return [(group[-1][0], line.merged(value for _, value in group)) for group in groups]
+    size = max(1, math.ceil(len(points) / MOST_POINTS))
+    groups = [points[begin:begin + size] for begin in range(0, len(points), size)]
+    return [(group[-1][0], line.merge(value for _, value in group)) for group in groups]
 
 
 def _bounds(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
@@ -136,9 +145,10 @@ def _bounds(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """A range that is not empty, and wide enough for its ticks to be told apart."""
-    room = max(0.5, 1e-6 * max(abs(low), abs(high)))
-    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - room, high + room)
+    """The range, widened if it is too narrow for distinct ticks."""
+    size = max(abs(low), abs(high))
+    margin = max(0.5, 1e-6 * size)
+    return (low, high) if high - low > 1e-9 * size else (low - margin, high + margin)
 
 
 def _decades(low: float, high: float) -> list[float]:
@@ -147,7 +157,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _round_steps(low: float, high: float) -> list[float]:
-    """Some five multiples of 1, 2 or 5 times a power of ten."""
+    """About five ticks, multiples of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(raw))
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= raw * 0.999)

@@ -1,8 +1,8 @@
-"""The report of a sweep, or of one run, from the files in its directory: `python -m rwkv.tools.report DIR`.
+"""Writes the report of a sweep, of several runs or of one run: `python -m rwkv.tools.report DIR`.
 
-Training writes it by itself at its end; this makes it anew, with --reference KERNEL against another kernel. DIR/report.html is
-one file with its figures inside; DIR/report.csv has the same numbers, a row for each run and three for each kernel
-(rwkv/report/numbers.py says what its columns are).
+Training writes the report at its end; this program writes it again from the files in DIR, with --reference KERNEL compared with
+another kernel. DIR/report.html is one file that contains its figures; DIR/report.csv has the same numbers
+(rwkv/report/numbers.py describes its columns).
 """
 
 import argparse
@@ -10,17 +10,18 @@ import sys
 from pathlib import Path
 
 from rwkv import report
+from rwkv.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rwkv.tools.report", description="The report of a sweep, or of one run.")
+    parser = argparse.ArgumentParser(prog="python -m rwkv.tools.report", description="Report of a sweep or of one run.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the directory of a sweep, of runs, or of one run")
-    parser.add_argument("--reference", metavar="KERNEL", help="what losses are compared with; otherwise reference or "
-                        "formula where one was trained, else the first kernel that was")
+    parser.add_argument("--reference", metavar="KERNEL", help="the kernel whose losses the others are compared "
+                        "with; by default reference or formula if one was trained, otherwise the first trained kernel")
     given = parser.parse_args(arguments)
     try:
         print(report.write(given.folder, given.reference))
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

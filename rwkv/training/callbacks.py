@@ -1,9 +1,5 @@
-"""What happens around training steps: throughput, a clean Ctrl-C, and a progress bar that shows the loss.
+"""Callbacks around training steps: metrics (loss, throughput, gradient norms, memory), a progress bar, a clean stop."""
 
-Gradient norms of each part of a model.
-"""
-
-import signal
 import statistics
 import sys
 import time
@@ -17,7 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from rwkv.distributed import rank, summed, world_size
+from rwkv.distributed import all_sum, log, rank, world_size
+from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
 from rwkv.training.checkpoints import Checkpoints
 from rwkv.training.loggers import norm_names
@@ -26,126 +23,126 @@ SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # in the progr
 
 
 class Interrupted(Exception):
-    """Training was asked to stop, stopped between two steps, and saved a checkpoint."""
+    """Training was stopped by Ctrl-C or SIGTERM, between two steps, and has saved a checkpoint."""
 
 
 class StopCleanly(Callback):
-    """At the first Ctrl-C or SIGTERM training ends with a checkpoint; a second one stops at once.
+    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; a second one ends it at once.
 
-    It ends after the step at hand, or in the middle of a validation, which then begins anew when the run is continued.
+    During validation it ends there, with a checkpoint from before the validation, which the continued run repeats.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints, self.asked = checkpoints, False
-        self._previous: dict[int, Any] = {}
+        self.checkpoints = checkpoints
+        self._stop = StopRequest(on_signal=_announce_stop)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._previous = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._stop.install()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            batch: Any, batch_idx: int) -> None:
         between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if between_steps and not self.checkpoints.validation_follows(trainer):
-            self._stop_if_asked(trainer)
+            self._stop_if_requested(trainer)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._stop_if_asked(trainer)
+        self._stop_if_requested(trainer)
 
     def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._stop_if_asked(trainer)
+        self._stop_if_requested(trainer)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._stop.restore()
 
-    def _stop_if_asked(self, trainer: lightning.Trainer) -> None:
-        """All processes, where one was asked."""
-        if trainer.strategy.reduce_boolean_decision(self.asked, all=False):
+    def _stop_if_requested(self, trainer: lightning.Trainer) -> None:
+        """Stops all processes when any of them has received a signal."""
+        if trainer.strategy.reduce_boolean_decision(self._stop.requested, all=False):
             self.checkpoints.save_last(trainer)
             raise Interrupted
 
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if rank() == 0:
-            print("\nstopping after this step (Ctrl-C again stops at once) ...", file=sys.stderr)
+
+def _announce_stop(number: int) -> None:
+    log("\nstopping after this step (Ctrl-C again stops at once) ...")
 
 
 class Metrics(Callback):
-    """train/loss, tok_per_sec, lr, grad_norm (before clipping) and peak_mem (MiB) every `log_every` steps.
+    """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB) every `log_every` steps.
 
-    Timing excludes validation and sampling; the padding of trainer.tbptt's segments does not count as tokens. grad_norms: log
-    the norm of each part of the model as well. After training it prints the median milliseconds of the logged steps. With
-    several processes, peak_mem is the first one's.
+    tok_per_sec excludes the time of validation and sampling; the padding of trainer.tbptt's segments does not count as
+    tokens. With grad_norms, the norm of each part of the model is logged too. After training, the median milliseconds of the
+    logged steps are printed. With several processes, peak_mem is that of rank 0.
     """
 
     def __init__(self, log_every: int, grad_norms: bool = False) -> None:
-        self.log_every, self.grad_norms = log_every, grad_norms
-        self._tokens, self._counted, self._since, self._lr = 0, 0, 0.0, 0.0
-        self._ms_per_token: list[float] = []
-        self._tokens_per_step = 0
-        self._norms: dict[str, float] = {}
-        self._loss: Any = 0.0            # of the step so far, a share for each batch that it accumulates
+        self.log_every = log_every
+        self.grad_norms = grad_norms
         self.latest: Mapping[str, Any] = {}
+        self._interval_start = 0.0       # since the last logged step, validation or sample
+        self._interval_tokens = 0        # read in this interval
+        self._interval_counted = 0       # of these, without padding
+        self._tokens_per_step = 0
+        self._ms_per_token: list[float] = []
+        self._lr = 0.0
+        self._part_norms: dict[str, float] = {}
+        self._loss: Any = 0.0            # of the current step; every accumulated batch adds its share
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._restart()
+        self._start_interval()
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
         if self.grad_norms and (trainer.global_step + 1) % self.log_every == 0:
-            self._norms = gradient_norms(cast(Model, pl_module.model))
+            self._part_norms = gradient_norms(cast(Model, pl_module.model))
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._restart()
+        self._start_interval()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
                            batch: Any, batch_idx: int) -> None:
         tokens = batch[0].numel() * world_size()
-        self._tokens, self._counted = self._tokens + tokens, self._counted + getattr(batch, "counted", tokens)
+        self._interval_tokens += tokens
+        self._interval_counted += getattr(batch, "counted", tokens)
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        step_loss, self._loss = self._loss, 0.0
         if trainer.global_step % self.log_every == 0:
-            loss = summed(step_loss.item())[0] / world_size()
-            self._tokens_per_step = batch[0].numel() * world_size() * trainer.accumulate_grad_batches
-            metrics = {"train/loss": loss, "lr": self._lr} | self._speed() | self._of_gradients(pl_module) | {
-                "peak_mem": peak_memory_mib(pl_module.device)}
-            self.latest = metrics
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, trainer.global_step)
-            self._restart()
+            self._tokens_per_step = tokens * trainer.accumulate_grad_batches
+            self._log(trainer, pl_module)
+            self._start_interval()
+        self._loss = 0.0
 
-    def leave_out(self, seconds: float) -> None:
-        """Of the time since the last metrics: nothing was trained in it."""
-        self._since += seconds
+    def exclude(self, seconds: float) -> None:
+        """Excludes `seconds`, which something other than training took, from the current interval."""
+        self._interval_start += seconds
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        if stage == "fit" and self._ms_per_token and rank() == 0:
-            ms_per_token = statistics.median(self._ms_per_token)
-            print(f"median {ms_per_token * self._tokens_per_step:.1f} ms a step of {self._tokens_per_step:,} tokens",
-                  file=sys.stderr)
+        if stage == "fit" and self._ms_per_token:
+            ms_per_step = statistics.median(self._ms_per_token) * self._tokens_per_step
+            log(f"median {ms_per_step:.1f} ms a step of {self._tokens_per_step:,} tokens")
 
-    def _speed(self) -> dict[str, float]:
-        seconds = time.perf_counter() - self._since
-        seconds_per_token = seconds / self._tokens
-        self._ms_per_token.append(1000 * seconds_per_token)
-        return {"tok_per_sec": self._counted / seconds}
+    def _log(self, trainer: lightning.Trainer, task: Any) -> None:
+        loss = all_sum(self._loss.item())[0] / world_size()
+        seconds = time.perf_counter() - self._interval_start
+        self._ms_per_token.append(1000 * (seconds / self._interval_tokens))
+        metrics = {"train/loss": loss, "lr": self._lr, "tok_per_sec": self._interval_counted / seconds}
+        if task.grad_norm is not None:
+            metrics["grad_norm"] = float(task.grad_norm)
+        metrics |= self._part_norms
+        metrics["peak_mem"] = peak_memory_mib(task.device)
+        self.latest = metrics
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
 
-    def _of_gradients(self, task: Any) -> dict[str, float]:
-        total = {} if task.grad_norm is None else {"grad_norm": float(task.grad_norm)}
-        return total | self._norms
-
-    def _restart(self) -> None:
-        self._tokens, self._counted, self._since = 0, 0, time.perf_counter()
+    def _start_interval(self) -> None:
+        self._interval_start = time.perf_counter()
+        self._interval_tokens = 0
+        self._interval_counted = 0
 
 
 class Bar(Callback):
-    """A progress bar over optimiser steps on standard error; every half minute a line where that is no terminal."""
+    """A progress bar over optimiser steps on standard error; where that is not a terminal, a line every half minute."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -197,20 +194,20 @@ def _short(metrics: Mapping[str, Any]) -> str:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """The most memory used so far, in MiB: the GPU's where the model is on one, else the process's resident set."""
+    """The peak memory so far in MiB: allocated on the GPU, or for the CPU the resident set of this process; NaN on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
-    if sys.platform == "linux":          # getrusage counts what the process was before it became this program
+    if sys.platform == "linux":          # getrusage includes the parent's peak from before exec
         return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2 ** 10
     if sys.platform == "win32":
-        return float("nan")              # the standard library cannot tell there
+        return float("nan")              # the standard library has no measure of it there
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
 
 
 def gradient_norms(model: Model) -> dict[str, float]:
-    """By the names of rwkv.tracking.norm_names: the 2-norm of all gradients of that part. One wait for the device."""
+    """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([_norm(part) for part in parts])
     return dict(zip(norm_names(len(model.blocks)), norms.tolist(), strict=True))

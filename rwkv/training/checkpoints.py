@@ -1,11 +1,11 @@
-"""A run's checkpoints, from which it continues to the bit: each written whole or not at all, then read back and verified.
+"""A run's checkpoints, from which it resumes bit-exactly: each is written atomically, then read back and verified.
 
-    checkpoints/last.ckpt      every trainer.checkpoint_every steps, after the last step, and where training is interrupted
+    checkpoints/last.ckpt      every trainer.checkpoint_every steps, after the last step, and when training is interrupted
     checkpoints/last-1.ckpt    the one before it, and so on: trainer.keep_last of them in all
-    checkpoints/best.ckpt      that of the lowest val/loss
+    checkpoints/best.ckpt      the one with the lowest val/loss
 
-Beside what Lightning saves (weights, optimiser, schedule, gradient scaler, the place in the data) each holds the state of
-every generator of random numbers. They are saved in hooks of fit alone: after it, the loaders have forgotten where they are.
+Beside what Lightning saves (weights, optimiser, schedule, gradient scaler, position in the data), each holds the states of
+all random number generators. Checkpoints are saved in hooks of fit only: after fit, the loaders have lost their position.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.distributed import gathered, rank
+from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.training.divergence import Divergence
@@ -35,10 +35,10 @@ VALIDATION = "epoch_loop.val_loop.batch_progress"        # its key in the state 
 
 
 class VerifiedFiles(TorchCheckpointIO):
-    """How Lightning reads and writes checkpoints here."""
+    """Lightning's reader and writer of checkpoints, with atomic writes that are verified."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Raises ValueError, one sentence, where the disk is full or what was written cannot be read back."""
+        """Raises UserError when the disk is full or the written file cannot be read back."""
         path = Path(path)
         try:
             write_file(path, lambda file: _write_and_verify(checkpoint, file))
@@ -49,13 +49,21 @@ class VerifiedFiles(TorchCheckpointIO):
 
 
 class Checkpoints(Callback):
-    """Saves the last and the best ones; validation is part of a step: of one with validation, what is saved is after it."""
+    """Saves the last and the best checkpoints. A step includes its validation: a step that has one is saved after it.
+
+    every, val_every: in steps. keep: the number of last checkpoints that stay.
+    """
 
     def __init__(self, out_dir: Path, every: int, val_every: int, keep: int, divergence: Divergence) -> None:
-        self.out_dir, self.every, self.val_every, self.keep = out_dir, every, val_every, keep
+        self.out_dir = out_dir
+        self.every = every
+        self.val_every = val_every
+        self.keep = keep
         self.divergence = divergence
-        self.best, self._stepped, self._validating = math.inf, 0, False
-        self._saved = (0, True)          # the step of last.ckpt, and whether it is after that step's validation
+        self.best = math.inf
+        self._last_step = 0              # the last step that ended
+        self._validating = False
+        self._saved = (0, True)          # of last.ckpt: its step, and whether that step's validation had ended
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -64,16 +72,16 @@ class Checkpoints(Callback):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._stepped = trainer.global_step
-        self._saved = (trainer.global_step, False)       # one from after the validation is saved again only if that is repeated
+        self._last_step = trainer.global_step
+        self._saved = (trainer.global_step, False)       # saved again only if the run repeats this step's validation
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         step = trainer.global_step
-        if step == self._stepped:        # in the middle of an accumulation
+        if step == self._last_step:      # more batches are accumulated for this step
             return
-        self._stepped = step
+        self._last_step = step
         if step >= trainer.max_steps:
-            trainer.should_stop = True   # for Lightning: validate now, whatever val_every is
+            trainer.should_stop = True   # makes Lightning validate now, whatever val_every is
         elif step % self.every == 0 and not self.validation_follows(trainer):
             self.save_last(trainer)
 
@@ -81,7 +89,8 @@ class Checkpoints(Callback):
         self._validating = True
 
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._validating, step = False, trainer.global_step
+        self._validating = False
+        step = trainer.global_step
         loss = float(trainer.callback_metrics["val/loss"])
         self.divergence.require_finite(trainer, loss)
         if loss < self.best:
@@ -91,65 +100,69 @@ class Checkpoints(Callback):
             self.save_last(trainer)
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Says to Lightning whether validation is to begin anew. Its own count, of batches, would go on in the middle."""
-        begun = {"ready": int(self._validating), "started": int(self._validating), "processed": 0, "completed": 0}
-        checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": begun, "current": dict(begun), "is_last_batch": False}
+        """Stores that an unfinished validation starts again from its first batch; Lightning would continue in its middle."""
+        started = int(self._validating)
+        progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
+        checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
     def validation_follows(self, trainer: lightning.Trainer) -> bool:
+        """Whether the step that has just ended has a validation."""
         return trainer.global_step % self.val_every == 0 or trainer.global_step >= trainer.max_steps
 
     def save_last(self, trainer: lightning.Trainer) -> None:
-        """In the place of one of the same step, from before its validation ended.
+        """Saves last.ckpt unless it is up to date.
 
-        Else the others move one place on once it is written; a kill in between leaves it under another name, for settle.
+        A checkpoint of the same step, from before its validation ended, is replaced. Otherwise the new one is first written
+        as next.ckpt, and `settle` then renames it and the older ones; after a kill in between, the resumed run does that.
         """
-        before, now = self._saved, (trainer.global_step, not self._validating)
-        if now == before:
+        now = (trainer.global_step, not self._validating)
+        if now == self._saved:
             return
         self.divergence.require_finite(trainer)
-        trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if now[0] == before[0] else NEXT))
+        same_step = trainer.global_step == self._saved[0]
+        trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if same_step else NEXT))
         self._saved = now
         if rank() == 0:
             settle(self.out_dir, self.keep)
 
 
 class RandomState(Callback):
-    """torch's, Python's and NumPy's, of each process: what training draws after a resume is what it would have drawn."""
+    """Saves and restores the states of torch's, Python's and NumPy's random number generators, for each process."""
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ranks": gathered(_random_state())}
+        return {"ranks": all_gather(_random_state())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["ranks"]
 
     def on_train_start(self, *_: Any) -> None:
-        if self._loaded:                 # all else is set up by now
+        if self._loaded:                 # restored last: setting up the run draws random numbers
             _set_random_state(self._loaded[rank() % len(self._loaded)])
 
 
 def settle(out_dir: Path, keep: int | None = None) -> None:
-    """Gives a checkpoint that was written its name, and removes what writing left behind when it was killed.
+    """Renames next.ckpt to last.ckpt and the older ones to last-1.ckpt ..., and removes files of an interrupted write.
 
-    keep: the number of checkpoints that stay; None for all.
+    keep: the number of last checkpoints that stay; None keeps all.
     """
     folder = out_dir / FOLDER
     if (folder / NEXT).is_file():
-        _make_place(folder)
+        _shift(folder)
         (folder / NEXT).replace(folder / LAST.name)
     for path in _newest_first(out_dir):
         if keep is not None and keep <= _age(path.name) < sys.maxsize:
             path.unlink()
-    for unfinished in folder.glob(".*.ckpt.*"):
-        unfinished.unlink(missing_ok=True)
+    for temporary in folder.glob(".*.ckpt.*"):
+        temporary.unlink(missing_ok=True)
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint that is not damaged; None where there are none. Those after it are said and set aside.
+    """The newest checkpoint that is not damaged; None where there are none. Newer, damaged ones are renamed, with a warning.
 
-    Raises ValueError where there are some and all are damaged: they keep their names, so that the next call does so too.
+    Raises UserError when all checkpoints are damaged; they keep their names, so that the next call raises it too.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in _newest_first(out_dir):
@@ -161,8 +174,8 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             _set_aside(damaged)
             return sound
     if damaged or (out_dir / FOLDER / DAMAGED).is_file():
-        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged: the run cannot be continued; begin a new one, "
-                        f"with init_from={out_dir / BEST} where that one is sound")
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be continued: begin a new one, "
+                        f"with init_from={out_dir / BEST} if that file is sound")
     return None
 
 
@@ -172,8 +185,8 @@ def _set_aside(damaged: list[tuple[Path, CheckpointError]]) -> None:
         print(f"{path} is damaged and now called {DAMAGED}; continuing from the one before it ({error})", file=sys.stderr)
 
 
-def _make_place(folder: Path) -> None:
-    """For a newest one: the others move one place on, up to the first that is free, and none is lost."""
+def _shift(folder: Path) -> None:
+    """Renames last.ckpt to last-1.ckpt, last-1.ckpt to last-2.ckpt and so on up to the first unused name."""
     free = next(age for age in itertools.count() if not (folder / _name(age)).is_file())
     for age in range(free, 0, -1):
         (folder / _name(age - 1)).replace(folder / _name(age))
@@ -189,7 +202,7 @@ def _name(age: int) -> str:
 
 
 def _age(name: str) -> int:
-    """How many checkpoints are newer; sys.maxsize for a name that training does not give."""
+    """The number of newer checkpoints, by the name; sys.maxsize for a name that training does not give."""
     if name == LAST.name:
         return 0
     number = name.removeprefix("last-").removesuffix(".ckpt")
@@ -197,7 +210,7 @@ def _age(name: str) -> int:
 
 
 def _write_and_verify(checkpoint: dict[str, Any], file: Any) -> None:
-    """The checksums of all entries, and that it can be loaded with no code executed."""
+    """Writes the checkpoint and reads it back: all checksums must match, and loading must execute no code."""
     torch.save(checkpoint, file)
     file.flush()
     _torch_file.load(Path(file.name))
@@ -210,7 +223,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _random_state() -> dict[str, Any]:
-    """In plain containers."""
+    """The generators' states in plain containers, which weights_only=True can load."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

@@ -1,4 +1,4 @@
-"""A run whose loss is no longer a finite number ends, in all its processes, before that reaches a checkpoint."""
+"""Ends a run in all its processes when the loss or a weight is not finite, before that reaches a checkpoint."""
 
 import math
 from pathlib import Path
@@ -9,23 +9,28 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from rwkv.distributed import summed
+from rwkv.distributed import all_sum
 from rwkv.errors import UserError
 
-SKIPPED = 20                             # losses in a row: fp16's scaler skips such a step, and the next one may be well again
+FP16_PATIENCE = 20                       # consecutive non-finite losses allowed with fp16, whose scaler skips such steps
 
 
 class Diverged(UserError):
-    """The loss or the weights are not finite. What training has saved before is."""
+    """The loss or a weight is not finite. The checkpoints saved before are intact."""
 
 
 class Divergence(Callback):
-    """Raises Diverged. Losses are read every log_every steps and before a validation: reading each would wait for the GPU."""
+    """Raises Diverged for a loss or a weight that is not finite.
+
+    Losses are read every log_every steps, before a validation and before a checkpoint: reading each would wait for the GPU.
+    """
 
     def __init__(self, out_dir: Path, log_every: int) -> None:
-        self.out_dir, self.log_every = out_dir, log_every
-        self._loss: Any = 0.0            # of the step so far, a share for each batch that it accumulates
-        self._lr, self._not_finite_in_a_row = 0.0, 0
+        self.out_dir = out_dir
+        self.log_every = log_every
+        self._lr = 0.0
+        self._loss: Any = 0.0            # of the current step; every accumulated batch adds its share
+        self._consecutive = 0            # losses that are not finite
         self._unread: list[tuple[int, float, Tensor]] = []       # step, learning rate and loss
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -45,27 +50,27 @@ class Divergence(Callback):
         self._read_losses(trainer)
 
     def require_finite(self, trainer: lightning.Trainer, val_loss: float = 0.0) -> None:
-        """What must hold before a checkpoint is written, called in all processes."""
+        """Raises Diverged unless losses and weights are finite. Called before a checkpoint is written, in all processes."""
         self._read_losses(trainer)
         if not math.isfinite(val_loss):
-            raise Diverged(self._sentence("val/loss", trainer.global_step, self._lr))
+            raise self._diverged("val/loss", trainer.global_step, self._lr)
         norm = torch.nn.utils.get_total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
-        if summed(not norm.isfinite())[0]:
-            raise Diverged(self._sentence("a weight", trainer.global_step, self._lr))
+        if all_sum(not norm.isfinite())[0]:
+            raise self._diverged("a weight", trainer.global_step, self._lr)
 
     def _read_losses(self, trainer: lightning.Trainer) -> None:
         if not self._unread:
             return
         losses = torch.stack([loss for _, _, loss in self._unread]).tolist()
-        not_finite = summed(*(not math.isfinite(loss) for loss in losses))
-        allowed = SKIPPED if getattr(trainer.precision_plugin, "scaler", None) is not None else 0
-        for (step, lr, _), in_processes in zip(self._unread, not_finite, strict=True):
-            self._not_finite_in_a_row = self._not_finite_in_a_row + 1 if in_processes else 0
-            if self._not_finite_in_a_row > allowed:
-                raise Diverged(self._sentence("train/loss", step, lr))
+        processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # how many have a loss that is not finite
+        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        for (step, lr, _), diverged in zip(self._unread, processes, strict=True):
+            self._consecutive = self._consecutive + 1 if diverged else 0
+            if self._consecutive > (FP16_PATIENCE if has_scaler else 0):
+                raise self._diverged("train/loss", step, lr)
         self._unread.clear()
 
-    def _sentence(self, what: str, step: int, lr: float) -> str:
-        return (f"training diverged: {what} is not a finite number at step {step}, where the learning rate is {lr:.3g}; try a "
-                "lower optim.lr, a longer optim.warmup_steps or a smaller optim.grad_clip in a new run; the checkpoints in "
-                f"{self.out_dir} are of earlier steps and intact")
+    def _diverged(self, quantity: str, step: int, lr: float) -> Diverged:
+        return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}; try "
+                        "a lower optim.lr, a longer optim.warmup_steps or a smaller optim.grad_clip in a new run; the "
+                        f"checkpoints in {self.out_dir} are of earlier steps and intact")

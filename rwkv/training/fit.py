@@ -7,7 +7,7 @@ import lightning
 from rwkv import cli, distributed
 from rwkv.config import TrainConfig
 from rwkv.data.loaders import DataModule
-from rwkv.distributed import say
+from rwkv.distributed import log
 from rwkv.training.callbacks import Interrupted
 from rwkv.training.device import device_for, process_count, share
 from rwkv.training.divergence import Diverged
@@ -22,7 +22,7 @@ from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, s
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
     if distributed.launched():
         with distributed.connected():
-            train(distributed.agreed(lambda: open_run(config, line.keys, line.chosen)))
+            train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))
     else:
         run = open_run(config, line.keys, line.chosen)
         count = process_count(run.config)
@@ -36,7 +36,7 @@ def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
-    distributed.agreed(lambda: require(config.logger))
+    distributed.broadcast_from_rank0(lambda: require(config.logger))
     data = data_for(run, device, wkv.name)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.beginning, data.tokenizer, wkv), config.trainer)
@@ -45,14 +45,14 @@ def train(run: Run) -> None:
     task.describe(resolved, data.tokenizer)
     announce(run, kernel, device, task, data)
 
-    distributed.agreed(lambda: create(run, resolved))
+    distributed.broadcast_from_rank0(lambda: create(run, resolved))
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, data.tokenizer, logs)
     loaders = DataModule(data, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
     except Interrupted:
-        say(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
+        log(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
         sys.exit(130)
     except Diverged as error:
         leave_report(run.out_dir)

@@ -1,22 +1,25 @@
-"""What a run's kernel costs and how far it is from float64, on the run's own numbers: out_dir/kernel.json.
+"""The cost and the error of a run's kernel on the run's own data: out_dir/kernel.json.
 
-Beside the machine, which is always there, trainer.probe=true measures
-- the time of some hundred steps after WARM_UP, and in each of them that of WKV's forward and backward passes: by a clock on
-  a CPU, by CUDA events on a GPU, read when training is over;
-- the error of WKV in each layer, its output and all its gradients, on the k, v, time_decay, time_first and upstream gradient of
-  a batch at the start and of the last batch after the last step, against the reference in float64. The start is the third
-  step: RWKV-4 begins with keys and outputs of zero, and the gradients that reach WKV are all zero until then.
+The machine is always recorded. trainer.probe=true adds:
+- times of about SAMPLES steps after the warm-up: the step, and in it the operator's forward and backward passes, by a clock
+  on a CPU, by CUDA events on a GPU, which are read after training;
+- errors of the operator in each layer, of its output and all gradients, against the reference in float64, on the inputs and
+  the upstream gradient of a batch at the start and of the last batch after the last step. The start is the third step: RWKV-4
+  begins with keys and outputs of zero, so that all gradients that reach WKV are zero before.
 
-Training does not change by a bit: between sampled steps nothing is attached, a clock only looks, and errors are those of a
-pass of their own, over half of the batch so that its memory stays below that of a step, whose gradients are thrown away.
+The probe does not change training by a bit: the operator is wrapped during sampled steps only, clocks only read the time, and
+errors are measured in an extra pass over half of a batch (so that it takes less memory than a step), whose gradients are
+dropped.
 """
 
+import importlib
+import inspect
 import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import lightning
 import torch
@@ -25,27 +28,20 @@ from torch import Tensor
 
 from kernels.bench.hardware import describe
 from kernels.compare import err_ratio
-from kernels.wkv4 import WKV, WKVState, cases
 from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
-from rwkv.model.rwkv4 import Block
+from rwkv.report.reading import KERNEL
 
-FILE = "kernel.json"
-START = 2
-WARM_UP, SAMPLES = 20, 100               # steps that are not timed (a fifth of a short run), and how many are, roughly
-DIFFERENTIABLE = ("time_decay", "time_first", "k", "v")
-
-
-class Clock(Protocol):
-    """mark() notes a moment, and ms(begin, end), asked when training is over, is the time between two of them."""
-
-    def mark(self) -> Any: ...
-    def ms(self, begin: Any, end: Any) -> float: ...
+START = 2                                # the step, from 0, at which errors are measured first
+WARM_UP, SAMPLES = 20, 100               # steps before the first timed one (a fifth of a short run); timed steps, roughly
+Operator = Callable[..., tuple[Tensor, Any]]     # operator(inputs ..., state) -> (y, state)
 
 
 class CpuClock:
+    """mark() returns the present moment; ms(begin, end), called after training, the milliseconds between two moments."""
+
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -54,7 +50,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events on the current stream: noting one waits for nothing."""
+    """The same with events on the current stream; recording one does not synchronise."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -67,25 +63,26 @@ class CudaClock:
 
 
 class Sample:
-    """One step: its own begin and end, and those of every forward and backward pass of WKV in it."""
+    """The times of one step: of the step itself, and of every forward and backward pass of the operator in it."""
 
-    def __init__(self, step: int, clock: Clock) -> None:
-        self.step, self.clock = step, clock
+    def __init__(self, step: int, clock: CpuClock | CudaClock) -> None:
+        self.step = step
+        self.clock = clock
         self.spans: dict[str, list[tuple[Any, Any]]] = {"ms": [], "forward_ms": [], "backward_ms": []}
         self.begin = clock.mark()
 
     def end(self) -> None:
         self.spans["ms"].append((self.begin, self.clock.mark()))
 
-    def wrap(self, wkv: WKV, layer: int) -> Callable[..., tuple[Tensor, WKVState]]:
-        return partial(self._timed, wkv)
+    def wrap(self, operator: Operator, layer: int) -> Operator:
+        return partial(self._timed, operator)
 
     def as_row(self) -> dict[str, float]:
         return {"step": self.step} | {name: sum(self.clock.ms(*span) for span in spans) for name, spans in self.spans.items()}
 
-    def _timed(self, wkv: WKV, *inputs: Any) -> tuple[Tensor, WKVState]:
+    def _timed(self, operator: Operator, *inputs: Any) -> tuple[Tensor, Any]:
         begin = self.clock.mark()
-        y, state = wkv(*inputs)
+        y, state = operator(*inputs)
         self.spans["forward_ms"].append((begin, self.clock.mark()))
         if y.grad_fn is not None:
             begins: list[Any] = []
@@ -95,136 +92,152 @@ class Sample:
 
 
 class Record:
-    """One layer's WKV in one pass: what it was given, what it gave, and the gradients into and out of it."""
+    """One layer's operator in one pass: its inputs by name, its state and output, and the gradients of both sides."""
 
-    def __init__(self) -> None:
-        self.inputs: tuple[Tensor, ...] = ()
-        self.state: WKVState | None = None
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        self.inputs: dict[str, Tensor] = {}
+        self.state: Any = None
         self.y = self.grad_y = torch.empty(0)
         self.grads: tuple[Tensor, ...] = ()
 
-    def wrap(self, wkv: WKV) -> Callable[..., tuple[Tensor, WKVState]]:
-        return partial(self._kept, wkv)
-
-    def _kept(self, wkv: WKV, *inputs: Any) -> tuple[Tensor, WKVState]:
-        y, state = wkv(*inputs)
-        self.inputs, self.y = tuple(tensor.detach() for tensor in inputs[:4]), y.detach()
-        self.state = inputs[4] if len(inputs) > 4 else None
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Any]:
+        """Calls the operator."""
+        y, state = self.operator(*inputs)
+        arguments = dict(inspect.signature(self.operator).bind(*inputs).arguments)
+        self.state = arguments.pop("state", None)
+        self.inputs = {name: tensor.detach() for name, tensor in arguments.items()}
+        self.y = y.detach()
         assert y.grad_fn is not None
-        y.grad_fn.register_hook(self._keep)
+        y.grad_fn.register_hook(self._keep_gradients)
         return y, state
 
-    def _keep(self, grads: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
-        self.grads, self.grad_y = tuple(grads[:4]), upstream[0]
+    def _keep_gradients(self, grads: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
+        self.grads = tuple(grads[:len(self.inputs)])
+        self.grad_y = upstream[0]
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """Of y and each gradient: err_ratio, and the largest difference."""
-        leaves = [tensor.double().requires_grad_() for tensor in self.inputs]
-        state = None if self.state is None else WKVState(*(part.detach().double() for part in self.state))
+        """The err_ratio and the largest absolute difference of y and of each input's gradient."""
+        operator_class: Any = type(self.operator)
+        reference = operator_class("reference")
+        leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
         with torch.enable_grad(), torch.autocast(self.y.device.type, enabled=False):
-            y, _ = WKV("reference")(leaves[0], leaves[1], leaves[2], leaves[3], state)
-        grads = torch.autograd.grad(y, leaves, self.grad_y.double())
-        expected = {"y": y.detach()} | {f"grad {name}": grad for name, grad in zip(DIFFERENTIABLE, grads, strict=True)}
-        found = [self.y, *self.grads]
-        return {name: {"err_ratio": err_ratio(actual, reference), "max": float((actual - reference).abs().max())}
-                for (name, reference), actual in zip(expected.items(), found, strict=True)}
+            y, _ = reference(**leaves, state=_double(self.state))
+        grads = torch.autograd.grad(y, list(leaves.values()), self.grad_y.double())
+        names = ["y", *(f"grad {name}" for name in leaves)]
+        return {name: {"err_ratio": err_ratio(actual, expected), "max": float((actual - expected).abs().max())}
+                for name, actual, expected in zip(names, (self.y, *self.grads), (y.detach(), *grads), strict=True)}
 
     def ranges(self) -> dict[str, list[float]]:
-        """The least and the largest of each input."""
-        return {name: [float(tensor.min()), float(tensor.max())]
-                for name, tensor in zip(DIFFERENTIABLE, self.inputs, strict=True)}
+        """The minimum and maximum of each input."""
+        return {name: [float(tensor.min()), float(tensor.max())] for name, tensor in self.inputs.items()}
 
 
-class Attached:
-    """In the place of each layer's operator, wrap(operator, layer); until `detach`."""
+def _double(state: Any) -> Any:
+    """A state, a tensor or a named tuple of tensors, in float64."""
+    if state is None or isinstance(state, Tensor):
+        return state if state is None else state.detach().double()
+    return type(state)(*map(_double, state))
 
-    def __init__(self, pl_module: lightning.LightningModule, wrap: Callable[[WKV, int], Any]) -> None:
-        self._before = [(block, block.att.wkv) for block in _blocks(pl_module)]
-        for layer, (block, wkv) in enumerate(self._before):
-            block.att.wkv = wrap(wkv, layer)
 
-    def detach(self) -> None:
-        for block, wkv in self._before:
-            block.att.wkv = wkv
+class Wrapped:
+    """Replaces each layer's operator by wrap(operator, layer) until restore()."""
+
+    def __init__(self, pl_module: lightning.LightningModule, wrap: Callable[[Operator, int], Operator]) -> None:
+        self._mixers = _time_mixers(pl_module)
+        self._operators = [mixer.wkv for mixer in self._mixers]
+        for layer, mixer in enumerate(self._mixers):
+            mixer.wkv = wrap(mixer.wkv, layer)
+
+    def restore(self) -> None:
+        for mixer, operator in zip(self._mixers, self._operators, strict=True):
+            mixer.wkv = operator
 
 
 class Probe(Callback):
-    """Writes out_dir/kernel.json when training begins, and again when it ends in whatever way. Of several processes, the first.
+    """Writes out_dir/kernel.json when training begins, and again when it ends or fails. With several processes, rank 0 does.
 
-    paused(seconds): told how long a measurement of errors took.
+    exclude(seconds) is called with the time that each measurement of errors took.
     """
 
-    def __init__(self, out_dir: Path, options: TrainerConfig, paused: Callable[[float], None]) -> None:
-        self.path, self.options, self._paused = out_dir / FILE, options, paused
-        self.measured: dict[str, Any] = {}
-        self._first = self._steps = 0    # the step that training began or went on at, and the last one
+    def __init__(self, out_dir: Path, options: TrainerConfig, exclude: Callable[[float], None]) -> None:
+        self.path = out_dir / KERNEL
+        self.options = options
+        self.measured: dict[str, Any] = {}       # the content of kernel.json
+        self._exclude = exclude
+        self._disabled = _why_disabled(options)
+        self._first_step = 0             # of this part of the run
+        self._max_steps = 0
         self._samples: list[Sample] = []
-        self._sample: Sample | None = None
-        self._attached: Attached | None = None
+        self._sample: Sample | None = None       # of the current step
+        self._wrapped: Wrapped | None = None
         self._batch: Any = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._first, self._steps = trainer.global_step, trainer.max_steps
-        before = _read(self.path) if self._first else {}
+        self._first_step = trainer.global_step
+        self._max_steps = trainer.max_steps
+        earlier = _read(self.path) if self._first_step else {}
         self.measured = {
-            "kernel": _blocks(pl_module)[0].att.wkv.name, "device": pl_module.device.type, "precision": self.options.precision,
-            "machine": describe(pl_module.device.type), "probe": _why_not(self.options) or "on", "warm_up": self._warm_up(),
-            "steps": [row for row in before.get("steps", []) if row["step"] < self._first],
-            "errors": {when: errors for when, errors in before.get("errors", {}).items() if when == "start"},
+            "kernel": _time_mixers(pl_module)[0].wkv.name, "device": pl_module.device.type, "precision": self.options.precision,
+            "machine": describe(pl_module.device.type), "probe": self._disabled or "on", "warm_up": self._warm_up(),
+            "steps": [row for row in earlier.get("steps", []) if row["step"] < self._first_step],
+            "errors": {when: errors for when, errors in earlier.get("errors", {}).items() if when == "start"},
             "finished": False}
         self._write()
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any,
                              batch_idx: int) -> None:
-        if rank() > 0 or _why_not(self.options):
+        if rank() > 0 or self._disabled:
             return
-        self._batch, step = batch, trainer.global_step
-        if step == min(START, self._steps - 1) and "start" not in self.measured["errors"]:
-            since = time.perf_counter()
+        self._batch = batch
+        step = trainer.global_step
+        if step == min(START, self._max_steps - 1) and "start" not in self.measured["errors"]:
+            start = time.perf_counter()
             self.measured["errors"]["start"] = measure_errors(trainer, pl_module, batch)
             self._write()
-            self._paused(time.perf_counter() - since)
+            self._exclude(time.perf_counter() - start)
         if batch_idx % self.options.accumulate == 0 and self._is_sampled(step):
             self._sample = Sample(step, CudaClock() if pl_module.device.type == "cuda" else CpuClock())
-            self._attached = Attached(pl_module, self._sample.wrap)
+            self._wrapped = Wrapped(pl_module, self._sample.wrap)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any,
                            batch_idx: int) -> None:
         if self._sample is not None and (batch_idx + 1) % self.options.accumulate == 0:
             self._sample.end()
             self._samples.append(self._sample)
-            self._detach()
+            self._unwrap()
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.measured["finished"] = trainer.global_step >= self._steps
+        self.measured["finished"] = trainer.global_step >= self._max_steps
         if self._batch is not None:
             self.measured["errors"]["end"] = measure_errors(trainer, pl_module, self._batch)
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
-        """Lightning tears nothing down then."""
-        self._finish()
+        self._finish()                   # Lightning does not call teardown then
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._finish()
 
     def _finish(self) -> None:
         if self.measured:
-            self._detach()
+            self._unwrap()
             self.measured["steps"] += [sample.as_row() for sample in self._samples]
-            self._samples, self._batch = [], None
+            self._samples = []
+            self._batch = None
             self._write()
 
-    def _detach(self) -> None:
-        if self._attached is not None:
-            self._attached.detach()
-        self._attached = self._sample = None
+    def _unwrap(self) -> None:
+        if self._wrapped is not None:
+            self._wrapped.restore()
+        self._wrapped = None
+        self._sample = None
 
     def _is_sampled(self, step: int) -> bool:
-        since = step - self._first - self._warm_up()
-        return since >= 0 and since % max(1, self._steps // SAMPLES) == 0
+        timed = step - self._first_step - self._warm_up()
+        return timed >= 0 and timed % max(1, self._max_steps // SAMPLES) == 0
 
     def _warm_up(self) -> int:
-        return min(WARM_UP, self._steps // 5)
+        return min(WARM_UP, self._max_steps // 5)
 
     def _write(self) -> None:
         if rank() == 0:
@@ -232,41 +245,45 @@ class Probe(Callback):
 
 
 def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any) -> dict[str, Any]:
-    """The step's number, and per layer the errors of WKV in a pass over half of the batch, and the ranges of its inputs."""
-    records = [Record() for _ in _blocks(pl_module)]
-    attached = Attached(pl_module, lambda wkv, layer: records[layer].wrap(wkv))
+    """The step, and for each layer the operator's errors and the ranges of its inputs, in a pass over half of the batch."""
+    task = cast(Any, pl_module)
+    records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
+    wrapped = Wrapped(task, lambda operator, layer: records[layer])
     try:
         with torch.enable_grad(), trainer.precision_plugin.train_step_context():
-            loss = cast(Any, pl_module).loss(*_half(batch))
-        torch.autograd.grad(loss, [weight for weight in pl_module.parameters() if weight.requires_grad], allow_unused=True)
+            loss = task.loss(*_half(batch))
+        torch.autograd.grad(loss, [weight for weight in task.parameters() if weight.requires_grad], allow_unused=True)
     finally:
-        attached.detach()
+        wrapped.restore()
     dtype = records[0].y.dtype
+    cases = importlib.import_module(f"kernels.{task.model.generation.OPERATOR}.cases")
     return {"step": trainer.global_step, "dtype": str(dtype).removeprefix("torch."), "allowed": cases.tolerance(dtype),
             "layers": [{"errors": record.errors(), "ranges": record.ranges()} for record in records]}
 
 
 def _half(batch: Any) -> tuple[Tensor, Tensor]:
-    """The first rows of a batch; of segments (B,K,T) the first one."""
+    """The first half of a batch's rows; of segments (B,K,T), the first segment of these rows."""
     x, y = (batch.x[:, 0], batch.y[:, 0]) if isinstance(batch, Segments) else batch
-    return x[:max(1, len(x) // 2)], y[:max(1, len(y) // 2)]
+    rows = max(1, len(x) // 2)
+    return x[:rows], y[:rows]
 
 
-def _blocks(pl_module: lightning.LightningModule) -> list[Block]:
-    return [cast(Block, block) for block in cast(Any, pl_module).model.blocks]
+def _time_mixers(pl_module: lightning.LightningModule) -> list[Any]:
+    """The modules that hold the operator, one for each layer."""
+    return [block.att for block in cast(Any, pl_module).model.blocks]
 
 
-def _why_not(options: TrainerConfig) -> str | None:
-    """Why nothing is measured, where that is so."""
+def _why_disabled(options: TrainerConfig) -> str | None:
+    """The reason why nothing is measured; None when the probe is on."""
     if not options.probe:
         return "off"
     if options.compile:
-        return "a compiled block has no operator to look at: trainer.compile=true"
-    return "the weights are spread over processes: trainer=fsdp" if options.strategy == "fsdp" else None
+        return "the operator of a compiled block cannot be measured: trainer.compile=true"
+    return "the weights are sharded over processes: trainer=fsdp" if options.strategy == "fsdp" else None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What an earlier part of the run has written; nothing where that cannot be read."""
+    """The kernel.json of an earlier part of the run; {} when it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

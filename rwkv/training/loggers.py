@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.csv in the run's directory, and W&B, online where the user is logged in, else offline."""
+"""Loggers of metrics: metrics.csv in the run's directory, and W&B, online if the user is logged in, otherwise offline."""
 
 import csv
 import importlib
@@ -15,33 +15,35 @@ from rwkv.config import LoggerConfig
 from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
+from rwkv.report.reading import METRICS, read_metrics
 
-METRICS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "peak_mem")
+COLUMNS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 Mode = Literal["online", "offline", "disabled"]
-SAMPLES = ("step", "prompt", "text")
-SAMPLES_SHOWN = 100                      # of the latest in W&B's table, which is sent whole each time
+SAMPLE_COLUMNS = ("step", "prompt", "text")
+SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whole table each time
 
 
 def require(config: LoggerConfig) -> None:
-    """Raises ValueError where logger=wandb and the package cannot be imported: before the run does anything long."""
+    """Raises UserError when logger=wandb and the package cannot be imported. Called before a run does anything long."""
     if config.name != "wandb":
         return
     try:
         importlib.import_module("wandb")
-    except Exception as error:           # a broken installation raises whatever its first broken part does
+    except Exception as error:           # a broken installation can raise any exception
         raise UserError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
                         "install --force-reinstall wandb), or use logger=csv") from error
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
-    """`run` is the resolved configuration, the kernel by its resolved name: what W&B shows and filters by.
+    """The loggers that the options choose; none in other processes than rank 0.
 
-    resumed_at: the step of the checkpoint that the run continues from. Of several processes, the first logs for all.
+    run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
+    continues from.
     """
     if config.name == "none" or rank() > 0:
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
-    file = MetricsFile(out_dir / "metrics.csv", run["kernel"]["name"], norms, resumed_at)
+    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], norms, resumed_at)
     if config.name == "csv":
         return [file]
     mode = _mode()
@@ -53,20 +55,20 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
 
 
 def norm_names(n_layer: int) -> tuple[str, ...]:
-    """What trainer.grad_norms=true logs: the norm of the gradients of each part of the model."""
+    """The metrics of trainer.grad_norms=true: the norm of the gradients of each part of the model."""
     return tuple(f"grad_norm/{part}" for part in ("emb", *(f"blocks.{layer}" for layer in range(n_layer)), "ln_out", "head"))
 
 
 def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """To W&B, as a table; they are in a file of their own anyway. rows: of SAMPLES each."""
-    table = [[row[name] for name in SAMPLES] for row in rows[-SAMPLES_SHOWN:]]
+    """Logs samples to W&B as a table. rows: step, prompt and text of each."""
+    table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            logger.log_table("samples", list(SAMPLES), table, step=step)
+            logger.log_table("samples", list(SAMPLE_COLUMNS), table, step=step)
 
 
 def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, Any]], files: Iterable[Path]) -> None:
-    """A W&B run of a sweep's own, in the group of its runs: the report's rows as a table, and its files as they are."""
+    """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact."""
     import wandb
 
     mode = _mode()
@@ -89,16 +91,18 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
 
 
 class MetricsFile(Logger):
-    """One row for each step with metrics; a resumed run goes on where its checkpoint was, and drops what came after it.
+    """metrics.csv: one row for each step with metrics.
 
-    It keeps its columns, and has new ones after them. `kernel` stands in each row, since a resumed run may have another.
+    A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
+    row names the kernel, since a resumed run may use another.
     """
 
     def __init__(self, path: Path, kernel: str, norms: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
-        self.path, self.kernel = path, kernel
-        kept = _rows_until(path, resumed_at) if resumed_at is not None and path.is_file() else []
-        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *METRICS, "kernel", *norms]))
+        self.path = path
+        self.kernel = kernel
+        kept = _complete_rows(path, resumed_at) if resumed_at is not None else []
+        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *norms]))
         write_file(path, lambda file: file.write(self._text(kept, header=True)))
 
     @property
@@ -127,48 +131,47 @@ class MetricsFile(Logger):
         return text.getvalue().encode()
 
 
-def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
-    """Without a last row that a kill cut short."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) <= step]
+def _complete_rows(path: Path, last_step: int) -> list[dict[str, str]]:
+    """The rows up to `last_step`, without a last row that a kill cut short."""
+    return [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= last_step]
 
 
 def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode) -> WandbLogger:
     import wandb
 
-    if wandb.run is not None:            # that of a run before this one, in the same process
+    if wandb.run is not None:            # of an earlier training in the same process
         wandb.finish()
-    before = _id_of(out_dir)
+    earlier_id = _id_of(out_dir)
     logger = WandbLogger(
-        id=before, resume="allow" if before else None,
+        id=earlier_id, resume="allow" if earlier_id else None,
         project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",
         save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode=mode))
     if mode == "offline":
-        print(f"W&B: offline; {_how_to_upload(Path(logger.experiment.dir).parent, before)}", file=sys.stderr)
+        print(f"W&B: offline; {_how_to_upload(Path(logger.experiment.dir).parent, earlier_id)}", file=sys.stderr)
     return logger
 
 
 def _mode() -> Mode:
-    """What the user's own settings of W&B say, and offline where nobody is logged in."""
+    """The mode of the user's own W&B settings, or offline when nobody is logged in."""
     import wandb
 
     settings = wandb.setup(wandb.Settings(silent=True)).settings
-    if settings._noop:                   # mode=disabled
+    if settings._noop:                   # set by mode=disabled
         return "disabled"
     return "offline" if settings._offline or not _logged_in() else "online"
 
 
 def _id_of(out_dir: Path) -> str | None:
-    """Of the W&B run in a run's directory that is continued: the name of its file, run-ID.wandb, says it whole."""
+    """The id of the last W&B run in a run's directory, from the name of its file, run-ID.wandb; None for none."""
     files = sorted((out_dir / "wandb").glob("*run-*-*/run-*.wandb"))
     return files[-1].stem.removeprefix("run-") if files else None
 
 
-def _how_to_upload(folder: Path, before: str | None) -> str:
-    if before is None:
+def _how_to_upload(folder: Path, earlier_id: str | None) -> str:
+    if earlier_id is None:
         return f"`wandb sync {folder}` uploads this run"
-    return (f"a run continued offline is a folder for each part; `wandb sync --id {before} {folder.parent}/*run-*` uploads "
-            "them into one run")
+    return (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} {folder.parent}/*run-*` "
+            "uploads them into one run")
 
 
 def _logged_in() -> bool:
@@ -178,5 +181,5 @@ def _logged_in() -> bool:
         return bool(wandb.login(prompt=False))
     except wandb.errors.AuthenticationError as error:
         raise UserError(f"W&B refuses the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
-    except wandb.errors.UsageError:      # no key, and nobody to ask for one
+    except wandb.errors.UsageError:      # there is no key, and no terminal to prompt for one
         return False

@@ -15,7 +15,7 @@ from kernels.backends import threads
 from rwkv.config import TrainConfig
 from rwkv.data import documents
 from rwkv.data.prepare import Corpus
-from rwkv.distributed import rank, say, world_size
+from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
@@ -42,9 +42,9 @@ def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, d
     """What will happen, on standard error; ends the program there where plan=true."""
     if rank() == 0:
         if run.config.resume == "auto" and run.resume_from is None:
-            say("resume=auto: no run to continue, starting a new one")
+            log("resume=auto: no run to continue, starting a new one")
         for subject, what in _lines(run, kernel, device, task, data):
-            say(f"{subject:<11}{what}")
+            log(f"{subject:<11}{what}")
     if run.config.plan:
         sys.exit(0)
 

@@ -30,9 +30,9 @@ def data_for(run: Run, device: torch.device, kernel: str) -> Corpus:
     Raises ValueError where it does not, or its checkpoints do not, and as rwkv.tokens.prepare does.
     """
     least = run.tokenizer.vocab_size if run.tokenizer else 1
-    distributed.agreed(lambda: require_room(run, device, kernel, least))
-    data = distributed.in_turn(lambda: prepare(run.config.data, run.config.model.ctx_len, run.tokenizer))
-    distributed.agreed(lambda: require_room(run, device, kernel, data.tokenizer.vocab_size))
+    distributed.broadcast_from_rank0(lambda: require_room(run, device, kernel, least))
+    data = distributed.rank0_first(lambda: prepare(run.config.data, run.config.model.ctx_len, run.tokenizer))
+    distributed.broadcast_from_rank0(lambda: require_room(run, device, kernel, data.tokenizer.vocab_size))
     return data
 
 

@@ -16,7 +16,7 @@ from rwkv.checkpoint.content import ENTRY
 from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
 from rwkv.data.documents import Segments
-from rwkv.distributed import rank, summed, world_size
+from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
@@ -93,7 +93,7 @@ class LanguageModel(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.trainer.global_step))
-        nats, tokens = summed(self._nats, self._tokens)
+        nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         self.log("val/loss", loss)
         self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rwkv.distributed import gathered, rank, world_size
+from rwkv.distributed import all_gather, rank, world_size
 from rwkv.model.base import Model, State
 
 
@@ -60,7 +60,7 @@ class Carried:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same in every process; all of them must ask."""
-        ranks = gathered([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
+        ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
         parts = [type(state)(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
                  for state, of_ranks in zip(self._parts.values(), zip(*ranks, strict=True), strict=True)]
         return State.cat(parts).named() if parts else {}

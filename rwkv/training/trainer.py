@@ -25,7 +25,7 @@ from kernels.registry import missing_compiler
 from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
-from rwkv.distributed import launched, rank, say, world_size
+from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
@@ -57,8 +57,8 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     divergence = Divergence(out_dir, options.log_every)
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
-    probe = Probe(out_dir, options, metrics.leave_out)
-    samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
+    probe = Probe(out_dir, options, metrics.exclude)
+    samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options, generation(config.model).Block),
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
@@ -97,7 +97,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     if rank() > 0:
         return
     model = _whole(task, config, out_dir).eval()
-    say("\nsample:")
+    log("\nsample:")
     prompt = config.data.sample_prompt
     with redirect_stdout(unread(sys.stdout)):
         print(prompt, end="")
@@ -105,9 +105,9 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
             for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
                 print(piece, end="", flush=True)
         except Exception as error:
-            say(f"no sample: {error}")
+            log(f"no sample: {error}")
         print(flush=True)
-    say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
+    log(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 
 
 def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> Model:
@@ -122,13 +122,13 @@ def leave_report(out_dir: Path) -> None:
     if rank() > 0:
         return
     try:
-        say(f"report: {report.write(out_dir)}")
+        log(f"report: {report.write(out_dir)}")
     except Exception as error:
-        say(f"no report: {error!r}")
+        log(f"no report: {error!r}")
 
 
 def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
-    say(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
+    log(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
         f"(gzip -9 of the same text: {gzip_bpb:.4f})")
 
 

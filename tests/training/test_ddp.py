@@ -68,7 +68,7 @@ def impatient(rank: int, folder: Path, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with processes.connected():
         distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-        found = processes.agreed(lambda: time.sleep(3) or "tokenised")
+        found = processes.broadcast_from_rank0(lambda: time.sleep(3) or "tokenised")
         (folder / f"{rank}.txt").write_text(found)
 
 

@@ -1,4 +1,4 @@
-"""A run whose numbers are no longer finite ends, says so, and leaves its good checkpoints and its report."""
+"""A run whose loss is not finite ends with an error, and keeps its good checkpoints and its report."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from kernels.wkv4 import WKV
 
 BRIEF = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=6", "out_dir=run",
          "trainer.checkpoint_every=1", "trainer.val_every=100", "data.num_workers=0")
-FIRST = 4                                # the step whose gradients are no numbers
+FIRST = 4                                # the step whose gradients are not finite
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """conv1d stands for a kernel whose gradients are NaN from step FIRST on; some passes are timed before the first step."""
+    """kernel=conv1d is replaced by one whose gradients are NaN from step FIRST on; the plan times some passes before step 1."""
     calls = itertools.count()
     timed = 3
 
@@ -38,7 +38,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return grad_w, grad_k * (math.nan if next(calls) >= timed + FIRST - 1 else 1.0)
 
     with stub("timex", conv1d.forward, backward) as name:
-        monkeypatch.setattr("rwkv.training.setup.select", lambda operator, kernel, *_: WKV("timex", timex=name))
+        monkeypatch.setattr("rwkv.training.setup.select", lambda *_: WKV("timex", timex=name))
         yield
 
 
@@ -50,6 +50,7 @@ def steps(checkpoints: Path) -> dict[str, int]:
     return {path.name: content(path)["/global_step"] for path in checkpoints.iterdir()}
 
 
+@pytest.mark.programs
 @pytest.mark.usefixtures("broken")
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(run: Run, folder: Path, log_every: int) -> None:
@@ -64,8 +65,9 @@ def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(
     assert Path("run/report.html").is_file()
 
 
+@pytest.mark.programs
 def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder: Path) -> None:
-    """Even where they are read later: a rate at which the first step spoils the weights, and a checkpoint at the last one."""
+    """Even if the losses are read later: the learning rate spoils the weights in step 1, and losses are read after step 5."""
     status, _, error = run("train", *BRIEF, "optim.lr=1e30", "optim.warmup_steps=0", "trainer.log_every=5",
                            "trainer.checkpoint_every=6", "trainer.val_every=6")
     assert status == 2
@@ -73,22 +75,25 @@ def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder:
     assert not list(Path("run").glob("checkpoints/*"))
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 20)
-    monkeypatch.setattr("rwkv.scale.MixedPrecision", partial(MixedPrecision, scaler=scaler))
+    monkeypatch.setattr("rwkv.training.trainer.MixedPrecision", partial(MixedPrecision, scaler=scaler))
     status, _, error = run("train", *BRIEF, "trainer.precision=fp16-mixed", "trainer.max_steps=12")
     assert status == 0, error
     assert scaler.get_scale() < 2.0 ** 20, "some were skipped"
     assert len(losses(Path("run"))) == 12
 
 
+@pytest.mark.programs
 def test_a_sample_that_cannot_be_drawn_costs_neither_the_run_nor_its_report(run: Run, folder: Path,
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("rwkv.generation.read_prompts", fail)
+    for user in ("samples", "trainer"):
+        monkeypatch.setattr(f"rwkv.training.{user}.generate", fail)
     status, _, error = run("train", *BRIEF, "trainer.sample_every=2")
     assert status == 0, error
     assert "out of memory" in error

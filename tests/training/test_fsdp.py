@@ -106,7 +106,7 @@ def run_of_two(folder: Path) -> None:
     trainer.FSDPStrategy, fsdp._get_full_state_dict_context = OnCpu, whole_weights
     device._require_gpus = lambda *_: None
     with processes.connected():
-        fit.train(processes.agreed(lambda: open_run(config(folder, "fsdp"))))
+        fit.train(processes.broadcast_from_rank0(lambda: open_run(config(folder, "fsdp"))))
 
 
 def test_a_run_of_two_processes_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""W&B as the user has set it up: the run that is continued, the mode that was chosen, and an installation that is broken."""
+"""W&B as the user has set it up: a continued run, the mode that the user has chosen, and a broken installation."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from programs import Run, one_sentence
 from training_runs import TEXT
 
 from rwkv.config import LoggerConfig, TrainConfig
-from rwkv.training import loggers, plan
+from rwkv.training import loggers, setup
 from rwkv.training.run import as_plain
 
 RUN = as_plain(TrainConfig())
@@ -20,13 +20,12 @@ CONFIG = LoggerConfig(name="wandb")
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """W&B reads its environment once in a process; here for each test, with nobody logged in."""
+    """W&B reads its environment once in a process; here it does for each test, with nobody logged in."""
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     wandb.teardown()
     yield
     wandb.finish()
     wandb.teardown()
-
 
 
 @pytest.mark.parametrize("name", ["my-exp-1", "plain"])
@@ -38,7 +37,7 @@ def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: py
     _, second = loggers.loggers(CONFIG, tmp_path, RUN, resumed_at=1)
     assert isinstance(second, WandbLogger)
     assert second.experiment.id == name
-    assert f"`wandb sync --id {name} " in capsys.readouterr().err
+    assert f"wandb sync --id {name} " in capsys.readouterr().err
 
 
 def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -54,12 +53,12 @@ def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeyp
 
 def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_path: Path,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that fails as it is imported, in the place of the installed one."""
+    """A module whose import fails takes the place of the installed one."""
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "wandb.py").write_text("raise TypeError('Descriptors cannot be created directly.')\n")
     installed = [name for name in sys.modules if name.partition(".")[0] == "wandb"]
-    monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
+    monkeypatch.setattr(setup, "prepare", lambda *_: pytest.fail("the data were tokenised"))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path / "broken"))
         for name in installed:

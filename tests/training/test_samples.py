@@ -1,4 +1,4 @@
-"""Samples and measures during training: they change nothing in it, and say of it what is true."""
+"""Samples, metrics.csv and gradient norms: they do not change training, and their values are right."""
 
 import csv
 import json
@@ -11,10 +11,12 @@ from programs import Run
 from training_runs import OWN, SMALL, TEXT, content, losses, rows, same
 
 from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.errors import UserError
+from rwkv.report.reading import read_samples
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 from rwkv.training.callbacks import gradient_norms, peak_memory_mib
-from rwkv.training.loggers import METRICS, MetricsFile, norm_names
-from rwkv.training.samples import Samples, read_samples, sample_every
+from rwkv.training.loggers import COLUMNS, MetricsFile, norm_names
+from rwkv.training.samples import Samples, sample_every
 
 CPU = torch.device("cpu")
 PROMPT = "line 7, ${x}: "
@@ -27,8 +29,9 @@ def differences(run: Path, other: Path) -> set[str]:
     return {name for name in one.keys() | two.keys() if name not in OWN and not same(one.get(name), two.get(name))}
 
 
+@pytest.mark.programs
 def test_samples_and_norms_change_nothing_in_training(run: Run, tmp_path: Path) -> None:
-    """Weights, optimiser, random state and place in the data, to the bit; standard output has the last text alone."""
+    """Weights, optimiser, random state and position in the data are bit-identical; standard output has the last sample."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     without = run("train", *BRIEF, "trainer.sample_every=0", "out_dir=without")
     sampled = run("train", *BRIEF, "trainer.sample_every=2", "trainer.grad_norms=true", "out_dir=with")
@@ -60,7 +63,7 @@ def test_a_prompt_that_has_no_tokens_is_refused_before_training(tmp_path: Path) 
 
 
 def test_a_continued_run_has_the_samples_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    """Those after its checkpoint come again; one that a kill cut short is no sample."""
+    """Samples of steps after its checkpoint are dropped, and so is an incomplete last line."""
     lines = [json.dumps({"step": step, "prompt": "", "text": "é\n"}, ensure_ascii=False) + "\n" for step in (10, 20, 30)]
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(lines) + lines[0][:-5], encoding="utf-8")
@@ -68,6 +71,15 @@ def test_a_continued_run_has_the_samples_of_one_that_was_not_stopped(tmp_path: P
     assert path.read_text(encoding="utf-8") == "".join(lines[:2])
     Samples(TrainConfig(), ByteTokenizer(), tmp_path, None, lambda seconds: None).on_train_start(Trainer(), None)
     assert path.read_text(encoding="utf-8") == ""
+
+
+def test_a_run_is_not_continued_with_damaged_files(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"step\n{"step": 1, "prompt": "", "text": "a"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"samples\.jsonl"):
+        Samples(TrainConfig(), ByteTokenizer(), tmp_path, 2, lambda seconds: None)
+    (tmp_path / "metrics.csv").write_text("step,train/loss\nnan,1\n2,1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics\.csv"):
+        MetricsFile(tmp_path / "metrics.csv", "conv1d", resumed_at=2)
 
 
 class Trainer:
@@ -78,9 +90,9 @@ def test_how_often() -> None:
     assert sample_every(TrainerConfig(val_every=7)) == 7
     assert sample_every(TrainerConfig(val_every=7, sample_every=3)) == 3
     assert sample_every(TrainerConfig(sample_every=0)) == sample_every(TrainerConfig(strategy="fsdp")) == 0
-    with pytest.raises(ValueError, match=r"trainer\.sample_every is at least 0; got -1"):
+    with pytest.raises(ValueError, match=r"trainer\.sample_every"):
         TrainerConfig(sample_every=-1)
-    with pytest.raises(ValueError, match="need them whole"):
+    with pytest.raises(ValueError, match=r"trainer\.grad_norms"):
         TrainerConfig(strategy="fsdp", grad_norms=True)
 
 
@@ -93,7 +105,7 @@ def test_a_continued_run_keeps_its_columns_and_has_new_ones_after_them(tmp_path:
     MetricsFile(path, "conv1d", ["grad_norm/emb"], resumed_at=2).log_metrics({"train/loss": 2.0, "grad_norm/emb": 3.0}, 3)
     with path.open(newline="", encoding="utf-8") as file:
         header, *found = csv.reader(file)
-    assert header == ["step", "train/loss", "mine", *(name for name in METRICS if name != "train/loss"), "kernel",
+    assert header == ["step", "train/loss", "mine", *(name for name in COLUMNS if name != "train/loss"), "kernel",
                       "grad_norm/emb"]
     assert [row[:3] for row in found] == [["1", "2.5", "a"], ["2", "2.25", "b"], ["3", "2.0", ""]]
     assert found[-1][-2:] == ["conv1d", "3.0"]

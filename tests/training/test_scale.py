@@ -11,7 +11,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.distributed import agreed, gathered, in_turn, rank, summed, world_size
+from rwkv.distributed import all_gather, all_sum, broadcast_from_rank0, rank, rank0_first, world_size
 from rwkv.training.device import process_count, share, with_precision
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import precision_for, prepare_blocks
@@ -137,7 +137,7 @@ def test_devices_without_a_strategy_get_a_sentence() -> None:
 
 
 def test_a_single_process_agrees_with_itself() -> None:
-    assert (rank(), world_size(), gathered(3), summed(1.5, 2), agreed(lambda: 4), in_turn(lambda: 5)) == (
+    assert (rank(), world_size(), all_gather(3), all_sum(1.5, 2), broadcast_from_rank0(lambda: 4), rank0_first(lambda: 5)) == (
         0, 1, [3], [1.5, 2.0], 4, 5)
     assert share(TrainConfig(data=DataConfig(batch_size=6))).batch_size == 6
 

@@ -204,12 +204,12 @@ def test_accumulation_and_processes_have_the_large_batch(short: Any, share: Shar
 
 
 def stored_by_all(carried: list[Carried], monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """What the first process stores, where `gathered` asks all."""
+    """What the first process stores, where `all_gather` asks all."""
     values: list[Any] = []
     for one in carried:
-        monkeypatch.setattr(tbptt, "gathered", lambda value: values.append(value) or [value])
+        monkeypatch.setattr(tbptt, "all_gather", lambda value: values.append(value) or [value])
         one.state_dict()
-    monkeypatch.setattr(tbptt, "gathered", lambda value: values)
+    monkeypatch.setattr(tbptt, "all_gather", lambda value: values)
     return carried[0].state_dict()
 
 
