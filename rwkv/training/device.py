@@ -1,10 +1,10 @@
-"""trainer.precision=auto: bf16-mixed where the machine multiplies bfloat16 clearly faster than float32, else 32-true.
+"""Where a run trains: its device, the number of its processes, and its precision.
 
-A GPU says so; of a CPU no library tells for all of them, so it is measured, in a few milliseconds.
+trainer.precision=auto is bf16-mixed where the device multiplies bfloat16 clearly faster than float32, else 32-true. A GPU
+reports whether it does; on a CPU, where no library tells, a few milliseconds of matrix products measure it.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -13,40 +13,48 @@ from rwkv.config import DataConfig, TrainConfig, TrainerConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
 
+AUTO = "auto"
+N, CALLS = 512, 5                        # rows of a square matrix product, and how often it is timed
+FASTER = 1.3                             # the speed-up that pays for converting to bfloat16 and back
+
 
 def device_for(accelerator: str) -> torch.device:
-    """The device that trainer=auto|cpu|gpu means here. Raises ValueError for gpu where torch sees none."""
+    """The device that trainer.accelerator=auto|cpu|gpu means here. Raises UserError for gpu if torch finds none."""
     if accelerator == "gpu" and not torch.cuda.is_available():
-        raise UserError("trainer=gpu needs a CUDA device, and torch sees none: use trainer=cpu")
+        raise UserError("trainer=gpu needs a CUDA device, and torch finds none: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def process_count(config: TrainConfig) -> int:
-    """How many processes a run is to have on this machine, where they have not been launched yet.
+    """The number of processes to start on this machine, for a run that torchrun has not started.
 
-    Raises ValueError where that many cannot be, or cannot work together.
+    Raises UserError if there cannot be that many, or if they cannot work together.
     """
-    options, gpus = config.trainer, torch.cuda.device_count() if device_for(config.trainer.accelerator).type == "cuda" else 0
+    options = config.trainer
     if options.strategy == "single":
         return 1
     if options.num_nodes > 1:
         raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
+    gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
     _require_gpus(options, gpus)
     count = options.devices or gpus
     if count == 0:
         raise UserError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
     if gpus and count > gpus:
-        raise UserError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch sees")
+        raise UserError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch finds")
     _require_multiple(config.data.batch_size, count)
     return count
 
 
 def share(config: TrainConfig) -> DataConfig:
-    """This process's part of each batch: what all of them read together is data.batch_size. Raises ValueError as above."""
+    """The options of data for this process, whose batch_size is its share of the rows that all processes read together.
+
+    Raises UserError if the rows cannot be shared equally, or if the processes cannot work together.
+    """
     count = world_size()
     if count > 1 and config.trainer.strategy == "single":
-        raise UserError("torchrun started several processes: say how they work together, trainer=ddp or trainer=fsdp")
+        raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")
     if count % config.trainer.num_nodes:
         raise UserError(f"trainer.num_nodes={config.trainer.num_nodes} machines cannot have {count} processes, as many each")
     _require_gpus(config.trainer, torch.cuda.device_count())
@@ -64,34 +72,31 @@ def _require_multiple(batch_size: int, count: int) -> None:
         raise UserError(f"data.batch_size={batch_size} is what all processes read together: it must be a multiple of {count}")
 
 
-AUTO = "auto"
-N, CALLS = 512, 5                        # of a square product, and how often it is timed
-FASTER = 1.3                             # what products must gain, since converting to bfloat16 and back takes time as well
-
-
 def with_precision(config: TrainConfig) -> TrainConfig:
-    """The configuration with auto decided for the device of this run. Raises ValueError where that device is not there."""
+    """The configuration with trainer.precision=auto resolved for the run's device. Raises UserError as device_for does."""
     if config.trainer.precision != AUTO:
         return config
-    halves = halves_are_faster(device_for(config.trainer.accelerator))
-    return replace(config, trainer=replace(config.trainer, precision="bf16-mixed" if halves else "32-true"))
+    faster = bfloat16_is_faster(device_for(config.trainer.accelerator))
+    return replace(config, trainer=replace(config.trainer, precision="bf16-mixed" if faster else "32-true"))
 
 
-def halves_are_faster(device: torch.device) -> bool:
+def bfloat16_is_faster(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    whole, half = (min(list(_seconds(dtype))[1:]) for dtype in (torch.float32, torch.bfloat16))
-    return whole > FASTER * half
+    return _seconds(torch.float32) > FASTER * _seconds(torch.bfloat16)
 
 
-def _seconds(dtype: torch.dtype) -> Iterator[float]:
+def _seconds(dtype: torch.dtype) -> float:
+    """The shortest time of CALLS matrix products on the CPU, after one that warms up."""
     x = torch.ones(N, N, dtype=dtype)
+    times = []
     for _ in range(1 + CALLS):
         start = time.perf_counter()
         x @ x
-        yield time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 def dtype_for(precision: str) -> torch.dtype:
-    """The dtype of what the model's matrix products give, and so of k and v."""
+    """The dtype of the model's matrix products, and so of k and v."""
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision, torch.float32)

@@ -37,9 +37,9 @@ def train(run: Run) -> None:
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
-    data = data_for(run, device, wkv.name)
+    data = data_for(run, device)
     lightning.seed_everything(config.seed, verbose=False)
-    model = prepare_blocks(new_model(config.model, run.beginning, data.tokenizer, wkv), config.trainer)
+    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv), config.trainer)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)

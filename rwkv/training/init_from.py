@@ -1,7 +1,7 @@
-"""train.py init_from=PATH: a run that begins with a checkpoint's weights. The optimiser, the schedule and the data are new.
+"""train.py init_from=PATH: a new run with the weights of a checkpoint. Its optimiser, schedule and data are its own.
 
-The sizes are the file's, and so is the tokenizer where it carries one; ctx_len, which nothing in the weights depends on, is
-the run's own. What the command line says against the file is refused; what an experiment= or a debug= sets gives way.
+The checkpoint gives the sizes, and the tokenizer if it carries one; ctx_len, on which no weight depends, is the run's own.
+Options of the command line that contradict the checkpoint are refused; those of an experiment= or a debug= are replaced.
 """
 
 from collections.abc import Collection
@@ -14,13 +14,14 @@ from rwkv.model.base import generation
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SIZES = ("n_layer", "n_embd", "n_att", "n_ffn")
-MADE_FROM_DATA = ("bpe", "char")         # tokenizers that a text gives rise to: another text, another tokenizer
+MADE_FROM_DATA = ("bpe", "char")         # tokenizers that depend on the text
 
 
-def begin(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, Checkpoint, Tokenizer]:
-    """The configuration with the file's sizes, the file, and the tokenizer for the data. `given`: as in open_run.
+def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, Checkpoint, Tokenizer]:
+    """The configuration with the checkpoint's sizes, the checkpoint, and the tokenizer for the data.
 
-    Raises ValueError where the file cannot be read, or does not agree with what was given.
+    given: the keys that the user set on the command line. Raises CheckpointError if the file cannot be read, or if a given
+    key contradicts it.
     """
     checkpoint = read_checkpoint(str(config.init_from))
     model = replace(checkpoint.config, ctx_len=config.model.ctx_len)
@@ -28,17 +29,17 @@ def begin(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, Che
     return replace(config, model=model), checkpoint, _tokenizer(config.data, given, checkpoint)
 
 
-def _require_sizes(asked: ModelConfig, found: ModelConfig, given: Collection[str], checkpoint: Checkpoint) -> None:
-    asked, found = generation(asked).resolved(asked), generation(found).resolved(found)
+def _require_sizes(config: ModelConfig, found: ModelConfig, given: Collection[str], checkpoint: Checkpoint) -> None:
+    config, found = generation(config).resolved(config), generation(found).resolved(found)
     for name in SIZES:
-        wanted, has = getattr(asked, name), getattr(found, name)
+        wanted, has = getattr(config, name), getattr(found, name)
         if wanted != has and not {"model", f"model.{name}"}.isdisjoint(given):
             raise CheckpointError(f"model.{name} is {wanted} on the command line and {has} in {checkpoint.path}: leave model= "
                                   "out, and the file's sizes are taken")
 
 
 def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint) -> Tokenizer:
-    """The one that data.tokenizer names, which must be the file's, or the one that it carries."""
+    """The checkpoint's tokenizer, or the one that data.tokenizer names. Raises CheckpointError if the two differ."""
     if checkpoint.tokenizer is not None and "data.tokenizer" not in given:
         tokenizer, name = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
     elif data.tokenizer in MADE_FROM_DATA:

@@ -1,23 +1,25 @@
-"""How much memory training takes, from sizes alone: known before anything is built.
+"""The memory and disk that a run needs, from its configuration alone, and what the machine has free of both.
 
-N = tokens of one batch of one process, C = n_embd, A = n_att, F = n_ffn, V vocabulary, L layers, P parameters.
+    estimate             the bytes that one process needs to train
+    require_capacity     refuses a run that cannot fit, before its data are tokenised and its model is built
+    free_memory, resident_memory, free_disk      what this machine has, the limit of its container included
 
-    weights, gradients, and Adam's two moments         4 P floats, exactly
-    activations that wait for the backward pass        N L (10 C + 5 A + 2 F), in half precision N L (7 C + 2.5 A + F)
-      with activation checkpointing                    N L C, and those of one block at a time
-  with tbptt=K                                     those of one segment, N/K tokens, K states of L (2 C + 3 A) a row,
-                                                   and what the head reads and its gradient, 2 N C
-    the loss                                           its chunk of logits three times, and the head's gradient
+The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, A = n_att, F = n_ffn, V vocabulary,
+L layers, P parameters (the sum of the generation's shapes):
 
-The counts per token are of the tensors that rwkv/{model,time_mix,channel_mix,fused,loss}.py keep; a test compares the sum with
-the measured peak. Gradients of the step before live until the backward pass begins (Lightning's order).
+    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them
+    activations kept for the backward pass             N L (10 C + 5 A + 2 F)
+      in half precision                                N L (7 C + 2.5 A + F), and a copy of the weights in P / 2
+      with activation checkpointing                    N L C, and one block's activations while it is recomputed
+      with tbptt=K                                     those of one segment, N/K tokens; K states of L (2 C + 3 A) for each
+                                                       row; the head's input and its gradient, 2 N C
+    the loss                                           three copies of one chunk of logits, and the head's gradient
+    the first layer to run backward                    8 N A in WKV, and two copies of the head's gradient; the loss is free
+                                                       again by then, and there are no other gradients yet
 
-What cannot fit is refused before it is begun: memory that training needs, and the disk that its checkpoints need.
-
-What a machine has to spare: memory that a program may still take, and room on a disk.
-
-A container's limit counts as well as the machine's memory, which most libraries report alone. Sources: the Linux kernel's
-documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
+The counts per token are those of the tensors that rwkv/model/{rwkv4,rwkv4_fused,loss}.py keep; a test compares the total with
+the measured peak. The gradients of a step live until the backward pass of the next one begins (Lightning's order).
+Sources for the host: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
 
 import os
@@ -29,25 +31,27 @@ from typing import Any
 
 import torch
 
-from kernels.registry import names
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters, state_nbytes
 from rwkv.model.loss import rows_at_once
 from rwkv.training.checkpoints import FOLDER
-from rwkv.training.run import Run
 
 FLOAT = 4                                # bytes
-MOMENTS = 2                              # of Adam
-LOGITS = 3                               # of a chunk of the loss at a time: logits, their gradient, and that of the one before
-SCAN_WORK, CONVOLUTION_WORK = 8, 16      # tensors (B,T,n_att) within one layer's WKV at its peak: kernels/wkv4/README.md
-WORKER = 100 * 2 ** 20                   # a process that loads data, without what it shares with this one
+MOMENTS = 2                              # Adam's
+LOGITS = 3                               # live copies of one chunk of logits at the peak
+WKV_WORK = 8                             # tensors (B,T,n_att) in one layer's WKV at its peak: kernels/wkv4/README.md
+DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
+ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
+BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")      # limit, usage, reclaimable cache
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a process of a run takes while it trains, beside what its programs take."""
+    """Bytes that one process needs to train, beside its program and libraries."""
 
     weights: int
     gradients: int
@@ -57,194 +61,189 @@ class Memory:
     workers: int
 
     @property
-    def certain(self) -> int:
-        """What no option makes smaller but fsdp."""
+    def fixed(self) -> int:
+        """The part that no option reduces, trainer=fsdp aside."""
         return self.weights + self.gradients + self.optimiser
 
     @property
     def total(self) -> int:
-        return self.certain + self.activations + self.loss + self.workers
+        return self.fixed + self.activations + self.loss + self.workers
+
+    @property
+    def least(self) -> int:
+        """With less than this a run is refused: activations and loss are estimates."""
+        return self.fixed + round(ENOUGH * (self.total - self.fixed))
 
 
-def memory(config: TrainConfig, vocab_size: int, kernel: str, processes: int = 1) -> Memory:
-    """Of one of `processes` that together read data.batch_size; with fsdp each has a share of the weights."""
-    trainer, half = config.trainer, config.trainer.precision != "32-true"
-    shards = processes if trainer.strategy == "fsdp" else 1
-    weights = FLOAT * n_parameters(config.model, vocab_size) // shards
-    N = config.tokens_per_step // trainer.accumulate // processes
-    head, logits = FLOAT * vocab_size * config.model.n_embd, FLOAT * vocab_size * min(N, rows_at_once(vocab_size))
-    loss = LOGITS * logits + (2 if half else 1) * head
-    forward, backward = _activations(config, kernel, N // max(1, trainer.tbptt), half)
-    activations = max(forward, backward + 2 * head - loss - weights) + (weights // 2 if half else 0) + _between(config, N)
-    return Memory(weights, weights, MOMENTS * weights, activations, loss, config.data.num_workers * WORKER)
-
-
-def _activations(config: TrainConfig, kernel: str, N: int, half: bool) -> tuple[int, int]:
-    """When the forward pass ends, and when the backward pass is in its first layer, whose inner ones are there again."""
+def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory:
+    """The memory of each of `processes` that share data.batch_size."""
+    trainer = config.trainer
     model = generation(config.model)
-    block = int(FLOAT * N * model.kept_for_backward(config.model, half))
-    work = FLOAT * N * model.operator_width(config.model) * (CONVOLUTION_WORK if kernel in names("timex") else SCAN_WORK)
-    if not config.trainer.activation_checkpointing:
-        return config.model.n_layer * block, config.model.n_layer * block + work
-    inputs = config.model.n_layer * FLOAT * N * config.model.n_embd
-    return inputs, inputs + block + work
+    half = trainer.precision != "32-true"
+    L, C = config.model.n_layer, config.model.n_embd
+    N = config.tokens_per_step // trainer.accumulate // processes
+    weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
 
+    head = FLOAT * vocab_size * C
+    loss = LOGITS * FLOAT * vocab_size * min(N, rows_at_once(vocab_size)) + (2 if half else 1) * head
 
-def _between(config: TrainConfig, N: int) -> int:
-    """What there is of all segments at a time: the states between them, and the head's input with its gradient."""
-    if not config.trainer.tbptt:
-        return 0
-    return N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * config.model.n_embd
-
-
-SURE = 0.75                              # of an estimate, that much is needed for certain
-BEST, BEING_WRITTEN = 1, 1               # checkpoints beside the last ones
-
-
-def require_room(run: Run, device: torch.device, kernel: str, vocab_size: int) -> None:
-    """Raises ValueError, one sentence, where memory or disk cannot hold what the run is certain to need."""
-    here = world_size() // run.config.trainer.num_nodes
-    if device.type == "cuda":            # where it is built, each process has all of it in the machine's own memory
-        _require_memory(here * FLOAT * n_parameters(run.config.model, vocab_size), torch.device("cpu"), here,
-                        "take a smaller model=")
-    share = 1 if device.type == "cuda" else here
-    need = memory(run.config, vocab_size, kernel, world_size())
-    _require_memory(share * _at_least(need), device, share, _remedy(run.config, vocab_size, kernel, device, share))
-    _require_disk(run, vocab_size)
+    n = N // max(1, trainer.tbptt)       # the tokens of one segment
+    block = int(FLOAT * n * model.kept_for_backward(config.model, half))
+    backward = FLOAT * n * WKV_WORK * model.operator_width(config.model) + 2 * head
+    if trainer.activation_checkpointing:
+        kept = L * FLOAT * n * C
+        backward += block
+    else:
+        kept = L * block
+    activations = kept + max(0, backward - loss - weights)
+    if half:
+        activations += weights // 2
+    if trainer.tbptt:
+        activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
+    return Memory(weights, weights, MOMENTS * weights, activations, loss, config.data.num_workers * DATA_WORKER)
 
 
 def n_checkpoints(config: TrainConfig) -> int:
     return config.trainer.keep_last + BEST + BEING_WRITTEN
 
 
-def disk(config: TrainConfig, vocab_size: int) -> int:
-    """Of all checkpoints that are there at a time: weights and moments in each."""
+def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """The disk that all checkpoints of a run take at a time: weights and moments in each."""
     return n_checkpoints(config) * (1 + MOMENTS) * FLOAT * n_parameters(config.model, vocab_size)
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:
+    """The configuration with these options of trainer."""
     return replace(config, trainer=replace(config.trainer, **options))
 
 
-def in_words(size: int | None) -> str:
+def readable(size: int | None) -> str:
+    """A number of bytes for people: 1.2 GB."""
     if size is None:
         return "an unknown amount"
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:,.{1 if size < 100 * unit else 0}f} {name}"
 
 
+# The capacity check
+
+
+def require_capacity(config: TrainConfig, out_dir: Path, device: torch.device, vocab_size: int) -> None:
+    """Raises UserError if this machine's memory or the disk of out_dir cannot hold what the run needs at least."""
+    here = world_size() // config.trainer.num_nodes
+    sharing = here                       # the processes that share the memory of `device`
+    if device.type == "cuda":            # each process builds the whole model in host memory, before it moves to its own GPU
+        weights = FLOAT * n_parameters(config.model, vocab_size)
+        _require_memory(here * weights, torch.device("cpu"), here, "take a smaller model=")
+        sharing = 1
+    need = sharing * estimate(config, vocab_size, world_size()).least
+    _require_memory(need, device, sharing, _remedy(config, vocab_size, device, sharing))
+    _require_disk(config, out_dir, vocab_size)
+
+
 def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """`need`: of all `processes` on the device, beside what their programs take, which is free no longer."""
+    """`need`: the bytes that all `processes` on the device need beside what they use already."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
-        programs = _of_programs(device, processes)
-        already = f", {in_words(programs)} of which the programs take already," if programs else ""
-        raise UserError(f"training needs at least {in_words(need + programs)} of memory{already} and {where} has "
-                        f"{in_words(free)} free: {remedy}")
+        used = _used(device, processes)
+        already = f", {readable(used)} of which the programs take already," if used else ""
+        raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
+                        f"{readable(free)} free: {remedy}")
 
 
-def _of_programs(device: torch.device, processes: int) -> int:
-    """What the processes take by now; nothing of a GPU, where free memory is all that can be told."""
+def _used(device: torch.device, processes: int) -> int:
+    """The bytes that the processes use already; 0 on a GPU, where they have built nothing yet."""
     return processes * resident_memory() if device.type == "cpu" else 0
 
 
-def _require_disk(run: Run, vocab_size: int) -> None:
-    """The room that checkpoints of this run have already is theirs."""
-    there = sum(path.stat().st_size for path in (run.out_dir / FOLDER).glob("*.ckpt"))
-    need, free = disk(run.config, vocab_size), free_disk(run.out_dir)
-    if need > free + there:
-        raise UserError(f"{n_checkpoints(run.config)} checkpoints need {in_words(need)} of disk, and {in_words(free + there)} "
-                        f"is free at {run.out_dir}: make room, name another disk with out_dir=, or take trainer.keep_last=1")
+def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
+    """Checkpoints that the run has already are replaced, so that their space counts as free."""
+    replaced = sum(path.stat().st_size for path in (out_dir / FOLDER).glob("*.ckpt"))
+    need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
+    if need > free:
+        raise UserError(f"{n_checkpoints(config)} checkpoints need {readable(need)} of disk, and {readable(free)} is free at "
+                        f"{out_dir}: make room, name another disk with out_dir=, or take trainer.keep_last=1")
 
 
-def _at_least(need: Memory) -> int:
-    return need.certain + round(SURE * (need.total - need.certain))
-
-
-def _remedy(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device, share: int) -> str:
-    """The first change that would make it fit, from the one that costs least."""
+def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:
+    """The first of the alternatives that fits, as an advice."""
     free = free_memory(device)
-    for options, changed in _smaller(config):
-        need = share * memory(changed, vocab_size, kernel, world_size()).total
+    for options, smaller in _smaller(config):
+        need = sharing * estimate(smaller, vocab_size, world_size()).total
         if free is not None and need <= free:
-            return f"with {options} it would be {in_words(need + _of_programs(device, share))}"
+            return f"with {options} it would be {readable(need + _used(device, sharing))}"
     return "take a smaller model=" + (", or several GPUs with trainer=fsdp" if device.type == "cuda" else "")
 
 
 def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """The same steps in less memory: blocks computed twice, in half precision, in smaller batches."""
+    """The same optimiser steps in less memory, from the option that costs least time: (options, configuration)."""
     recomputed = with_options(config, activation_checkpointing=True)
-    halves = with_options(recomputed, precision="bf16-mixed")
     yield "trainer.activation_checkpointing=true", recomputed
-    yield "trainer.activation_checkpointing=true trainer.precision=bf16-mixed", halves
-    batch, least = config.data.batch_size, world_size()
-    while batch % 2 == 0 and batch // 2 % least == 0:
-        batch //= 2
-        times = config.trainer.accumulate * config.data.batch_size // batch
-        yield (f"trainer.activation_checkpointing=true data.batch_size={batch} trainer.accumulate={times}",
-               replace(with_options(recomputed, accumulate=times), data=replace(config.data, batch_size=batch)))
+    yield ("trainer.activation_checkpointing=true trainer.precision=bf16-mixed",
+           with_options(recomputed, precision="bf16-mixed"))
+    batch_size, accumulate = config.data.batch_size, config.trainer.accumulate
+    while batch_size % (2 * world_size()) == 0:
+        batch_size //= 2
+        accumulate *= 2
+        yield (f"trainer.activation_checkpointing=true data.batch_size={batch_size} trainer.accumulate={accumulate}",
+               replace(with_options(recomputed, accumulate=accumulate), data=replace(config.data, batch_size=batch_size)))
 
 
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")       # control groups' files, by version
-V2 = ("memory.max", "memory.current", "inactive_file")
+# Host memory and disks
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that can be had on `device`; None where the system does not tell. `root`: of the file system that says it."""
+    """Bytes that programs can still allocate on `device`; None if the system does not tell. `root`: where proc and sys lie."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = [*_unused(root), *_left_by_groups(root)]
-    return min(found) if found else _installed()
+    available = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    return min([*available, *_left_in_cgroups(root)], default=_installed())
 
 
 def resident_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process takes by now, its programs included; 0 where the system does not tell."""
+    """Bytes of memory that this process uses, its program and libraries included; 0 if the system does not tell."""
     for line in _lines(root / "proc/self/statm"):
         return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that can be written into `folder`, which need not be there yet."""
+    """Bytes that can be written into `folder`, which need not exist."""
     folder = folder.absolute()
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def _unused(root: Path) -> Iterator[int]:
-    """Linux's own estimate: what is free, and what caches would give up."""
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield 1024 * int(line.split()[1])
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """The bytes left in each control group of this process that has a limit: its own, the parent of that, up to the mount.
 
-
-def _left_by_groups(root: Path) -> Iterator[int]:
-    """Of the limit of each control group that this process is in, inside of one another."""
+    Inside a container the path in /proc may be that of the host, so folders that do not exist are passed over.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory") or "memory" in controllers.split(","):
-            mounts = ("sys/fs/cgroup", "sys/fs/cgroup/unified") if not controllers else ("sys/fs/cgroup/memory",)
-            for mount in mounts:
-                for folder in _upwards(root / mount, path):
-                    yield from _left(folder, *(V1 if controllers else V2))
-
-
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group's folder, its parent's, ... and the mount; inside a container the first may be out of sight."""
-    folder = mount / path.lstrip("/")
-    yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(mount))
+        if controllers == "":
+            mounts, files = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), CGROUP_V2
+        elif "memory" in controllers.split(","):
+            mounts, files = ("sys/fs/cgroup/memory",), CGROUP_V1
+        else:
+            continue
+        for mount in (root / mount for mount in mounts):
+            group = mount / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(mount):
+                    yield from _left(folder, *files)
 
 
 def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """Limit less use, where pages of files that nobody reads do not count."""
-    limits, used = list(_lines(folder / limit)), list(_lines(folder / usage))
-    if limits and used and limits[0].isdigit():
+    """The limit less the usage, if there is a limit; pages of files that are not in use can be reclaimed."""
+    limits, usages = _lines(folder / limit), _lines(folder / usage)
+    if limits and usages and limits[0].isdigit():
         reclaimable = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
-        yield max(0, int(limits[0]) - int(used[0]) + reclaimable)
+        yield max(0, int(limits[0]) - int(usages[0]) + reclaimable)
 
 
 def _installed() -> int | None:
-    """Where there is no better answer: all the memory of the machine."""
+    """All the memory of the machine, for systems without /proc."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -1,20 +1,21 @@
-"""Muon and NorMuon: matrices move by an orthogonal step, and everything else by AdamW: one optimiser.
+"""Muon and NorMuon in one optimiser: orthogonalised updates for matrices, AdamW for all other parameters.
 
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
 with G = U S V^T. U V^T comes from a few Newton-Schulz iterations in bfloat16, X <- a X + (b A + c A^2) X with A = X X^T, which
 bring most singular values near 1. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
-(kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are best for where the one before leaves
-the singular values: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a start of at most 1, and as
-near to it as may be: the first A is there before X has to be divided, and the root of its norm is a closer bound of the largest
-singular value than the norm of X, by two in practice. torch.optim.Muon has five iterations with the same coefficients, from
-the norm of X, one matrix after the other; here those of a shape go through each product together.
+(kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are optimal for the singular values which
+the one before leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a largest singular value of
+at most 1, and close to it. The root of the norm of A bounds it about twice as closely as the norm of X, and the first
+iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm of X, and takes
+one matrix after the other; here all matrices of one shape go through each product together.
 
-NorMuon then divides each row by the root of a running mean of its squares, so that no neuron outruns the others, and keeps the
-length of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
+NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and
+keeps the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,81 +24,90 @@ from torch import Tensor
 
 from rwkv.errors import UserError
 
-# Coefficients a, b, c of each iteration: singular values from 1/100 of the bound on come within 0.28 of 1; those below grow
-# 77 times.
+# Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
+# grow 77 times.
 POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
-MARGIN = 1.02                            # of the bound, for what bfloat16 rounds: just above 1 the polynomials are steep
-SMALLEST = 1e-14                         # norm of A that counts as none
-NO_SQUARE = 1e-16                        # of a row's mean square
+MARGIN = 1.02                            # a factor on the bound for bfloat16's rounding: just above 1 the polynomials are steep
+SMALLEST_NORM = 1e-14                    # a lower bound of the norm of A, against division by 0
+SMALLEST_SQUARE = 1e-16                  # the same for the mean squares of rows
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and the rest is AdamW's.
+    """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and AdamW updates the others.
 
-    row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. direction: the function that makes
-    matrices (N,O,I) orthogonal.
+    row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. orthogonalize: a function of
+    matrices (N,O,I).
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
-                 momentum: float = 0.95, row_beta: float = 0.0, direction: Callable[[Tensor], Tensor] | None = None) -> None:
+                 momentum: float = 0.95, row_beta: float = 0.0,
+                 orthogonalize: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
-        self.row_beta, self.direction = row_beta, direction or orthogonal
+        self.row_beta = row_beta
+        self.orthogonalize = orthogonalize or orthogonal
         self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As torch's optimisers do."""
+        """One step, as torch's optimisers take it."""
         loss = self._adamw.step(closure)
         for group in self.param_groups:
             if group["orthogonal"]:
-                for alike in _by_shape(group["params"]):
-                    self._step_of(alike, group)
+                for matrices in _by_shape(group["params"]):
+                    self._step_matrices(matrices, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where it is of other groups: of a run whose matrices were divided otherwise."""
-        saved, own = state_dict["param_groups"], self.param_groups
-        sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-        if sizes[0] != sizes[1]:
-            raise UserError(f"the optimiser's state is of {sizes[0]} parameters in groups, and this one has {sizes[1]}: it is "
-                            "of another recipe, or another version of this program; begin anew from its weights, init_from=")
+        """Raises UserError if the state has groups of other sizes: it belongs to another recipe or version."""
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
+            raise UserError(f"the checkpoint's optimiser has groups of {saved} parameters, and this run's has {own}: it is of "
+                            "another recipe or version of this program; begin a new run with its weights, init_from=")
         super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
-        """Groups and state are one thing, for schedules and checkpoints; AdamW works on its part of them."""
-        self._adamw.param_groups, self._adamw.state = self._others(), self.state
-        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # and its views
+        """The inner AdamW shares this optimiser's param_groups and state: schedules and checkpoints see one optimiser."""
+        self._adamw.param_groups = self._others()
+        self._adamw.state = self.state
+        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # stacked state, and its views
 
     def _others(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["orthogonal"]]
 
-    def _step_of(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """Moves matrices that all have the shape (O,I)."""
-        gradients, mu = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None]), group["momentum"]
-        momenta = self._state_of(matrices, "momentum", torch.zeros_like)
+    def _step_matrices(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates matrices that all have the shape (O,I) and a gradient."""
+        mu = group["momentum"]
+        gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
+        momenta = self._stacked_state(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
-        steps = self.direction(gradients.lerp_(momenta, mu))
-        means = self._state_of(matrices, "rows", _zero_of_each_row) if self.row_beta else None
-        _move(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
+        steps = self.orthogonalize(gradients.lerp_(momenta, mu))
+        means = self._stacked_state(matrices, "rows", _zero_for_each_row) if self.row_beta else None
+        _update(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
 
-    def _state_of(self, matrices: list[Tensor], name: str, first: Callable[[Tensor], Tensor]) -> Tensor:
-        """What the state of each of matrices has under `name`, stacked; that is, and stays, views of it."""
-        place, held = (name, matrices[0].shape), [self.state[matrix].get(name) for matrix in matrices]
-        stack, views = self._stacks.get(place, (None, ()))
-        if stack is None or len(held) != len(views) or any(one is not other for one, other in zip(held, views, strict=True)):
-            stack = torch.stack([first(matrix) if one is None else one for matrix, one in zip(matrices, held, strict=True)])
+    def _stacked_state(self, matrices: list[Tensor], name: str, initial: Callable[[Tensor], Tensor]) -> Tensor:
+        """The state `name` of all matrices in one tensor, of which each matrix's own state is a view.
+
+        The stack is made anew if other matrices have a gradient, or if the state has been replaced, as by load_state_dict.
+        """
+        key = name, matrices[0].shape
+        states = [self.state[matrix].get(name) for matrix in matrices]
+        stack, views = self._stacks.get(key, (None, ()))
+        if stack is None or len(states) != len(views) or any(map(operator.is_not, states, views)):
+            stack = torch.stack([initial(matrix) if state is None else state
+                                 for matrix, state in zip(matrices, states, strict=True)])
             views = stack.unbind()
             for matrix, view in zip(matrices, views, strict=True):
                 self.state[matrix][name] = view
-            self._stacks[place] = stack, views
+            self._stacks[key] = stack, views
         return stack
 
 
-def _move(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
-    """matrices, all (O,I), by steps (N,O,I), whose rows are evened out by means (N,O,1) where there are such."""
-    factors = matrices[0].new_ones(len(matrices), 1, 1) if means is None else _evening(steps, means, beta)
+def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
+    """Moves matrices, all (O,I), by steps (N,O,I), whose rows are scaled as in NorMuon if there are means (N,O,1)."""
+    factors = matrices[0].new_ones(len(matrices), 1, 1) if means is None else _normuon_scale(steps, means, beta)
     rows, columns = matrices[0].shape
     factors *= -lr * math.sqrt(max(1, rows / columns))
     for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):
@@ -107,51 +117,52 @@ def _move(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: flo
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Near U V^T, where S is not small, of each of matrices (N,O,I) = U S V^T, in bfloat16.
+    """Approximately U V^T of each of matrices (N,O,I) = U S V^T, in bfloat16.
 
-    Of a matrix of norm 1e-7 to 1e9; outside of that it tends to 0.
+    Singular values far below the largest stay below 1. The norm of a matrix may be 1e-7 to 1e9; outside of this range the
+    result tends to 0.
     """
-    x, square = _bounded(matrices.bfloat16())
+    x, gram = _scaled(matrices.bfloat16())
     for number, (a, b, c) in enumerate(POLAR_EXPRESS):
-        square = _square(x) if number else square
-        factor = torch.baddbmm(square, square, square, beta=b, alpha=c)
-        x = torch.baddbmm(x, *((factor, x) if _flat(x) else (x, factor)), beta=a)
+        gram = _gram(x) if number else gram
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((factor, x) if _wide(x) else (x, factor)), beta=a)
     return x
 
 
-def _bounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x and A, with no singular value of x over 1: the root of the norm of A bounds them."""
-    square = _square(x)
-    scale = (MARGIN * square.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST)).rsqrt()
-    return x * scale, square * scale.square()
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x scaled so that its spectral norm is at most 1, by the bound sqrt(norm_F(A)), and its Gram matrix A."""
+    gram = _gram(x)
+    scale = (MARGIN * gram.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)).rsqrt()
+    return x * scale, gram * scale.square()
 
 
-def _square(x: Tensor) -> Tensor:
+def _gram(x: Tensor) -> Tensor:
     """A of each of x (N,O,I): x x^T or x^T x, the smaller one."""
-    return x @ x.mT if _flat(x) else x.mT @ x
+    return x @ x.mT if _wide(x) else x.mT @ x
 
 
-def _flat(x: Tensor) -> bool:
+def _wide(x: Tensor) -> bool:
     return x.shape[1] <= x.shape[2]
 
 
-def _evening(steps: Tensor, means: Tensor, beta: float) -> Tensor:
-    """What rows of steps (N,O,I) are multiplied by, (N,O,1): the inverse roots of their means, of squares over time; and what
-    leaves each step its length.
+def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
+    """The factors (N,O,1) of the rows of steps (N,O,I): the inverse root of each row's running mean square, times a factor of
+    each matrix that keeps the norm of its step. Updates means (N,O,1).
     """
     squares = torch.linalg.vector_norm(steps, dim=2, keepdim=True, dtype=means.dtype).square_() / steps.shape[2]
     means.lerp_(squares, 1 - beta)
-    factors = (means + NO_SQUARE).rsqrt_()
-    kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=NO_SQUARE)
+    factors = (means + SMALLEST_SQUARE).rsqrt_()
+    kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
     return factors.mul_(kept.sqrt_())
 
 
-def _zero_of_each_row(matrix: Tensor) -> Tensor:
+def _zero_for_each_row(matrix: Tensor) -> Tensor:
     return matrix.new_zeros(len(matrix), 1)
 
 
 def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that have a gradient."""
+    """The matrices that have a gradient, in lists of equal shape."""
     shapes: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         if matrix.grad is not None:

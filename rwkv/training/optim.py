@@ -17,9 +17,9 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Groups of one rate and one weight decay, which vectors do not have; the rate is scaled by the parameter's name.
+    """The optimiser's groups, each of one learning rate and one weight decay; vectors have no weight decay.
 
-    muon and normuon take the blocks' matrices, but gates: they learn as well by AdamW, which costs less.
+    muon and normuon update the blocks' matrices except the gates, which learn as well with AdamW at a lower cost.
     """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -28,19 +28,19 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
         decay = 0.0 if group == "vector" else optim.weight_decay
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
-    theirs = {"orthogonal": True, "momentum": optim.matrix_momentum}
-    adamws = {"betas": optim.betas, "eps": optim.eps}
-    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else adamws)
+    muon = {"orthogonal": True, "momentum": optim.matrix_momentum}
+    adam = {"betas": optim.betas, "eps": optim.eps}
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (muon if orthogonal else adam)
             for (lr, decay, orthogonal), parameters in groups.items()]
 
 
 def lr_scale(name: str, optim: OptimConfig) -> float:
-    """The rate of a parameter, as a multiple of optim.lr; `name` without its module's."""
+    """The learning rate of a parameter as a multiple of optim.lr. name: the parameter's, without its module's."""
     return next((float(getattr(optim, f"{scaled}_lr_scale")) for scaled in SCALED if name.startswith(scaled)), 1.0)
 
 
 def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
-    """The learning rate at a step as a multiple of optim.lr: a linear rise, then the fall to min_lr at max_steps."""
+    """The learning rate at a step as a multiple of optim.lr: a linear warm-up, then optim.schedule to min_lr at max_steps."""
     lowest = optim.min_lr / optim.lr
 
     def factor(step: int) -> float:

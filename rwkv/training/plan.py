@@ -1,13 +1,11 @@
-"""What a run will do and what it takes, said before it begins; what cannot fit is refused before anything long is begun.
+"""What a run will do and need, printed before it begins; plan=true ends the program there.
 
-Sizes come from formulas (rwkv/training/memory.py), so that a model that is too large is never built, nor its data tokenised;
-the time comes from two steps, which leave nothing behind.
+Sizes come from formulas (rwkv/training/memory.py). The duration comes from two timed training steps, which change nothing.
 """
 
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -16,42 +14,43 @@ from rwkv.config import TrainConfig
 from rwkv.data import documents
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
-from rwkv.model.base import generation, n_parameters
+from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
     FLOAT,
-    disk,
+    checkpoint_bytes,
+    estimate,
     free_disk,
     free_memory,
-    in_words,
-    memory,
     n_checkpoints,
+    readable,
     resident_memory,
     with_options,
 )
 from rwkv.training.run import Run
 from rwkv.training.task import LanguageModel
 
-ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
-EXCESS = 0.1                             # of the text in validation beyond data.val_fraction: more is worth a warning
-FORWARD = 1 / 3                          # of a step's time: what a step of validation takes
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # the first of which there are two
+TIMED_STEPS = 2                          # after one that warms up
+EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
+FORWARD = 1 / 3                          # forward pass as a fraction of a training step
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first of which it has two
 
 
 def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> None:
-    """What will happen, on standard error; ends the program there where plan=true."""
+    """Prints the plan on standard error; with plan=true the program ends here."""
     if rank() == 0:
         if run.config.resume == "auto" and run.resume_from is None:
             log("resume=auto: no run to continue, starting a new one")
-        for subject, what in _lines(run, kernel, device, task, data):
-            log(f"{subject:<11}{what}")
+        for subject, text in _lines(run, kernel, device, task, data):
+            log(f"{subject:<11}{text}")
     if run.config.plan:
         sys.exit(0)
 
 
 def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
-    config, model, V = run.config, run.config.model, task.model.vocab_size
-    taken = resident_memory() if device.type == "cpu" else 0     # before the data are read, whose pages would count
+    config = run.config
+    V = task.model.vocab_size
+    used = resident_memory() if device.type == "cpu" else 0       # before the data's pages, which are read below, count too
     yield "data", data.describe()
     if data.val_share > config.data.val_fraction + EXCESS:
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
@@ -59,78 +58,75 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                           "longest ones, or change their order or names")
     if config.trainer.tbptt:
         yield "lanes", documents.describe(config, data)
-    yield "model", (f"{generation(model).NAME}, {model.n_layer} layers, {model.n_embd} wide, "
-                    f"{n_parameters(model, V):,} parameters, vocabulary {V}")
-    if run.beginning is not None and run.resume_from is None:
-        yield "weights", f"from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew"
+    yield "model", (f"{task.model.generation.NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
+                    f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
+    if run.init_checkpoint is not None and run.resume_from is None:
+        yield "weights", (f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser begins "
+                          "anew")
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads of each {torch.get_num_threads()}', *threads.settings()])}")
-    yield from _memory(config, V, task.model.operator.name, device, taken)
-    yield "disk", (f"{in_words(disk(config, V))} for {n_checkpoints(config)} checkpoints; "
-                   f"{in_words(free_disk(run.out_dir))} is free")
-    yield "training", _training(run, device, task, data)
+    yield from _memory(config, V, device, used)
+    yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
+                   f"{readable(free_disk(run.out_dir))} is free")
+    yield "training", _training(config, run.resume_step or 0, device, task, data)
     yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
 
 
-def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device,
-            taken: int) -> Iterator[tuple[str, str]]:
-    """What one process needs, and what is free. `taken`: what it has of the device by now, programs and weights."""
-    need, free = memory(config, vocab_size, kernel, world_size()), free_memory(device)
+def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: int) -> Iterator[tuple[str, str]]:
+    """The memory of one process. `used`: the bytes of the device that it uses by now, its program and weights."""
+    need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
-    other = memory(with_options(config, activation_checkpointing=not checkpointing), vocab_size, kernel, world_size())
-    programs = max(0, taken - FLOAT * n_parameters(config.model, vocab_size))
-    already = f", {in_words(taken)} of which it takes already" if taken else ""
-    yield "memory", f"about {in_words(programs + need.total)} for each process{already}; {in_words(free)} is free"
-    yield "", ((f"programs {in_words(programs)}, " if programs else "")
-               + f"weights {in_words(need.weights)}, gradients {in_words(need.gradients)}, "
-               + f"optimiser {in_words(need.optimiser)}, loss {in_words(need.loss)}"
-               + (f", data workers {in_words(need.workers)}" if need.workers else ""))
-    yield "", (f"activations {in_words(need.activations)}; {in_words(other.activations)} with "
+    other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
+    programs = max(0, used - FLOAT * n_parameters(config.model, vocab_size))
+    already = f", {readable(used)} of which it takes already" if used else ""
+    yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
+                     "is free")
+    yield "", ((f"programs {readable(programs)}, " if programs else "")
+               + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
+               + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
+               + (f", data workers {readable(need.workers)}" if need.workers else ""))
+    yield "", (f"activations {readable(need.activations)}; {readable(other.activations)} with "
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
 
 
-def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> str:
-    config, tokens = run.config, run.config.tokens_per_step
-    steps = config.trainer.max_steps - (run.resume_step or 0)
-    epochs = steps * tokens * _not_padding(config, data) / data.sizes.train_tokens
-    through = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
-    return (f"{steps:,} steps of {tokens:,} tokens: {steps * tokens:,} tokens, {_duration(config, steps, device, task, data)}; "
-            f"{through}")
-
-
-def _not_padding(config: TrainConfig, data: Corpus) -> float:
-    """Of the positions that a step reads, those that hold a token."""
-    return 1 - documents.pieces_of(config, data).padding() if config.trainer.tbptt else 1.0
+def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
+    steps = config.trainer.max_steps - first_step
+    tokens = steps * config.tokens_per_step
+    padding = documents.pieces_of(config, data).padding() if config.trainer.tbptt else 0.0
+    epochs = tokens * (1 - padding) / data.sizes.train_tokens
+    passes = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
+    return (f"{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
+            f"{_duration(config, steps, device, task, data)}; {passes}")
 
 
 def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
-    """Of all steps and validations. A model that lies in shares is not timed: one process may have no room for all of it."""
+    """The time of all steps and validations. Under fsdp it is not measured: one process may have no room for a whole model."""
     if config.trainer.strategy == "fsdp":
-        return "for a time that will be seen"
+        return "duration unknown (not timed under fsdp)"
+    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
     validation = FORWARD * data.sizes.val_tokens / config.tokens_per_step
-    whole = steps * (1 + FORWARD * _twice(config)) + validation * -(-steps // config.trainer.val_every)
-    seconds = _seconds_per_step(task, config, device) * whole
+    validations = -(-steps // config.trainer.val_every)
+    equivalent_steps = steps * (1 + FORWARD * recomputed) + validation * validations
+    seconds = _seconds_per_step(task, config, device) * equivalent_steps
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
     return f"about {seconds / unit:.1f} {name}"
 
 
-def _twice(config: TrainConfig) -> float:
-    """Of the segments, those that go forward twice: all but the last."""
-    return 1 - 1 / max(1, config.trainer.tbptt)
-
-
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
-    """Forward and backward of one batch, timed; it compiles the kernels on the way and leaves nothing behind."""
+    """The time of forward and backward passes of an optimiser step, from one batch; it compiles the kernels and changes
+    nothing.
+    """
     x = torch.zeros(config.data.batch_size // world_size(), config.model.ctx_len, dtype=torch.long, device=device)
+    dtype = dtype_for(config.trainer.precision)
     task.to(device)
-    since = 0.0
-    for step in range(1 + ESTIMATED_STEPS):
+    start = 0.0
+    for step in range(1 + TIMED_STEPS):
         if step == 1:
-            since = time.perf_counter()
-        dtype = dtype_for(config.trainer.precision)
+            start = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = task.loss(x, x)
         loss.backward()
-    _: Any = loss.item()                 # waits for the device
+    loss.item()                          # waits for the device
     task.zero_grad(set_to_none=True)
-    return (time.perf_counter() - since) / ESTIMATED_STEPS * config.tokens_per_step / (x.numel() * world_size())
+    batches = config.tokens_per_step / (x.numel() * world_size())
+    return (time.perf_counter() - start) / TIMED_STEPS * batches

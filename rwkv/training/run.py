@@ -1,6 +1,7 @@
-"""A run's directory: the resolved configuration, checkpoints/, metrics.csv; runs/latest points to the newest.
+"""A run's directory (config.yaml, checkpoints/, metrics.csv, ...), and how a run is opened: new, or to be resumed.
 
-Also what a run continues from, and what it may not change when it does.
+runs/latest points to the newest run. A resumed run has its own configuration; options given on the command line replace its
+values, and those that would make it another run (FIXED) are refused.
 """
 
 import os
@@ -22,44 +23,42 @@ from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import with_precision
-from rwkv.training.init_from import begin
+from rwkv.training.init_from import open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
-FREE = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # what may change when a run is continued
-FIXED = ("model", "data", "seed",        # what may not: options, and whole groups of them
-         "optim.name", "optim.weight_decay",   # the optimiser's state is of these
-         *(f"optim.{name}_lr_scale" for name in SCALED),
-         "trainer.accumulate")           # the place in the data is counted in batches
-DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
+FIXED = ("model", "data", "seed",        # options and groups that may not change when a run is resumed
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
+         "trainer.accumulate")           # the position in the data is counted in batches
+NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # exceptions
+DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
 
 
 @dataclass(frozen=True)
 class Run:
-    """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run).
+    """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
-    beginning, tokenizer: of a run that began with init_from=, the file that its weights come from and what reads its data.
-    begun: the directory is this run's already. lock: held for a run that is continued, and for a new one from `create` on.
+    init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
+    exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
     """
 
     out_dir: Path
     config: TrainConfig
     resume_from: Path | None = None
     resume_step: int | None = None
-    beginning: Checkpoint | None = None
+    init_checkpoint: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
-    begun: bool = False
+    exists: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
 
 def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
-    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line;
-    `chosen`: the options that the groups among them set.
+    """A new run, or the one that `resume` names. Nothing is written yet.
 
-    Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, where another
-    process is training that run, where one of the FIXED options differs from the run's, and where a given key of model or
-    data differs from the file that `init_from` names.
+    given: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    Raises UserError if the new run's directory is not empty, if there is nothing to resume, if another process trains that
+    run, if a FIXED option differs from the run's, and if a given key differs from the checkpoint that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
@@ -70,29 +69,32 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
     if config.init_from is None:
-        return Run(out_dir, decided(config, given))
-    sized, beginning, tokenizer = begin(config, given)
-    return Run(out_dir, decided(sized, given), beginning=beginning, tokenizer=tokenizer)
+        return Run(out_dir, resolved(config, given))
+    sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
+    return Run(out_dir, resolved(sized, given), init_checkpoint=checkpoint, tokenizer=tokenizer)
 
 
 def new_folder(kind: str = "") -> Path:
-    """In runs/, by the time: two that are started in the same second differ too."""
+    """A path in runs/, named by the time to the microsecond."""
     return RUNS / f"{kind}{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises ValueError where there is something in the directory. `resume`: how it would be continued."""
+    """Raises UserError if the directory holds anything but a lock. `resume`: the option that would continue it."""
     if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
         raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
 
 
-def decided(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """With what it leaves open: steps where it says tokens, and a precision where that is auto."""
-    return with_precision(in_steps(config, given))
+def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The configuration with max_steps computed from max_tokens, and precision=auto replaced by the one that it means."""
+    return with_precision(with_max_steps(config, given))
 
 
-def in_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """With trainer.max_tokens in steps, as many as it takes to read them. Raises ValueError where `given` has steps as well."""
+def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The configuration with the fewest max_steps that read trainer.max_tokens; given steps replace a resumed run's tokens.
+
+    Raises UserError if the command line gives both.
+    """
     trainer = config.trainer
     if trainer.max_tokens is None:
         return config
@@ -104,43 +106,43 @@ def in_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
-    """Makes the directory, writes the resolved configuration into it and lets runs/latest point to it.
+    """Makes the directory, writes the resolved configuration into it and points runs/latest to it.
 
-    Raises ValueError where it cannot be made, and where another process was quicker.
+    Raises UserError if the directory cannot be made, or if another process has begun a run in it.
     """
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
     run.lock.hold(run.out_dir)
-    if not run.begun:
-        require_unused(run.out_dir)      # asked before, but another process may have begun and ended a run since
+    if not run.exists:
+        require_unused(run.out_dir)      # again: another process may have begun and ended a run since open_run
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
 
 def as_plain(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as plain containers that YAML, checkpoints and W&B take."""
+    """The configuration in dictionaries and lists, for YAML, checkpoints and W&B."""
     plain = asdict(config)
     plain["optim"]["betas"] = list(plain["optim"]["betas"])
     return plain
 
 
 def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
-    """The run that `resume` names, from its newest sound checkpoint or the one named; None where resume=auto finds no run."""
+    """The run that `resume` names, at its newest sound checkpoint or at the one named; None if resume=auto finds no run."""
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
     lock = _held(path.resolve().parent.parent if path.is_file() else path)
     try:
         run = _found(config, given, path, auto)
     except ValueError:
-        lock.release()                   # its traceback refers to it
+        lock.release()                   # the traceback would keep it
         raise
-    return run and replace(run, begun=True, lock=lock)
+    return run and replace(run, exists=True, lock=lock)
 
 
 def _held(out_dir: Path) -> RunLock:
-    """The lock of a run's directory; of any other, one that nobody holds."""
+    """A lock, held if out_dir is a run's directory."""
     lock = RunLock()
     if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
         lock.hold(out_dir)
@@ -156,54 +158,54 @@ def _found(config: TrainConfig, given: Collection[str], path: Path, auto: bool) 
         if found is not None:
             return _continue(config, given, path.resolve(), found)
     if (path / CONFIG_FILE).is_file():
-        return _begin_again(config, given, path.resolve())
+        return _restart(config, given, path.resolve())
     if auto:
         return None
     raise UserError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
 
 
-def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: Checkpoint) -> Run:
-    saved = read.run or {}
-    if "trainer" not in saved or read.path.parent.name != FOLDER:
-        raise UserError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
+def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, checkpoint: Checkpoint) -> Run:
+    saved, step = checkpoint.run or {}, checkpoint.step
+    if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
+        raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, out_dir, saved)
-    if read.step > merged.trainer.max_steps or (read.step == merged.trainer.max_steps and is_finished(out_dir)):
-        raise UserError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
-    resumed = Run(out_dir, merged, read.path, read.step)
+    if step > merged.trainer.max_steps or (step == merged.trainer.max_steps and is_finished(out_dir)):
+        raise UserError(f"the run in {out_dir} is finished at step {step}: to train on, give trainer.max_steps=MORE")
+    resumed = Run(out_dir, merged, checkpoint.path, step)
     if merged.init_from is None:
         return resumed
-    return replace(resumed, beginning=read, tokenizer=Tokenizer.from_dict(read.tokenizer or {}))
+    return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
 
-def _begin_again(config: TrainConfig, given: Collection[str], out_dir: Path) -> Run:
-    """A run that was killed before its first checkpoint, from its start."""
+def _restart(config: TrainConfig, given: Collection[str], out_dir: Path) -> Run:
+    """A run that was killed before its first checkpoint, from step 0 and with its own configuration."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     merged = _merged(config, given, out_dir, saved)
     if merged.init_from is None:
         return Run(out_dir, merged)
-    sized, beginning, tokenizer = begin(merged, given)
-    return Run(out_dir, sized, beginning=beginning, tokenizer=tokenizer)
+    sized, checkpoint, tokenizer = open_init_checkpoint(merged, given)
+    return Run(out_dir, sized, init_checkpoint=checkpoint, tokenizer=tokenizer)
 
 
 def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
-    """The run's own configuration, with what the user gave anew, save what would make it another run."""
-    current = _without_deleted(saved, out_dir)
-    merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in current.items()})
+    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs."""
+    merged = _from_plain(_without_deleted(saved, out_dir))
     for key in _options_given(config, given):
         old, new = _look_up(merged, key), _look_up(config, key)
-        if old != new and key not in FREE and not {key, key.split(".")[0]}.isdisjoint(FIXED):
+        if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
                             "that sets it; or start a new run")
-        _put(merged, key, new)
-    checked = TrainConfig(**{name: _restore(getattr(merged, name), value) for name, value in asdict(merged).items()})
-    return decided(replace(checked, resume=config.resume, out_dir=str(out_dir)), given)
+        *parents, name = key.split(".")
+        setattr(_look_up(merged, ".".join(parents)), name, new)
+    checked = _from_plain(as_plain(merged))
+    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), given)
 
 
 def _without_deleted(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
-    """The configuration of a run of any version. Raises ValueError where it set an option that no longer exists."""
+    """A configuration without the options that this version has no longer. Raises UserError if one is not at its default."""
     current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
     for option, default in DELETED.items():
-        group, _, name = option.partition(".")
+        group, name = option.split(".")
         value = current[group].pop(name, default)
         if value != default:
             raise UserError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
@@ -212,36 +214,37 @@ def _without_deleted(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
 
 
 def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
-    """The options to compare or take anew, without the groups that set some of them."""
+    """The given options that replace a resumed run's, without the names of groups."""
     options = [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
     return [key for key in options if not is_dataclass(_look_up(config, key))]
 
 
 def _not_overruled(chosen: Collection[str], given: Collection[str]) -> list[str]:
-    """The tokens that a user gives stand in the place of the steps of an experiment."""
+    """The options that groups set, without an experiment's max_steps if the user gives max_tokens."""
     return [option for option in chosen if option != "trainer.max_steps" or "trainer.max_tokens" not in given]
 
 
-def _restore(default: Any, value: Any) -> Any:
-    if not is_dataclass(default):
-        return value
-    kind: Any = type(default)
-    return kind(**{name: tuple(item) if isinstance(item, list) else item for name, item in value.items()})
+def _from_plain(plain: dict[str, Any]) -> TrainConfig:
+    """The inverse of as_plain. Raises UserError as the dataclasses do, which check their values."""
+    defaults = TrainConfig()
+    values: dict[str, Any] = {}
+    for name, value in plain.items():
+        group: Any = type(getattr(defaults, name))
+        if is_dataclass(group):
+            value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})
+        values[name] = value
+    return TrainConfig(**values)
 
 
 def _look_up(config: Any, key: str) -> Any:
-    for part in key.split("."):
+    """The value of a dotted key; of the empty one, the configuration itself."""
+    for part in filter(None, key.split(".")):
         config = getattr(config, part)
     return config
 
 
-def _put(config: Any, key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    setattr(_look_up(config, ".".join(parents)) if parents else config, last, value)
-
-
 def _point_latest(out_dir: Path) -> None:
-    """A symlink, or a one-line file where links need rights; put in place whole, and no reason for a run to fail."""
+    """Makes runs/latest a symlink to out_dir, or a one-line file where links need rights. A failure is reported, not raised."""
     latest, target = RUNS / "latest", out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())

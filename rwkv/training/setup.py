@@ -1,4 +1,9 @@
-"""TODO."""
+"""What train.py builds before it trains, in this order:
+
+    kernel_for    the operator that kernel= names, on this device and in this precision
+    data_for      the tokenised data, once it is known that the model fits
+    new_model     the model, with initial weights or those of the file that init_from= names
+"""
 
 from dataclasses import replace
 
@@ -13,31 +18,33 @@ from rwkv.data.prepare import Corpus, prepare
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
-from rwkv.training.memory import require_room
+from rwkv.training.memory import require_capacity
 from rwkv.training.run import Run
 
 
-def new_model(config: ModelConfig, beginning: Checkpoint | None, tokenizer: Tokenizer, wkv: WKV) -> RWKV:
-    """The model to train: with a checkpoint's weights, or RWKV-4's initial ones."""
-    if beginning is None:
-        return RWKV(config, tokenizer.vocab_size, wkv).init_weights()
-    return RWKV.to_train_on(replace(beginning, config=config), wkv)
-
-
-def data_for(run: Run, device: torch.device, kernel: str) -> Corpus:
-    """The run's data, tokenised once it is clear that the model fits, whatever its vocabulary will be.
-
-    Raises ValueError where it does not, or its checkpoints do not, and as rwkv.tokens.prepare does.
-    """
-    least = run.tokenizer.vocab_size if run.tokenizer else 1
-    distributed.broadcast_from_rank0(lambda: require_room(run, device, kernel, least))
-    data = distributed.rank0_first(lambda: prepare(run.config.data, run.config.model.ctx_len, run.tokenizer))
-    distributed.broadcast_from_rank0(lambda: require_room(run, device, kernel, data.tokenizer.vocab_size))
-    return data
-
-
 def kernel_for(config: TrainConfig, device: torch.device) -> tuple[WKV, str]:
-    """The operator that the configuration names, and how it is announced. Raises as kernels.select does."""
+    """The operator and its name, which for kernel=auto has the reason for the choice. Raises as kernels.select.select does."""
     dtype = dtype_for(config.trainer.precision)
     wkv = select("wkv4", config.kernel.name, device, dtype)
     return wkv, why_auto("wkv4", device, dtype) if config.kernel.name == AUTO else wkv.name
+
+
+def data_for(run: Run, device: torch.device) -> Corpus:
+    """The run's data, tokenised by the first process for all of them.
+
+    Raises UserError if the model or its checkpoints do not fit, and as rwkv.data.prepare.prepare does. A vocabulary that is
+    made from the data has an unknown size, so capacity is checked before, for the smallest one, and again after.
+    """
+    config = run.config
+    smallest = run.tokenizer.vocab_size if run.tokenizer else 1
+    distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, smallest))
+    data = distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer))
+    distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, data.tokenizer.vocab_size))
+    return data
+
+
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: WKV) -> RWKV:
+    """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len."""
+    if init_checkpoint is None:
+        return RWKV(config, tokenizer.vocab_size, wkv).init_weights()
+    return RWKV.to_train_on(replace(init_checkpoint, config=config), wkv)

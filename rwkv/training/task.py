@@ -1,7 +1,7 @@
-"""What Lightning trains: the loss, the metrics, the optimiser's groups and the schedule.
+"""The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
-split in windows, the state reset at each.
+split in windows, each from the empty state.
 """
 
 import math
@@ -27,27 +27,29 @@ from rwkv.training.tbptt import Carried, hidden_of_segments
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's lanes
+CARRIED = "carried"                      # a checkpoint's key for the states of trainer.tbptt's document streams
 
 
 class LanguageModel(lightning.LightningModule):
-    """Batches are (x, y), (B,T) int64 each; y is x one token on, -100 where nothing is to be predicted.
+    """Batches are (x, y), both (B,T) int64: y holds the token after each of x, or -100 for a target that does not count.
 
-    With trainer.tbptt those of training are Segments, which carry their rows' state on from the step before.
+    With trainer.tbptt, training batches are Segments, and each row's state carries over from the step before.
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
         super().__init__()
-        self.model, self.optim, self.max_steps = model, optim, max_steps
+        self.model = model
+        self.optim = optim
+        self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
         self.entry: dict[str, Any] = {}
         self.carried = Carried()
-        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None where nothing clips
+        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self._nats, self._tokens = 0.0, 0
-        self._own: tuple[Tensor, Tensor] | None = None       # the batch that this process takes, of those that all take next
+        self._own: tuple[Tensor, Tensor] | None = None       # this process's batch of the next round of validation
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
-        """What every checkpoint carries beside the weights, so that generate.py needs nothing else."""
+        """Sets the entry that every checkpoint carries beside the weights, so that generate.py needs nothing else."""
         self.entry = describe(run, self.model.vocab_size, tokenizer)
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Segments, batch_idx: int) -> Tensor:
@@ -59,14 +61,16 @@ class LanguageModel(lightning.LightningModule):
         return self._head_loss(self.model.forward_features(x), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
-        """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""
+        """The loss of a batch, weighted so that the mean over the processes and accumulated batches of a step is the mean
+        over all its targets that count.
+        """
         hidden, state = hidden_of_segments(self.model, batch.x, batch.opens,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
-        """What the options add to its gradient is not in its value."""
+        """l2_wrap and confidence_penalty change the gradient alone, not the value."""
         optim = self.optim
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
@@ -74,10 +78,10 @@ class LanguageModel(lightning.LightningModule):
         self._nats, self._tokens, self._own = 0.0, 0, None
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Of several processes, each takes every so many-th batch, all at the same time; they add up at the end.
+        """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
-        With trainer=fsdp each pass gathers the weights from all of them. So where the last batches are not enough for all,
-        those without one compute the last batch's loss too, and do not count it.
+        With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
+        than processes, those without one compute the last batch too, and do not count it.
         """
         turn, last = batch_idx % world_size(), batch_idx + 1 == self.trainer.num_val_batches[0]
         if turn == rank():
@@ -107,7 +111,7 @@ class LanguageModel(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """What Lightning loads from a checkpoint has the options of the run before: those of this one take their place."""
+        """Replaces the optimiser options that Lightning has loaded from the checkpoint by those of this run."""
         optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
         configured = parameter_groups(self.model, self.optim)
@@ -119,25 +123,26 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have.
-
-        With fp16's the optimiser is not fused, and gradients come here unscaled.
+        """Clips by the total norm. Lightning's own clipping refuses a fused optimiser in mixed precision, because of a loss
+        scaling that bf16 does not have. With fp16's the optimiser is not fused, and the gradients are unscaled here.
         """
         if gradient_clip_val and isinstance(self.trainer.strategy, FSDPStrategy):
             sharded = cast("FullyShardedDataParallel", self.trainer.strategy.model)
-            self.grad_norm = sharded.clip_grad_norm_(gradient_clip_val)      # of all shares: here are one process's
+            self.grad_norm = sharded.clip_grad_norm_(gradient_clip_val)      # the norm over all processes' shares
         elif gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients)
-            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # elsewhere, looking would wait for the device
+            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # on a GPU the comparison would wait
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
-        checkpoint.update({CARRIED: carried} if (carried := self.carried.state_dict()) else {})
+        carried = self.carried.state_dict()
+        if carried:
+            checkpoint[CARRIED] = carried
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises ValueError where a run would go on with ids that mean other text."""
+        """Raises UserError if the checkpoint's tokenizer is another one, so that its ids mean other text."""
         before = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and before and before != self.entry["tokenizer"]:
             hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]

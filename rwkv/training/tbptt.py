@@ -1,11 +1,12 @@
-"""Truncated back-propagation through time: K segments one after the other, with true gradients through the state between them.
+"""Truncated back-propagation through time: K segments in sequence, with exact gradients through the states between them.
 
-The state goes on from segment to segment and, without gradient, from step to step; where a row's segment opens a document (or
-its piece) it is emptied. Beside K states and the K outputs, the activations of one segment exist at a time: all but the last
-are computed anew in their backward pass. Source: gradient checkpointing over time, arXiv 1606.03401, with K equal segments.
+The state carries over from segment to segment and, detached, from step to step; it is reset where a row's segment is the
+first of a document or of a part of one. The K states and outputs are kept, but the activations of one segment at a time: all
+segments but the last are recomputed in the backward pass. Source: gradient checkpointing over time, arXiv 1606.03401, with K
+equal segments.
 
-In half precision each segment converts the weights anew: through one copy, as autocast keeps it, the gradients of K segments
-would add up in half precision, and in the matrices be 1.2 times as wrong with 16 segments, 1.5 times with 64.
+In half precision each segment converts the weights anew. With autocast's one cached copy the gradients of K segments would
+accumulate in half precision, with errors in the matrices 1.2 times as large for 16 segments and 1.5 times for 64.
 """
 
 from typing import Any
@@ -19,30 +20,34 @@ from rwkv.model.base import Model, State
 
 
 def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> tuple[Tensor, State]:
-    """x (B,K,T) after `state`, emptied where opens (B,K): what the head reads (B,K*T,C), and the state after the last."""
-    hidden, empty, last = [], model.empty_state(len(x)), x.shape[1] - 1
-    with _each_converts_weights(x.device.type):
-        for k in range(x.shape[1]):
+    """x (B,K,T) after `state`, which is reset where opens (B,K) -> (the head's input (B,K*T,C), the state after the last)."""
+    K = x.shape[1]
+    empty = model.empty_state(len(x))
+    outputs = []
+    with _without_cast_cache(x.device.type):
+        for k in range(K):
             state = state.where(opens[:, k], empty)
-            out, state = model.hidden(x[:, k], state) if k == last else _kept_small(model, x[:, k], state)
-            hidden.append(out)
-    return torch.cat(hidden, 1), state
+            hidden, state = model.hidden(x[:, k], state) if k == K - 1 else _recomputed_hidden(model, x[:, k], state)
+            outputs.append(hidden)
+    return torch.cat(outputs, 1), state
 
 
-def _each_converts_weights(kind: str) -> torch.autocast:
-    """Autocast as it is on this kind of device, on or off, without its cache."""
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
+def _without_cast_cache(device_type: str) -> torch.autocast:
+    """Autocast as it is set for this type of device, but without its cache of converted weights."""
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type),
+                          cache_enabled=False)
 
 
-def _kept_small(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+def _recomputed_hidden(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    """model.hidden under activation checkpointing."""
     result: tuple[Tensor, State] = checkpoint(model.hidden, tokens, state, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 class Carried:
-    """The states of this process's lanes between two steps: one State for each of the batches that a step accumulates.
+    """The states of this process's document streams between two steps: a State for each batch that a step accumulates.
 
-    In a checkpoint they are those of all processes' lanes, in order, as plain tensors (L,lanes,.) on the CPU.
+    A checkpoint holds those of all processes, in the order of the streams, as plain tensors (L,streams,.) on the CPU.
     """
 
     def __init__(self) -> None:
@@ -50,7 +55,7 @@ class Carried:
         self._loaded: dict[str, Tensor] = {}
 
     def before(self, part: int, model: Model, B: int) -> State:
-        """What batch `part` of a step begins with."""
+        """The state before batch `part` of a step, of B rows."""
         if part not in self._parts and self._loaded:
             return _share(model.generation.State(**self._loaded), part, B).to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
@@ -59,7 +64,7 @@ class Carried:
         self._parts[part] = state.detach()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same in every process; all of them must ask."""
+        """The same in every process. All processes must call it, since it gathers their states."""
         ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
         parts = [type(state)(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
                  for state, of_ranks in zip(self._parts.values(), zip(*ranks, strict=True), strict=True)]
@@ -70,11 +75,11 @@ class Carried:
 
 
 def _interleaved(ranks: tuple[Tensor, ...]) -> Tensor:
-    """(L,B,C) of each process -> (L,world*B,C): row i of process r is lane i * world + r."""
+    """(L,B,C) of each process -> (L,world*B,C): row i of process r is stream i * world + r."""
     return torch.stack(ranks, 2).flatten(1, 2)
 
 
 def _share(state: State, part: int, B: int) -> State:
-    """This process's B rows of batch `part`, of the state of all lanes."""
+    """This process's B rows of batch `part`, from the states of all streams."""
     common = B * world_size()
     return state.rows(slice(part * common + rank(), (part + 1) * common, world_size()))

@@ -1,6 +1,6 @@
-"""Lightning's Trainer as this program uses it, and what is shown after a run.
+"""Lightning's Trainer for a run: callbacks, distributed strategy, precision, activation checkpointing and torch.compile.
 
-What lets a run grow: over several processes, with less memory for activations, and compiled.
+After training: the result, the report and a sample.
 """
 
 import logging
@@ -40,18 +40,19 @@ from rwkv.training.run import Run
 from rwkv.training.samples import Samples, sample_every
 from rwkv.training.task import LanguageModel
 
-LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
-                   "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
+UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
+             "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")      # warnings of libraries
 
 
 def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers: list[Logger]) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates on the whole split and after the last step, and stops cleanly.
 
-    `tokenizer` is for the samples during training. Raises ValueError where their prompt cannot be encoded.
+    tokenizer: for the samples during training. Raises UserError if their prompt cannot be encoded.
     """
-    quiet()
+    silence_libraries()
     config, out_dir = run.config, run.out_dir
-    options, precision = config.trainer, precision_for(config.trainer, device)
+    options = config.trainer
+    precision = precision_for(options, device)
     if options.malloc == "tuned":
         keep_large_blocks()
     divergence = Divergence(out_dir, options.log_every)
@@ -74,7 +75,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """What is left of a run that was stopped after its last step. Lightning's own loop would do nothing at all."""
+    """The rest of a run that was stopped in its last validation. Lightning's own loop skips it, as no step is left."""
     loop = trainer.fit_loop
     loop.setup_data()
     loop.reset()
@@ -85,18 +86,18 @@ def _validate_alone(trainer: lightning.Trainer) -> None:
     loop.on_run_end()
 
 
-def quiet() -> None:
-    """Leaves out what libraries say of their own insides: advice that a user of this program cannot follow."""
+def silence_libraries() -> None:
+    """Silences third-party warnings that users of this program cannot act on."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in LIBRARY_CHATTER:
+    for message in UNHELPFUL:
         warnings.filterwarnings("ignore", message=message)
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """A sample on standard output, and the command for more; where none can be drawn, the reason."""
+    """Prints a sample on standard output, and on standard error the command for more, or why there is no sample."""
     if rank() > 0:
         return
-    model = _whole(task, config, out_dir).eval()
+    model = _trained_model(task, config, out_dir).eval()
     log("\nsample:")
     prompt = config.data.sample_prompt
     with redirect_stdout(unread(sys.stdout)):
@@ -110,15 +111,15 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     log(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 
 
-def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> Model:
-    """The trained model; with trainer=fsdp, where each process has a share of the weights, from the last checkpoint."""
+def _trained_model(task: LanguageModel, config: TrainConfig, out_dir: Path) -> Model:
+    """The model in memory; with trainer=fsdp, where each process has a share of the weights, that of the last checkpoint."""
     if config.trainer.strategy != "fsdp":
         return task.model
     return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), task.model.operator, str(task.device))
 
 
 def leave_report(out_dir: Path) -> None:
-    """What the run has come to, as a page: no reason for a run to fail, whatever becomes of it."""
+    """Writes the run's report. A failure is printed, and the run does not fail with it."""
     if rank() > 0:
         return
     try:
@@ -133,7 +134,7 @@ def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:
-    """Lightning's arguments for the processes there are; with fsdp each `block` of the model is a unit."""
+    """Lightning's arguments for the number of processes and how they share the work; with fsdp each `block` is a unit."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
         return shared | {"strategy": FSDPStrategy(auto_wrap_policy={block}, state_dict_type="full")}
@@ -148,7 +149,10 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """trainer.activation_checkpointing and trainer.compile, block by block; names and values of the weights stay."""
+    """Applies trainer.activation_checkpointing and trainer.compile to each block; names and values of the weights stay.
+
+    Raises UserError if there is no compiler for trainer.compile.
+    """
     if config.compile and (compiler := missing_compiler()):
         raise UserError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
                         "leave trainer.compile out")
@@ -161,6 +165,6 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For training alone: where no gradients are wanted, torch 2.13 cannot trace functions that have their own."""
+    """The compiled function where gradients are enabled; without them torch 2.13 cannot trace a custom autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from rwkv.errors import UserError
 from rwkv.training.muon import Muon, orthogonal
 
 SHAPES = ((8, 8), (8, 8), (16, 8), (8, 16), (16, 8))
@@ -30,9 +31,9 @@ def groups(hidden: list[nn.Parameter], others: list[nn.Parameter], decay: float)
 
 
 def muon(hidden: list[nn.Parameter], others: list[nn.Parameter], row_beta: float = 0.0, decay: float = 0.1,
-         direction: Callable[[Tensor], Tensor] = orthogonal) -> Muon:
+         orthogonalize: Callable[[Tensor], Tensor] = orthogonal) -> Muon:
     return Muon(groups(hidden, others, decay), lr=0.003, betas=(0.9, 0.99), eps=1e-8, fused=True,
-                row_beta=row_beta, direction=direction)
+                row_beta=row_beta, orthogonalize=orthogonalize)
 
 
 def trained(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: int,
@@ -51,7 +52,7 @@ def test_in_its_directions_matrices_move_as_under_torchs_muon_and_the_rest_as_un
         return torch.stack([_zeropower_via_newtonschulz(matrix, *TORCHS) for matrix in matrices])
 
     hidden, others = matrices(), vectors()
-    found = trained([*hidden, *others], [muon(hidden, others, direction=torchs)], steps=4)
+    found = trained([*hidden, *others], [muon(hidden, others, orthogonalize=torchs)], steps=4)
     hidden, others = matrices(), vectors()
     apart = [torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1), torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.99),
                                                                                   weight_decay=0.0, fused=True)]
@@ -187,5 +188,5 @@ def test_the_state_is_what_the_next_step_starts_from() -> None:
 def test_the_state_of_other_groups_is_refused_with_a_sentence() -> None:
     hidden, others = matrices(), vectors()
     saved = muon(hidden, others).state_dict()
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(UserError, match="init_from="):
         muon(hidden[1:], [*others, hidden[0]]).load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
+"""The plan of a run: parameters, memory and disk from formulas, what the machine has, and what is refused before it begins."""
 
 import json
 import os
@@ -26,12 +26,12 @@ from kernels.select import select
 from rwkv import cli
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.data.documents import Segments
+from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.training import memory, plan
+from rwkv.training import memory, plan, setup
 from rwkv.training.callbacks import peak_memory_mib
 from rwkv.training.memory import free_disk, free_memory, resident_memory
-from rwkv.training.run import Run as RunOf
-from rwkv.training.run import in_steps
+from rwkv.training.run import with_max_steps
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
@@ -82,7 +82,7 @@ def configured(L: int, C: int, B: int, T: int, **trainer: Any) -> TrainConfig:
 
 
 def measured_peak(config: TrainConfig, V: int, kernel: str) -> int:
-    """Of two steps from nothing, in Lightning's order: the gradients of a step live until the next backward pass."""
+    """The peak of building and two steps, in Lightning's order: gradients live until the next backward pass."""
     batch, half = batch_of(config, V), config.trainer.precision == "bf16-mixed"
 
     def train() -> tuple[()]:
@@ -116,19 +116,19 @@ def batch_of(config: TrainConfig, V: int) -> tuple[torch.Tensor, torch.Tensor] |
 @pytest.mark.parametrize("kernel", ["torch_scan"])
 def test_the_estimate_is_near_the_measured_peak(sizes: tuple[int, ...], V: int, options: dict[str, Any], kernel: str) -> None:
     config = configured(*sizes, **options)
-    assert memory.memory(config, V, kernel).total == pytest.approx(measured_peak(config, V, kernel), rel=0.25)
+    assert memory.estimate(config, V).total == pytest.approx(measured_peak(config, V, kernel), rel=0.25)
 
 
 def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
     config = configured(2, 64, 8, 128)
-    alone = memory.memory(config, 256, "torch_scan")
-    ddp, fsdp = (memory.memory(replace(config, trainer=TrainerConfig(strategy=strategy)), 256, "torch_scan", processes=4)
+    alone = memory.estimate(config, 256)
+    ddp, fsdp = (memory.estimate(replace(config, trainer=TrainerConfig(strategy=strategy)), 256, processes=4)
                  for strategy in ("ddp", "fsdp"))
-    assert (ddp.certain, 4 * fsdp.certain) == (alone.certain, alone.certain)
+    assert (ddp.fixed, 4 * fsdp.fixed) == (alone.fixed, alone.fixed)
     assert 4 * ddp.activations == pytest.approx(alone.activations, rel=0.1)
 
 
-# What there is
+# Host memory and disks
 
 
 def written(root: Path, **files: str) -> Path:
@@ -174,26 +174,25 @@ def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
     assert resident_memory(tmp_path) == 0, "where there is no /proc"
 
 
-# What cannot fit
+# The capacity check
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * GB)
     monkeypatch.setattr(memory, "resident_memory", lambda: 10 * GB)
-    monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
+    monkeypatch.setattr(setup, "prepare", lambda *_: pytest.fail("the data were tokenised"))
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "training needs at least 196 GB of memory, 10.0 GB of which the programs take already, and this machine has "
-                 "8.0 GB free: take a smaller model=")
+                 "GB of memory, 10.0 GB of which the programs take already", "8.0 GB free", "model=")
     assert not list(Path().iterdir())
 
 
 def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """None where the configuration fits into `free` bytes, else what is said."""
+    """The error message if the configuration does not fit into `free` bytes, else None."""
     monkeypatch.setattr(memory, "free_memory", lambda device: free)
     monkeypatch.setattr(memory, "resident_memory", lambda: GB // 10)
     try:
-        memory.require_room(RunOf(Path("run"), config), CPU, "torch_scan", V)
-    except ValueError as error:
+        memory.require_capacity(config, Path("run"), CPU, V)
+    except UserError as error:
         return str(error)
     return None
 
@@ -217,25 +216,25 @@ def test_the_remedy_is_the_least_that_helps(free: int, remedy: str, monkeypatch:
         assert changed.tokens_per_step == config.tokens_per_step
 
 
-def test_nobody_is_refused_what_just_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and optimiser are certain; of the rest, three quarters of what is estimated."""
+def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gradients and optimiser count fully."""
     config = configured(2, 64, 8, 128)
-    need = memory.memory(config, 256, "torch_scan")
-    least = need.certain + round(0.75 * (need.total - need.certain))
+    need = memory.estimate(config, 256)
+    least = need.fixed + round(0.75 * (need.total - need.fixed))
+    assert need.least == least
     assert fits(config, least, 256, monkeypatch) is None
     assert fits(config, least - 1, 256, monkeypatch) is not None
 
 
 def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a run has already are replaced: what they take is free for it."""
+    """Checkpoints that the run has already are replaced, so that their space is free."""
     config, size = configured(2, 64, 8, 128), 12 * memory.n_parameters(ModelConfig(2, 64), 256)
-    there = RunOf(tmp_path, config)
     monkeypatch.setattr(memory, "free_disk", lambda folder: 4 * size - 1)
-    with pytest.raises(ValueError, match=r"4 checkpoints need 6\.8 MB of disk, and 6\.8 MB is free at .*trainer\.keep_last=1"):
-        memory.require_room(there, CPU, "torch_scan", 256)
+    with pytest.raises(UserError, match=r"trainer\.keep_last"):
+        memory.require_capacity(config, tmp_path, CPU, 256)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"x")
-    memory.require_room(there, CPU, "torch_scan", 256)
+    memory.require_capacity(config, tmp_path, CPU, 256)
 
 
 # Tokens and steps
@@ -244,22 +243,23 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path, monke
 @given(st.floats(1, 1e12), st.integers(1, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 4))
 def test_max_tokens_is_the_fewest_steps_that_read_them(tokens: float, B: int, T: int, accumulate: int, tbptt: int) -> None:
     config = configured(1, 8, B, T, max_tokens=tokens, accumulate=accumulate, tbptt=tbptt)
-    steps = in_steps(config, ["trainer.max_tokens"]).trainer.max_steps
+    steps = with_max_steps(config, ["trainer.max_tokens"]).trainer.max_steps
     assert config.tokens_per_step == B * T * accumulate * max(1, tbptt)
     assert (steps - 1) * config.tokens_per_step < tokens <= steps * config.tokens_per_step
 
 
 def test_steps_and_tokens_are_not_both_given() -> None:
     config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7)
-    with pytest.raises(ValueError, match="both say how long to train: give one of them"):
-        in_steps(config, ["trainer.max_steps", "trainer.max_tokens"])
-    later = in_steps(config, ["trainer.max_steps"]).trainer
+    with pytest.raises(UserError, match=r"trainer\.max_steps.*trainer\.max_tokens"):
+        with_max_steps(config, ["trainer.max_steps", "trainer.max_tokens"])
+    later = with_max_steps(config, ["trainer.max_steps"]).trainer
     assert (later.max_steps, later.max_tokens) == (7, None), "steps given when a run is continued stand for its tokens"
 
 
-# What is said
+# The plan
 
 
+@pytest.mark.programs
 def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
     Path("text.txt").write_text(TEXT)
     status, output, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1",
@@ -273,9 +273,10 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 def test_the_memory_that_is_promised_is_the_whole_processs(run: Run) -> None:
-    """The programs, which take more than a small model does."""
+    """It includes the program and its libraries, which need more than a small model does."""
     Path("text.txt").write_text(TEXT)
     _, _, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache",
                       "trainer=cpu", "kernel=conv1d", "logger=csv", "plan=true")
@@ -284,9 +285,10 @@ def test_the_memory_that_is_promised_is_the_whole_processs(run: Run) -> None:
     assert promised == pytest.approx(resident_memory(), rel=0.2)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("name", "warned"), [("long.jsonl", True), ("even.jsonl", False)])
 def test_validation_that_holds_most_of_the_text_is_said(run: Run, name: str, warned: bool) -> None:
-    """As it does where the first document, which is always for validation, is much longer than the others."""
+    """Here the first document, which is always for validation, is much longer than the others."""
     even = [json.dumps({"text": TEXT[:999]}) + "\n"] * 30
     Path("even.jsonl").write_text("".join(even))
     Path("long.jsonl").write_text("".join([json.dumps({"text": TEXT * 99}) + "\n", *even]))
@@ -297,12 +299,13 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run, name: str, war
 
 
 def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Python where nobody has said how long threads wait, but for `environment`."""
+    """A Python process without environment variables for how long threads wait, those of `environment` aside."""
     inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
     return subprocess.run([sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True,
                           check=False, cwd=Path(__file__).parent.parent.parent)
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
 @pytest.mark.parametrize("program", [("train.py", "kernel=fft"), ("-m", "rwkv", "generate", "checkpoint=nowhere")])
 def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tuple[str, ...]) -> None:
@@ -319,6 +322,7 @@ def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) 
     assert found == f"{[f'{name}={value}' for name, value in expected.items()]}\n"
 
 
+@pytest.mark.programs
 def test_the_plan_says_how_long_threads_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     Path("text.txt").write_text(TEXT)
@@ -336,7 +340,7 @@ def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.Mo
 
 
 def test_the_estimate_leaves_nothing_behind() -> None:
-    """Neither random numbers drawn, nor gradients, nor other weights: training is the same to the bit."""
+    """It draws no random numbers and changes neither gradients nor weights, so that training is the same to the bit."""
     config = configured(2, 16, 2, 8)
     task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
     before = {name: weight.clone() for name, weight in task.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Nothing is lost: killed at any moment, a run goes on to the bit; a damaged checkpoint and a full disk cost no earlier one."""
+"""A run that is killed resumes bit-exactly; a damaged checkpoint or a full disk costs no earlier checkpoint."""
 
 import contextlib
 import itertools
@@ -37,6 +37,7 @@ from training_runs import (
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.report.reading import is_finished
 from rwkv.training.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
@@ -68,12 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """The run that nothing happened to: two loader processes, two batches a step, over two epochs."""
+    """The uninterrupted run: two data workers, two batches a step, over two epochs."""
     done = finish(start(folder, "train", *RUN, "out_dir=whole"))
     assert done.status == 0, done.error
     return folder / "whole"
 
 
+@pytest.mark.programs
 def test_a_run_killed_twice_is_the_run_that_was_not(folder: Path, whole: Path) -> None:
     done = killed_and_continued(folder, RUN, "killed", kills=2, steps=STEPS, seed=1)
     assert done.status == 0, done.error
@@ -81,8 +83,9 @@ def test_a_run_killed_twice_is_the_run_that_was_not(folder: Path, whole: Path) -
     assert_same_training(folder / "killed", whole)
 
 
+@pytest.mark.programs
 def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """With its own configuration, of which the command line need say nothing."""
+    """It restarts with its own configuration, without options on the command line."""
     shutil.copy(whole / "config.yaml", tmp_path)
     run = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=7)), ["trainer.max_steps"])
     assert (run.out_dir, run.resume_from, run.resume_step) == (tmp_path, None, None)
@@ -90,6 +93,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, who
     assert open_run(TrainConfig(resume="auto", out_dir=str(tmp_path / "none"))).config.trainer.accumulate == 1
 
 
+@pytest.mark.programs
 def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
     """Sent to the whole group of processes, loaders included, as a terminal does."""
     slow = (*RUN, "trainer.max_steps=6", "trainer.val_every=3", "data.val_fraction=0.8", "data.batch_size=1")
@@ -116,6 +120,7 @@ def begin(run: Run, *options: str) -> None:
     assert status == 0, error
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("begun", "options"), [
     ("adamw", {"lr": 1e-2, "min_lr": 1e-3, "schedule": "linear", "warmup_steps": 1, "betas": (0.5, 0.75), "eps": 1e-3}),
     ("muon", {"lr": 1e-2, "eps": 1e-3, "matrix_lr": 0.1, "matrix_momentum": 0.5}),
@@ -138,6 +143,7 @@ def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, begun: s
             assert group[name] == pytest.approx(configured[name])
 
 
+@pytest.mark.programs
 def test_at_a_rate_of_nothing_no_weight_moves_any_more(run: Run) -> None:
     begin(run, "optim=muon")
     before = read_weights(Path("run"))
@@ -157,6 +163,7 @@ def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("argument", "named"), [
     ("optim=adamw", "optim.name"), ("optim.name=normuon", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
     ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("optim.time_decay_lr_scale=1", "optim.time_decay_lr_scale"),
@@ -188,6 +195,7 @@ def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path)
     assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
 
 
+@pytest.mark.programs
 def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Run, tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped; twice is no worse."""
@@ -224,6 +232,7 @@ def asking_to_stop(validation_step: Callable[..., None], step: int) -> Callable[
 # Damage and full disks
 
 
+@pytest.mark.programs
 def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Path, whole: Path, tmp_path: Path,
                                                                       capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
@@ -234,10 +243,11 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Pa
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the one before it")
     damage(last.with_name("last-1.ckpt"))
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(UserError, match=r"init_from=.*best\.ckpt"):
         newest_sound(tmp_path)
 
 
+@pytest.mark.programs
 def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
     """However often it is asked to go on: a new beginning would write over its best.ckpt, which may be sound."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
@@ -245,11 +255,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(folder: Path
         damage(tmp_path / "checkpoints" / name)
     before = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     for _ in range(3):
-        with pytest.raises(ValueError, match=r"init_from=.*best\.ckpt"):
+        with pytest.raises(UserError, match=r"init_from=.*best\.ckpt"):
             open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == before
 
 
+@pytest.mark.programs
 def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: as there, a write fails in the middle of a checkpoint."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
@@ -324,7 +335,7 @@ def test_what_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "next.ckpt"
     VerifiedFiles().save_checkpoint({"weights": torch.zeros(3)}, path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"cannot write the checkpoint .*; the ones before it are intact"):
+    with pytest.raises(UserError, match="resume=auto"):
         VerifiedFiles().save_checkpoint({"weights": torch.zeros(3), "path": path}, path)
     assert path.read_bytes() == before
 
