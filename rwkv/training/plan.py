@@ -59,7 +59,7 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
                           "longest ones, or change their order or names")
     if config.trainer.tbptt:
-        yield "lanes", documents.describe(config, data)
+        yield "streams", documents.describe(config, data)
     yield "model", (f"RWKV-4, {model.n_layer} layers, {model.n_embd} wide, {n_parameters(model, V):,} parameters, "
                     f"vocabulary {V}")
     if run.beginning is not None and run.resume_from is None:
@@ -101,7 +101,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
 
 def _not_padding(config: TrainConfig, data: Corpus) -> float:
     """Of the positions that a step reads, those that hold a token."""
-    return 1 - documents.pieces_of(config, data).padding() if config.trainer.tbptt else 1.0
+    return 1 - documents.chunks_of(config, data).padding() if config.trainer.tbptt else 1.0
 
 
 def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:

@@ -27,7 +27,7 @@ from rwkv.training.tbptt import Carried, hidden_of_segments
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's lanes
+CARRIED = "carried"                      # key in a checkpoint: the states of trainer.tbptt's document streams
 
 
 class LanguageModel(lightning.LightningModule):
@@ -60,7 +60,7 @@ class LanguageModel(lightning.LightningModule):
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
         """Over all processes and batches of a step, the mean of these is the mean over all its targets that count."""
-        hidden, state = hidden_of_segments(self.model, batch.x, batch.opens,
+        hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
