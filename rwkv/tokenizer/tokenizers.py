@@ -122,8 +122,8 @@ class ByteTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         if "\0" in text:
-            raise WrongCharacter(text.index("\0"), "U+0000, which data.tokenizer=byte reserves for the end of a text: remove it "
-                                 "or use data.tokenizer=bpe")
+            raise WrongCharacter(text.index("\0"), "U+0000, which data.tokenizer=byte reserves for the end of a text: "
+                                 "remove it, or use data.tokenizer=bpe")
         return list(text.encode())
 
     def decoder(self) -> Decoder:

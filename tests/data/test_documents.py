@@ -129,6 +129,15 @@ def test_the_order_continues_from_any_place(folder: Path, sizes: list[int], layo
     assert list(resumed) == rest
 
 
+def test_a_stored_position_keeps_its_keys(folder: Path) -> None:
+    """Checkpoints of earlier versions hold them."""
+    sampler = SegmentSampler(DocumentChunks(documents(folder, [9, 5]), END, 4, 2), 2, StepLayout(2), 20, seed=0)
+    resumed = iter(sampler)
+    resumed.load_state_dict({"batches": 1, "lanes": {"dealt": 2, "piece": [1, 0], "left": [1, 0]}})
+    assert resumed.state_dict() == {"batches": 1, "lanes": {"dealt": 2, "piece": [1, 0], "left": [1, 0]}}
+    assert iter(ShuffleSampler(9, 3, 4, 0)).state_dict() == {"drawn": 0}
+
+
 def test_the_order_depends_on_the_seed_and_the_epoch(folder: Path) -> None:
     tokens = documents(folder, [4] * 20)
     first, again, other = (steps(tokens, 4, 40, StepLayout(1), 1, seed)[0].x.flatten().tolist() for seed in (0, 0, 1))
