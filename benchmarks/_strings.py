@@ -1,4 +1,4 @@
-"""Random strings on which tokenizers could differ: every script, cut characters, wrong bytes, long runs."""
+"""Random strings on which tokenizers could differ: every script, mixtures of scripts, long runs of one character."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -18,22 +18,5 @@ def unicode_strings(count: int, seed: int = 0) -> Iterator[str]:
         yield (words, _characters(choose, [script] * length), mixed, _characters(choose, [script]) * length + words)[index % 4]
 
 
-def byte_strings(count: int, seed: int = 1) -> Iterator[bytes]:
-    """In turns: random bytes, text cut anywhere, and text with a few wrong bytes."""
-    choose = random.Random(seed)
-    for index, text in enumerate(unicode_strings(count, seed)):
-        data = text.encode()
-        half = len(data) // 2
-        cut = data[choose.randrange(1 + half):choose.randrange(half, 1 + len(data))]
-        yield (choose.randbytes(choose.randrange(1, 60)), cut, _damaged(choose, data))[index % 3]
-
-
 def _characters(choose: random.Random, ranges: Sequence[tuple[int, int]]) -> str:
     return "".join(chr(choose.randrange(*bounds)) for bounds in ranges)
-
-
-def _damaged(choose: random.Random, data: bytes) -> bytes:
-    damaged = bytearray(data)
-    for _ in range(choose.randrange(1, 4)):
-        damaged[choose.randrange(len(damaged))] = choose.randrange(256)
-    return bytes(damaged)

@@ -1,8 +1,8 @@
 """python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
 
-Our tokenizers beside the libraries'. First the ids of N random strings, half of them Unicode and half any bytes, are compared;
-then encoding and decoding of one text are timed in turns, medians. Ids that differ are counted, and make the exit status 1.
-PyPI's `rwkv` answers from the environment that `make peers` makes. The last line of standard output is the result as JSON.
+Compares our tokenizers with other libraries. First the ids of N random strings are compared; then encoding and decoding of one
+text are timed in turns, and the medians shown. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in the environment
+that `make peers` makes. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from typing import Any
 import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
-from benchmarks._strings import byte_strings, unicode_strings
+from benchmarks._strings import unicode_strings
 from kernels.bench import hardware
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
 from rwkv.data.sources.stdlib import read_stdlib
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
 STDLIB_CHARACTERS = 1_000_000            # of the standard library, where no text is given
@@ -60,12 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
     ours: dict[str, Tokenizer] = {"byte": ByteTokenizer(), "char": CharTokenizer(text)}
-    ours |= {"bpe": build("bpe", [text], BPE_SIZE), "world": build("world", [])}
+    ours |= {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")}
     return ours | ({"neox": Tokenizer.from_file(neox)} if neox else {})
 
 
 def table(report: dict[str, Any]) -> str:
-    """What the data say, for the terminal."""
+    """The report as a table for the terminal."""
     rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
     for name, speeds in report["mb_per_s"].items():
         tokens = report["tokens"][name.rpartition(" ")[2]]
@@ -77,13 +77,11 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:
-    texts, strings = list(unicode_strings(count // 2)), list(byte_strings(count - count // 2))
+    texts = list(unicode_strings(count))
     library, mine = RWKVTokenizer(), [world.encode(text) for text in texts]
     checks = {"world and pyrwkv-tokenizer, Unicode": _compared(mine, [library.encode(text) for text in texts])}
     if peer:
         checks["world and rwkv, Unicode"] = _compared(mine, peer("ids_of", [text.encode().hex() for text in texts]))
-        checks["world and rwkv, bytes"] = _compared([world.encode_bytes(data) for data in strings],
-                                                    peer("ids_of", [data.hex() for data in strings]))
     return checks
 
 
@@ -99,7 +97,7 @@ def _compared(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
 
 
 def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
-    """By program and pass, a function that does it once with the whole text."""
+    """A function that encodes or decodes the whole text once, by (program, pass)."""
     work: Work = {}
     for name, tokenizer in ours.items():
         _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))
@@ -128,7 +126,7 @@ def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str,
 
 @contextmanager
 def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
-    """A function that asks PyPI's rwkv, and its version; None where its environment is not there."""
+    """A function that sends a request to PyPI's rwkv, and its version; (None, None) if its environment is missing."""
     if not python.exists():
         yield None, None
         return
@@ -138,12 +136,12 @@ def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
         assert requests is not None
         assert answers is not None
 
-        def ask(request: str, argument: Any) -> Any:
+        def send(request: str, argument: Any) -> Any:
             requests.write(json.dumps({request: argument}) + "\n")
             requests.flush()
             return json.loads(answers.readline())
 
-        yield ask, json.loads(answers.readline())
+        yield send, json.loads(answers.readline())
         requests.close()
 
 

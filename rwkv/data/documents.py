@@ -1,17 +1,17 @@
-"""The data of trainer.tbptt=K: lanes that read documents one after the other, K segments of ctx_len tokens in each step.
+"""The data of trainer.tbptt=K: streams that read one document after the other, K segments of ctx_len tokens in each step.
 
-    lane 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document,
-    lane 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   and [ is where the state is emptied
+    stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document,
+    stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   and at [ the state is emptied
 
-B rows of a batch, T = ctx_len. There are as many lanes as rows in an optimiser step: with trainer.accumulate=A a step is the A
-batches of `batch_size` lanes each, so that it is the step of one batch A times as large. Documents come in a seeded
-permutation, then in the next one, without end; the lane that has read its own to the end takes the next of this one order.
-That hangs on the seed, the number of lanes and ctx_len alone: not on K, processes or workers.
+B rows of a batch, T = ctx_len. There is one stream for each row of an optimiser step: with trainer.accumulate=A a step is A
+batches of `batch_size` streams each, and is the same as the step of one batch A times as large. Documents come in a seeded
+permutation, then in the next one, without end; a stream that has read its document to the end takes the next of this order.
+The order depends only on the seed, the number of streams and ctx_len: not on K, processes or workers.
 
-A document that is longer than one lane's share of all is cut into several pieces, of whole segments, each read from an empty
-state: else a text in a single file would be in all lanes at the same place. The ids of a document are end_of_text and its
-text; each predicts the next one, the last the end_of_text that follows. So every token but the stream's first is predicted once
-an epoch; where a corpus (binidx) has no end_of_text between documents, the first token of each is not either.
+A document longer than one stream's share of all segments is divided into several chunks of whole segments, each read from an
+empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
+end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token but the first of all
+is predicted once an epoch; in a corpus (binidx) without end_of_text between documents, the first token of each is not either.
 """
 
 from collections.abc import Iterator
@@ -24,107 +24,110 @@ from torch.utils.data import Dataset, Sampler
 
 from rwkv.config import TrainConfig
 from rwkv.data.prepare import Corpus
-from rwkv.data.token_array import Stream
+from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import Permutations
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 
 
 class Segments(NamedTuple):
-    """A batch: x, y (B,K,T) int64; opens (B,K): whether a segment is the first of its piece.
+    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is emptied before this segment.
 
-    part: which of the accumulated batches of a step it is. weight: what its mean loss counts for, such that the mean over
-    the processes and batches of a step is that over all the targets that count in them. counted: the targets that count in
-    this batch of all processes.
+    part: the number of this batch within its accumulated step. weight: the factor of the batch's mean loss, such that the mean
+    over the processes and batches of a step is the mean over all its targets. counted: the number of targets, of all processes,
+    in this batch.
     """
 
     x: Tensor
     y: Tensor
-    opens: Tensor
+    starts_document: Tensor
     part: int
     weight: float
     counted: int
 
 
-class Cut(NamedTuple):
-    """A segment before it is read: `inputs` ids from `start` on, of which the first `targets` predict the next one."""
+class Segment(NamedTuple):
+    """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id."""
 
     start: int
     inputs: int
     targets: int
-    opens: bool
+    starts_document: bool
 
 
-class Rows(NamedTuple):
-    """A batch before it is read: K cuts for each of its B rows."""
+class BatchPlan(NamedTuple):
+    """The places of a batch: K segments for each of its B rows, and the last three fields of Segments."""
 
-    cuts: list[list[Cut]]
+    rows: list[list[Segment]]
     part: int
     weight: float
     counted: int
 
 
-class Pieces:
-    """Documents, cut where they are longer than one lane's share. `segments` (P,): of how many each piece is."""
+class DocumentChunks:
+    """Documents, divided into chunks where they are longer than one stream's share. segments (P,): the length of each chunk."""
 
-    def __init__(self, tokens: Stream, end_of_text: int, ctx_len: int, lanes: int) -> None:
+    def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int) -> None:
         self.tokens, self.end_of_text, self.ctx_len = tokens, end_of_text, ctx_len
         bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
         self.documents = len(bounds) - 1
-        counts, each = _parts(-(-np.diff(bounds) // ctx_len), lanes)
-        document = np.repeat(np.arange(self.documents), counts)
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._starts = bounds[document] + nth * each[document] * ctx_len
+        counts, length = _divided(-(-np.diff(bounds) // ctx_len), streams)
+        document = np.repeat(np.arange(self.documents), counts)                                # (P,), of each chunk
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,), within its document
+        self._starts = bounds[document] + nth * length[document] * ctx_len
         self._ends = np.append(self._starts[1:], len(tokens))
-        self._closes = np.append(np.diff(document) > 0, True)
+        self._ends_document = np.append(np.diff(document) > 0, True)
         self.segments = -(-(self._ends - self._starts) // ctx_len)
 
     def __len__(self) -> int:
         return len(self.segments)
 
-    def cut(self, piece: int, segment: int) -> Cut:
-        """Segment number `segment` of a piece."""
-        start, end = int(self._starts[piece]) + segment * self.ctx_len, int(self._ends[piece])
+    def segment(self, chunk: int, number: int) -> Segment:
+        """Segment `number` of a chunk."""
+        start, end = int(self._starts[chunk]) + number * self.ctx_len, int(self._ends[chunk])
         stop = min(start + self.ctx_len, end)
-        predicts_all = stop < end or not self._closes[piece] or self._is_end_of_text(end)
-        return Cut(start, stop - start, stop - start - (not predicts_all), segment == 0)
+        all_predict = stop < end or not self._ends_document[chunk] or self._is_end_of_text(end)
+        return Segment(start, stop - start, stop - start - (not all_predict), number == 0)
 
     def _is_end_of_text(self, place: int) -> bool:
         return self.tokens[place:place + 1].tolist() == [self.end_of_text]
 
     def padding(self) -> float:
-        """The share of the positions of all segments that hold no token."""
+        """The fraction of the positions in all segments that hold no token."""
         return 1 - len(self.tokens) / (int(self.segments.sum()) * self.ctx_len)
 
 
-def _parts(segments: np.ndarray, lanes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Into how many pieces each document of `segments` (D,) is cut, and of how many segments, the last may have fewer."""
-    share = -(-segments.sum() // lanes)
-    each = -(-segments // -(-segments // share))
-    return -(-segments // each), each
+def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
+    """For documents of `segments` (D,) segments: the number of chunks of each (D,), and their length in segments (D,).
+
+    The last chunk of a document may be shorter.
+    """
+    share = -(-segments.sum() // streams)
+    length = -(-segments // -(-segments // share))
+    return -(-segments // length), length
 
 
-class Reading(Dataset[Segments]):
-    """From places to tokens."""
+class SegmentDataset(Dataset[Segments]):
+    """Reads the tokens of a BatchPlan."""
 
-    def __init__(self, tokens: Stream, ctx_len: int) -> None:
+    def __init__(self, tokens: TokenArray, ctx_len: int) -> None:
         self.tokens, self.ctx_len = tokens, ctx_len
 
-    def __getitems__(self, rows: Rows) -> Segments:
-        x = np.zeros((len(rows.cuts), len(rows.cuts[0]), self.ctx_len), np.int64)
+    def __getitems__(self, plan: BatchPlan) -> Segments:
+        """The batch. Missing inputs are 0, missing targets IGNORED."""
+        x = np.zeros((len(plan.rows), len(plan.rows[0]), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
-        for row, cuts in enumerate(rows.cuts):
-            for column, cut in enumerate(cuts):
-                tokens = self.tokens[cut.start:cut.start + cut.inputs + 1]
-                x[row, column, :cut.inputs] = tokens[:cut.inputs]
-                y[row, column, :cut.targets] = tokens[1:cut.targets + 1]
-        opens = torch.tensor([[cut.opens for cut in cuts] for cuts in rows.cuts])
-        return Segments(torch.from_numpy(x), torch.from_numpy(y), opens, rows.part, rows.weight,
-                        rows.counted)
+        for row, segments in enumerate(plan.rows):
+            for k, segment in enumerate(segments):
+                tokens = self.tokens[segment.start:segment.start + segment.inputs + 1]
+                x[row, k, :segment.inputs] = tokens[:segment.inputs]
+                y[row, k, :segment.targets] = tokens[1:segment.targets + 1]
+        starts = torch.tensor([[segment.starts_document for segment in segments] for segments in plan.rows])
+        return Segments(torch.from_numpy(x), torch.from_numpy(y), starts, plan.part, plan.weight, plan.counted)
 
 
-class Share(NamedTuple):
-    """Of the rows of a step, in `parts` accumulated batches over `world` processes, those of process `rank`: `rows` a batch."""
+class StepLayout(NamedTuple):
+    """The batches of an optimiser step: `parts` accumulated ones of `rows` rows each, in the process `rank` of `world`."""
 
     rows: int
     parts: int = 1
@@ -132,123 +135,122 @@ class Share(NamedTuple):
     world: int = 1
 
     @property
-    def lanes(self) -> int:
-        """Of all processes."""
+    def streams(self) -> int:
+        """The number of streams of all processes."""
         return self.rows * self.parts * self.world
 
-    def of(self, part: int) -> range:
-        """The lanes that are this process's rows of a batch: every world-th one of the common batch."""
+    def own(self, part: int) -> range:
+        """The streams of this process's rows in a batch: every world-th one."""
         return self.common(part)[self.rank::self.world]
 
     def common(self, part: int) -> range:
-        """The lanes that are the rows of a batch in all processes."""
+        """The streams of a batch's rows in all processes."""
         return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)
 
 
-class LaneOrder(Sampler[Rows]):
-    """`batches` batches of K segments in each lane of `share`."""
+class SegmentSampler(Sampler[BatchPlan]):
+    """`batches` plans of this process's batches, with K segments of each stream."""
 
-    def __init__(self, pieces: Pieces, K: int, share: Share, batches: int, seed: int) -> None:
-        self.pieces, self.K, self.share, self.batches, self.seed = pieces, K, share, batches, seed
+    def __init__(self, chunks: DocumentChunks, K: int, layout: StepLayout, batches: int, seed: int) -> None:
+        self.chunks, self.K, self.layout, self.batches, self.seed = chunks, K, layout, batches, seed
 
     def __len__(self) -> int:
         return self.batches
 
-    def __iter__(self) -> "LaneIterator":
-        return LaneIterator(self)
+    def __iter__(self) -> "SegmentIterator":
+        return SegmentIterator(self)
 
 
-class Places:
-    """Where each lane is: in which piece, and how many segments of it are left; and how many pieces were dealt."""
+class StreamPositions:
+    """The position of each stream: its chunk and the segments left in it. assigned: the number of chunks given out so far."""
 
-    def __init__(self, pieces: Pieces, lanes: int, seed: int) -> None:
-        self.pieces, self.order = pieces, Permutations(len(pieces), seed)
-        self.dealt, self.piece, self.left = 0, [0] * lanes, [0] * lanes
+    def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:
+        self.chunks, self.order = chunks, Permutations(len(chunks), seed)
+        self.assigned, self.chunk, self.left = 0, [0] * streams, [0] * streams
 
-    def step(self, K: int) -> list[list[Cut]]:
-        """The next K segments of every lane. No lane is a segment ahead of another, so that the deal hangs on no K."""
-        return [list(cuts) for cuts in zip(*([self._next(lane) for lane in range(len(self.left))] for _ in range(K)),
-                                           strict=True)]
+    def step(self, K: int) -> list[list[Segment]]:
+        """The next K segments of each stream. All streams advance together, so the assignment does not depend on K."""
+        columns = [[self._next(stream) for stream in range(len(self.left))] for _ in range(K)]
+        return [list(segments) for segments in zip(*columns, strict=True)]
 
-    def _next(self, lane: int) -> Cut:
-        if not self.left[lane]:
-            self.piece[lane] = self.order[self.dealt]
-            self.left[lane] = int(self.pieces.segments[self.piece[lane]])
-            self.dealt += 1
-        piece, left = self.piece[lane], self.left[lane]
-        self.left[lane] -= 1
-        return self.pieces.cut(piece, int(self.pieces.segments[piece]) - left)
+    def _next(self, stream: int) -> Segment:
+        if not self.left[stream]:
+            self.chunk[stream] = self.order[self.assigned]
+            self.left[stream] = int(self.chunks.segments[self.chunk[stream]])
+            self.assigned += 1
+        chunk, left = self.chunk[stream], self.left[stream]
+        self.left[stream] -= 1
+        return self.chunks.segment(chunk, int(self.chunks.segments[chunk]) - left)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dealt": self.dealt, "piece": [*self.piece], "left": [*self.left]}
+        return {"dealt": self.assigned, "piece": [*self.chunk], "left": [*self.left]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.dealt, self.piece, self.left = state["dealt"], [*state["piece"]], [*state["left"]]
+        self.assigned, self.chunk, self.left = state["dealt"], [*state["piece"]], [*state["left"]]
 
 
-class LaneIterator(Iterator[Rows]):
-    """Where one pass over LaneOrder stands. A step is planned as a whole, so that its number of targets is known."""
+class SegmentIterator(Iterator[BatchPlan]):
+    """One pass over a SegmentSampler. A whole step is planned at once, since the weights need its number of targets."""
 
-    def __init__(self, order: LaneOrder) -> None:
-        self.order, self._batches = order, 0
-        self._places = Places(order.pieces, order.share.lanes, order.seed)
-        self._before: dict[str, Any] = {}        # where the lanes were when the step at hand began
-        self._step: list[list[Cut]] = []
+    def __init__(self, sampler: SegmentSampler) -> None:
+        self.sampler, self._batches = sampler, 0
+        self._positions = StreamPositions(sampler.chunks, sampler.layout.streams, sampler.seed)
+        self._before: dict[str, Any] = {}        # the positions at the beginning of the current step
+        self._step: list[list[Segment]] = []     # K segments of every stream
 
-    def __next__(self) -> Rows:
-        if self._batches >= self.order.batches:
+    def __next__(self) -> BatchPlan:
+        if self._batches >= self.sampler.batches:
             raise StopIteration
-        part = self._batches % self.order.share.parts
+        part = self._batches % self.sampler.layout.parts
         if part == 0:
-            self._plan()
+            self._plan_step()
         self._batches += 1
-        return self._rows(part)
+        return self._plan_batch(part)
 
-    def _plan(self) -> None:
-        self._before = self._places.state_dict()
-        self._step = self._places.step(self.order.K)
+    def _plan_step(self) -> None:
+        self._before = self._positions.state_dict()
+        self._step = self._positions.step(self.sampler.K)
 
-    def _rows(self, part: int) -> Rows:
-        share = self.order.share
-        cuts, common = ([self._step[lane] for lane in lanes] for lanes in (share.of(part), share.common(part)))
-        weight = _targets(cuts) * share.parts * share.world / max(1, _targets(self._step))
-        return Rows(cuts, part, weight, _targets(common))
+    def _plan_batch(self, part: int) -> BatchPlan:
+        layout = self.sampler.layout
+        rows = [self._step[stream] for stream in layout.own(part)]
+        common = [self._step[stream] for stream in layout.common(part)]
+        weight = _targets(rows) * layout.parts * layout.world / max(1, _targets(self._step))
+        return BatchPlan(rows, part, weight, _targets(common))
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two batches of a step: where the step began."""
-        between_steps = self._batches % self.order.share.parts == 0
-        return {"batches": self._batches, "lanes": self._places.state_dict() if between_steps else self._before}
+        """Between two batches of a step, the positions are those at its beginning."""
+        between_steps = self._batches % self.sampler.layout.parts == 0
+        return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError where the run had other lanes, or none."""
-        self._require_same_lanes(len(state["lanes"]["left"]) if "lanes" in state else 0)
+        """Raises UserError if the run had another number of streams, or none."""
+        before, now = len(state["lanes"]["left"]) if "lanes" in state else 0, self.sampler.layout.streams
+        if before != now:
+            raise UserError(f"the run was begun with {before or 'no'} document streams, and data.batch_size times "
+                            f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
         self._batches = state["batches"]
-        self._places.load_state_dict(state["lanes"])
-        if self._batches % self.order.share.parts:
-            self._plan()
-
-    def _require_same_lanes(self, before: int) -> None:
-        if before != self.order.share.lanes:
-            raise UserError(f"the run was begun with {before or 'no'} lanes, and data.batch_size times trainer.accumulate is "
-                            f"{self.order.share.lanes}: with trainer.tbptt, a run goes on with the lanes that it has")
+        self._positions.load_state_dict(state["lanes"])
+        if self._batches % self.sampler.layout.parts:
+            self._plan_step()
 
 
-def _targets(cuts: list[list[Cut]]) -> int:
-    return sum(cut.targets for row in cuts for cut in row)
+def _targets(rows: list[list[Segment]]) -> int:
+    return sum(segment.targets for row in rows for segment in row)
 
 
-def pieces_of(config: TrainConfig, corpus: Corpus) -> Pieces:
-    """Of a run's training data."""
-    return Pieces(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, _lanes(config))
+def chunks_of(config: TrainConfig, corpus: Corpus) -> DocumentChunks:
+    """The training documents of a run in chunks."""
+    return DocumentChunks(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, _streams(config))
 
 
 def describe(config: TrainConfig, corpus: Corpus) -> str:
-    """One line for people: what a step reads, and what of it is padding."""
-    lanes, pieces = _lanes(config), pieces_of(config, corpus)
-    cut = f", cut into {len(pieces):,} pieces" if len(pieces) > pieces.documents else ""
-    return (f"{lanes:,} lanes of {config.trainer.tbptt} segments a step, the state carried on; {pieces.documents:,} documents"
-            f"{cut}, {pieces.segments.sum():,} segments, {100 * pieces.padding():.1f} % of their positions padding")
+    """One line for people: the segments of a step, and how much of them is padding."""
+    chunks = chunks_of(config, corpus)
+    divided = f", divided into {len(chunks):,} chunks" if len(chunks) > chunks.documents else ""
+    return (f"{_streams(config):,} document streams, {config.trainer.tbptt} segments of each in a step; {chunks.documents:,} "
+            f"documents{divided}, {chunks.segments.sum():,} segments, {100 * chunks.padding():.1f} % of positions padding")
 
 
-def _lanes(config: TrainConfig) -> int:
+def _streams(config: TrainConfig) -> int:
     return config.data.batch_size * config.trainer.accumulate

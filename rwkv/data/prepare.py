@@ -1,42 +1,43 @@
-"""Data tokenised once: two long arrays of ids, memory-mapped from files in data.cache_dir, or from a .bin file as it is.
+"""Prepares the data that a configuration names: tokenised once, into memory-mapped files in data.cache_dir.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
-A split is end_of_text, document, end_of_text, document, ...: one before each document, so that every token of text is
-predicted exactly once. Runs may share a cache_dir and start at the same time.
+A split is end_of_text, document, end_of_text, document, ...: with one before each document, every token of text is predicted
+exactly once. Runs may share a cache_dir and start at the same time. The .bin files of data=binidx are read in place.
 
-What is for validation is fixed by the data alone, and the rest is for training (val_fraction = f):
-- stdlib, and several text files: whole files in a random order that hangs on their names, the first that hold f of all bytes;
+The data alone determine the validation split; the rest is for training (f = val_fraction):
+- stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
 - a single text file: the last f of its characters;
-- jsonl and hf: by number, the first document and one of every 1/f that follow; of a single document, its last part;
-- binidx: the last documents, from the first one on that begins after 1-f of all ids.
+- jsonl and hf: the first document and one of every 1/f that follow; of a single document, its last part;
+- binidx: the last documents, from the first that begins after 1-f of all ids.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from rwkv.config import DataConfig
 from rwkv.data import binidx, shards
 from rwkv.data.sources import open_source
 from rwkv.data.sources.source import Source, sha256
-from rwkv.data.token_array import Stream
+from rwkv.data.token_array import TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
 
-BPE_BYTES = 100_000_000                  # of text that a bpe tokenizer is made from, spread evenly over what there is
+BPE_BYTES = 100_000_000                  # of text that a bpe tokenizer is trained on, spread evenly over the training text
 FROM_TEXT = ("bpe", "char")              # tokenizers that are made from the data
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of both splits. Tokens count end_of_text; bytes, those of the UTF-8, do not.
+    """Sizes of both splits. Tokens include end_of_text; bytes are those of the text in UTF-8, without it.
 
-    gzip_bpb: bits per byte of `gzip -9` on the validation split, its first 16 MB, for comparison with the model's.
+    gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, to compare with the model's.
     """
 
     train_tokens: int
@@ -48,28 +49,24 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """train, val: ids (N,), and where documents begin. source: a line for people. sha256: identifies the data."""
+    """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names."""
 
     tokenizer: Tokenizer
-    train: Stream
-    val: Stream
+    train: TokenArray
+    val: TokenArray
     sizes: Sizes
     source: str
     sha256: str
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of the validation text for each token that is predicted of it."""
+        """Bytes of the validation text per predicted token."""
         return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
 
     @property
     def val_share(self) -> float:
-        """Of the bytes of both splits, the part that is for validation."""
+        """The validation split's fraction of all bytes."""
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
-
-    def bits_per_byte(self, val_loss: float) -> float:
-        """From nats per predicted token of the validation split to bits per byte of its text."""
-        return val_loss / math.log(2) / self.val_bytes_per_token
 
     def describe(self) -> str:
         """One line for people."""
@@ -78,21 +75,21 @@ class Corpus:
 
 
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Tokenises what `config` names, or finds it tokenised in config.cache_dir.
+    """The data that `config` names, tokenised now or read from config.cache_dir.
 
-    `tokenizer`: what to use in the place of the one that `config` names. Raises ValueError where that cannot be done, or where
-    a split is shorter than one context, ctx_len + 1 tokens.
+    tokenizer: replaces the one that `config` names. Raises UserError if the data cannot be read, tokenised or written, or if a
+    split is shorter than one context, ctx_len + 1 tokens.
     """
     cache = Path(config.cache_dir)
-    return (_tokens_as_they_are if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
+    return (_from_ids if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
 
 
-def _tokens_as_they_are(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     if not config.path:
         raise UserError("data=binidx needs data.path: NAME, of the files NAME.bin and NAME.idx")
     if tokenizer is None and config.tokenizer in FROM_TEXT:
-        raise UserError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the one that it "
-                        "was made with, data.tokenizer=world, FILE.json or FILE.txt")
+        raise UserError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the tokenizer "
+                        "that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer")
     found = binidx.read(config.path, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
@@ -104,13 +101,13 @@ def _tokens_as_they_are(config: DataConfig, ctx_len: int, tokenizer: Tokenizer |
 
 def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     source = open_source(config, cache)
-    if source.at_most and not config.tokenizer.endswith(".json"):  # the others give at most one token per byte
+    if source.at_most and not config.tokenizer.endswith(".json"):  # other tokenizers give at most one token per byte
         _require_context(ctx_len, *source.at_most, "at most ")
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
-    folder = cache / f"tokens-{shards.key(identity, tokenizer)}"
+    folder = cache / f"tokens-{shards.cache_key(identity, tokenizer)}"
     manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
-    train, val = (shards.stream(folder, manifest, split) for split in shards.SPLITS)
+    train, val = (shards.token_array(folder, manifest, split) for split in shards.SPLITS)
     _require_context(ctx_len, len(train), len(val))
     sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"])
     return Corpus(tokenizer, train, val, sizes, source.about, source.sha256)
@@ -124,20 +121,13 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "") -> Non
 
 
 def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
-    """char covers both splits; bpe is trained on one; both are cached."""
+    """The tokenizer that `config` names. char covers both splits and bpe is trained on the training split; both are cached."""
     if config.tokenizer not in FROM_TEXT:
         return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}")
     path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
-    return _read_tokenizer(path) or _make_tokenizer(config, source, path)
-
-
-def _read_tokenizer(path: Path) -> Tokenizer | None:
-    """None where it is not there, or damaged."""
     definition = read_json(path)
-    return Tokenizer.from_dict(definition) if definition else None
-
-
-def _make_tokenizer(config: DataConfig, source: Source, path: Path) -> Tokenizer:
+    if definition:
+        return Tokenizer.from_dict(definition)
     made = JsonTokenizer.train(_sample(source), config.vocab_size) if config.tokenizer == "bpe" else _characters(source)
     write_json(path, made.to_dict())
     return made
@@ -152,10 +142,7 @@ def _characters(source: Source) -> Tokenizer:
 
 
 def _sample(source: Source) -> Iterator[str]:
-    """Training text for a bpe tokenizer: all of it, or evenly spread pieces of about BPE_BYTES together."""
-    every, number = math.ceil(source.size / BPE_BYTES), 0
-    for document in source.documents():
-        for text in () if document.val else pieces(document.chunks, last_line_end):
-            if number % every == 0:
-                yield text
-            number += 1
+    """Training text for a bpe tokenizer: evenly spread pieces of about BPE_BYTES in all, or the whole text if it is shorter."""
+    training = (document for document in source.documents() if not document.val)
+    texts = (text for document in training for text in pieces(document.chunks, last_line_end))
+    return islice(texts, None, None, math.ceil(source.size / BPE_BYTES))

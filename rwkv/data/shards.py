@@ -1,18 +1,17 @@
-"""Documents in pieces to arrays of ids, a batch at a time, with the place in the data of what cannot be encoded.
+"""A source tokenised once, into files in a folder of its own: on all cores, in bounded memory, and never twice.
 
-A source tokenised once, into files in a folder of its own: on all cores, in bounded memory, and never twice.
-
-    cache/tokens-KEY/manifest.json              what follows, with sizes and checksums; written last: it vouches for the rest
+    cache/tokens-KEY/manifest.json              the properties, sizes and checksums of the other files; written last
                      00000-train.ids  -val.ids  ids of shard 0, end_of_text before each document
-                     00000.json                 vouches for the two above it
-                     train-starts.npy  val-...  where documents begin
+                     00000.json                 sizes and checksums of these two files; written after them
+                     train-starts.npy  val-...  places where documents begin
 
-KEY is made of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
-that nothing but the data decides what is in it: not the number of workers, and not where an earlier run was stopped. Every
-file appears whole or not at all; a later run keeps the finished ones. A lock lets the second of two runs wait for the first.
+KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
+its content depends on the data alone: not on the number of workers, nor on where an earlier run was interrupted. Files are
+written atomically, and a later run keeps the finished ones: the .json of each shard lets an interrupted run resume, and the
+manifest lets a later run start with one look at each file. If two runs start at once, a lock makes the second one wait.
 
-Workers are threads: what costs time, the tokenizers' own libraries, runs outside Python's lock, and on all cores for one
-shard too. The tokenizers byte and char are Python and take one core, which is as fast.
+Workers are threads: most of the time is spent in the tokenizers' libraries, which release Python's lock and use all cores even
+for one shard. The tokenizers byte and char are Python and use one core, which is as fast.
 """
 
 import os
@@ -32,31 +31,85 @@ from tqdm import tqdm
 
 from rwkv.data.sources.files import stamp, unchanged
 from rwkv.data.sources.source import Source, sha256
-from rwkv.data.token_array import Part, Starts, Stream
+from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, write, write_bytes, write_json
-from rwkv.tokenizer.split import Cut, cutter, pieces
+from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-BATCH = 1 << 20                          # characters given to a tokenizer at a time: bounds what it keeps of them
+BATCH = 1 << 20                          # characters given to a tokenizer at a time: bounds the memory it takes for them
+SHARD = 1 << 23                          # characters of a shard
+MAX_WORKERS = 4                          # default number of shards tokenised at a time: more take memory, but no more cores
+GZIP_BYTES = 16_000_000                  # of validation text compressed with gzip -9; the last document is compressed whole
+SPLITS = ("train", "val")
+VERSION = 1                              # of the layout, and of the rules by which texts are split
+SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one; `opens`: it is the first of its document. before: the characters of `where` before it."""
+    """A document, or a part of one. where: the name of its file for errors. before: characters of `where` before this text.
+
+    starts_document: it is the first piece of its document. weight: bytes of the source that it advances the progress bar by.
+    """
 
     text: str
     val: bool
-    opens: bool
+    starts_document: bool
     where: str
     weight: int
     before: int = 0
 
 
+class Shard(NamedTuple):
+    number: int
+    pieces: list[Piece]
+
+
+def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
+    """A hash of the text and its split (`identity`), the tokenizer and the layout, for the folder's name."""
+    return sha256([*identity, tokenizer.hash, str(VERSION), str(SHARD)])[:16]
+
+
+def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
+    """Makes the missing and damaged files of `folder` and returns its manifest.
+
+    workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS. Raises UserError if a text cannot be read or
+    encoded, or a file cannot be written.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        with _locked(folder):
+            workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
+            manifest = read_manifest(folder) or _make(source, tokenizer, folder, workers)
+    return manifest
+
+
+def token_array(folder: Path, manifest: dict[str, Any], split: str) -> TokenArray:
+    """All tokens of a split."""
+    parts = [Part(folder / _ids_file(number, split), manifest["dtype"], 0, shard[split]["tokens"])
+             for number, shard in enumerate(manifest["shards"])]
+    return TokenArray(parts, DocumentOffsets(folder / f"{split}-starts.npy", 0, manifest["documents"][split], 0))
+
+
+def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of UTF-8 in (training, validation)."""
+    train, val = (sum(shard[split]["bytes"] for shard in manifest["shards"]) for split in SPLITS)
+    return train, val
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest, or None if it or any file it lists is missing or damaged."""
+    manifest = read_json(folder / "manifest.json")
+    if not manifest or manifest["version"] != VERSION:
+        return None
+    return manifest if all(_intact(folder / name, entry) for name, entry in manifest["files"].items()) else None
+
+
 def encode(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The ids of each piece, end_of_text before those that open a document."""
+    """The ids of each piece, with end_of_text before each document."""
     for batch in _batches(parts):
         for part, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
-            if part.opens:
+            if part.starts_document:
                 yield np.array([tokenizer.end_of_text], dtype)
             yield np.array(ids, dtype)
 
@@ -65,7 +118,7 @@ def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
     try:
         return tokenizer.encode_batch([part.text for part in batch])
     except ValueError:
-        for part in batch:               # which one was it
+        for part in batch:               # encode one at a time to find the wrong one, and the place in its file
             try:
                 tokenizer.encode(part.text, part.before)
             except ValueError as error:
@@ -74,74 +127,27 @@ def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
-    batch, length = [], 0
+    """The pieces in batches of at least BATCH characters; the last may have fewer."""
+    batch: list[Piece] = []
+    length = 0
     for part in parts:
         batch.append(part)
         length += len(part.text)
         if length >= BATCH:
             yield batch
-            batch, length = [], 0
+            batch = []
+            length = 0
     if batch:
         yield batch
 
 
-SHARD = 1 << 23                          # characters of a shard
-AT_ONCE = 4                              # shards, where nobody says: more of them take memory, and no more cores
-GZIP_BYTES = 16_000_000                  # of validation text that gzip -9 is measured on, or a document more
-SPLITS = ("train", "val")
-VERSION = 1                              # of the layout, and of the rules by which texts are cut
-SHOWN_AFTER = 2.0                        # seconds: a progress bar for less would be noise
+def _intact(path: Path, entry: dict[str, Any]) -> bool:
+    """True if a file is unchanged by its size and time, where these are conclusive, or else by its checksum."""
+    return path.is_file() and (unchanged(path, entry) or _crc32(path) == entry["crc32"])
 
 
-class Work(NamedTuple):
-    number: int
-    pieces: list[Piece]
-
-
-def key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
-    """The part of a folder's name that another text, split, tokenizer or layout changes."""
-    return sha256([*identity, tokenizer.hash, str(VERSION), str(SHARD)])[:16]
-
-
-def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
-    """The manifest of `folder`, after everything that it lacks was made. `workers`: shards at a time, 0 for one per core to 4.
-
-    Raises ValueError where a text cannot be read or encoded, or a file not be written.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        with _alone(folder):
-            manifest = read_manifest(folder) or _make(source, tokenizer, folder, workers or min(os.cpu_count() or 1, AT_ONCE))
-    return manifest
-
-
-def stream(folder: Path, manifest: dict[str, Any], split: str) -> Stream:
-    parts = [Part(folder / _file(number, split), manifest["dtype"], 0, shard[split]["tokens"])
-             for number, shard in enumerate(manifest["shards"])]
-    return Stream(parts, Starts(folder / f"{split}-starts.npy", 0, manifest["documents"][split], 0))
-
-
-def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
-    """Of the UTF-8 of (train, val)."""
-    train, val = (sum(shard[split]["bytes"] for shard in manifest["shards"]) for split in SPLITS)
-    return train, val
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where there is none, or where one of the files that it vouches for is missing or damaged."""
-    manifest = read_json(folder / "manifest.json")
-    if not manifest or manifest["version"] != VERSION:
-        return None
-    return manifest if all(_sound(folder / name, entry) for name, entry in manifest["files"].items()) else None
-
-
-def _sound(path: Path, entry: dict[str, Any]) -> bool:
-    """Whether a file is what it was: by size and time where they are certain to tell, by its checksum elsewhere."""
-    return path.is_file() and (unchanged(path, entry) or _entry(path)["crc32"] == entry["crc32"])
-
-
-def _alone(folder: Path) -> AcquireReturnProxy:
-    """A lock that ends with its process, however that ends."""
+def _locked(folder: Path) -> AcquireReturnProxy:
+    """The lock of the folder. The system releases it when the process ends, even by a crash."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock")
@@ -155,12 +161,12 @@ def _alone(folder: Path) -> AcquireReturnProxy:
 
 
 def _make(source: Source, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:
-    for leftover in folder.glob(".*"):   # of a process that was killed
+    for leftover in folder.glob(".*"):   # temporary files of a process that was killed
         leftover.unlink()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    shards = _shards(source, tokenizer, folder, dtype, workers)
+    shards = _make_shards(source, tokenizer, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
-    names = [_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
+    names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
     files = {name: _entry(folder / name) for name in [*names, *(f"{split}-starts.npy" for split in SPLITS)]}
     manifest = {"version": VERSION, "dtype": dtype.name, "about": source.about, "sha256": source.sha256,
                 "tokenizer": tokenizer.hash, "shards": shards, "documents": documents, "files": files,
@@ -169,74 +175,77 @@ def _make(source: Source, tokenizer: Tokenizer, folder: Path, workers: int) -> d
     return manifest
 
 
-def _shards(source: Source, tokenizer: Tokenizer, folder: Path, dtype: np.dtype, workers: int) -> list[dict[str, Any]]:
-    """One entry per shard: those that are there, and those that are made now."""
-    with ThreadPoolExecutor(workers) as pool, _bar(source) as bar:
-        tasks = (partial(_shard, work, tokenizer, folder, dtype) for work in works(source, cutter(tokenizer)))
-        shards = []
-        for shard, weight in _in_order(pool, tasks, workers):
-            shards.append(shard)
+def _make_shards(source: Source, tokenizer: Tokenizer, folder: Path, dtype: np.dtype, workers: int) -> list[dict[str, Any]]:
+    """The entry of each shard; finished ones are kept, the others are made."""
+    bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
+    with ThreadPoolExecutor(workers) as pool, bar:
+        tasks = (partial(_shard, shard, tokenizer, folder, dtype) for shard in shards_of(source, safe_split(tokenizer)))
+        entries = []
+        for entry, weight in _in_order(pool, tasks, workers):
+            entries.append(entry)
             bar.update(weight)
-    return shards
+    return entries
 
 
 def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Any]], ahead: int) -> Iterator[Any]:
-    """The result of each task; the next one is made when no more than `ahead` of them are unfinished."""
-    under_way: deque[Future[Any]] = deque()
+    """The result of each task. A task is taken from `tasks` once at most `ahead` earlier ones are unfinished."""
+    running: deque[Future[Any]] = deque()
     try:
         for task in tasks:
-            under_way.append(pool.submit(task))
-            if len(under_way) > ahead:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            running.append(pool.submit(task))
+            if len(running) > ahead:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            print("\nfinishing the shards under way; the next run goes on from there", file=sys.stderr)
+            print("\nfinishing the shards in progress; the next run continues from there", file=sys.stderr)
         pool.shutdown(cancel_futures=True)
         raise
 
 
-def works(source: Source, cut: Cut) -> Iterator[Work]:
+def shards_of(source: Source, split: SafeSplit) -> Iterator[Shard]:
     """The source in shards of SHARD characters, in order."""
-    number, found, length = 0, [], 0
-    for piece in _pieces(source, cut):
+    number = length = 0
+    found: list[Piece] = []
+    for piece in _pieces(source, split):
         found.append(piece)
         length += len(piece.text)
         if length >= SHARD:
-            yield Work(number, found)
-            number, found, length = number + 1, [], 0
+            yield Shard(number, found)
+            number += 1
+            found = []
+            length = 0
     if found:
-        yield Work(number, found)
+        yield Shard(number, found)
 
 
-def _pieces(source: Source, cut: Cut) -> Iterator[Piece]:
+def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
     for document in source.documents():
         weight, before = document.weight, document.before
-        for number, text in enumerate(pieces(document.chunks, cut)):
+        for number, text in enumerate(pieces(document.chunks, split)):
             size = len(text.encode()) if weight is None else weight
             yield Piece(text, document.val, number == 0, document.where, size, before)
-            weight = None if weight is None else 0
+            weight = None if weight is None else 0       # a known weight counts for the document's first piece
             before += len(text)
 
 
-def _shard(work: Work, tokenizer: Tokenizer, folder: Path, dtype: np.dtype) -> tuple[dict[str, Any], int]:
-    """What vouches for the shard, read where it is there and right, else made; and its weight in the progress bar."""
-    weight, voucher = sum(piece.weight for piece in work.pieces), folder / f"{work.number:05}.json"
-    found = _read_voucher(voucher, folder, work.number)
-    if found is not None:
-        return found, weight
-    made = {split: _write_split([piece for piece in work.pieces if piece.val == (split == "val")], tokenizer, dtype,
-                                folder / _file(work.number, split)) for split in SPLITS}
-    write_json(voucher, made)
-    return made, weight
+def _shard(shard: Shard, tokenizer: Tokenizer, folder: Path, dtype: np.dtype) -> tuple[dict[str, Any], int]:
+    """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged."""
+    weight, path = sum(piece.weight for piece in shard.pieces), folder / f"{shard.number:05}.json"
+    entry = _read_entry(path, folder, shard.number)
+    if entry is None:
+        entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, dtype,
+                                     folder / _ids_file(shard.number, split)) for split in SPLITS}
+        write_json(path, entry)
+    return entry, weight
 
 
-def _read_voucher(voucher: Path, folder: Path, number: int) -> dict[str, Any] | None:
-    """None where the shard is not there, or damaged."""
-    found = read_json(voucher)
-    files = [(folder / _file(number, split), found[split]) for split in SPLITS if found[split]["tokens"]] if found else []
-    return found if all(path.is_file() and _entry(path)["crc32"] == entry["crc32"] for path, entry in files) else None
+def _read_entry(path: Path, folder: Path, number: int) -> dict[str, Any] | None:
+    """The entry of a finished shard; None if it or one of the shard's files is missing or damaged."""
+    entry = read_json(path)
+    files = [(folder / _ids_file(number, split), entry[split]) for split in SPLITS if entry[split]["tokens"]] if entry else []
+    return entry if all(file.is_file() and _crc32(file) == about["crc32"] for file, about in files) else None
 
 
 def _write_split(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype, path: Path) -> dict[str, int]:
@@ -247,11 +256,12 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype, path
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:
-    """Places where documents begin: those of end_of_text, which no text has. Returns how many there are."""
-    found, before = [np.empty(0, np.int64)], 0
+    """Writes the places of end_of_text, which no text contains: there documents begin. Returns how many there are."""
+    found = [np.empty(0, np.int64)]
+    before = 0
     for number, shard in enumerate(shards):
         if shard[split]["tokens"]:
-            found.append(before + np.flatnonzero(np.fromfile(folder / _file(number, split), dtype) == end_of_text))
+            found.append(before + np.flatnonzero(np.fromfile(folder / _ids_file(number, split), dtype) == end_of_text))
             before += shard[split]["tokens"]
     starts = np.concatenate(found)
     write(folder / f"{split}-starts.npy", lambda file: np.save(file, starts))
@@ -259,7 +269,7 @@ def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype:
 
 
 def _gzip_bpb(source: Source) -> float:
-    """Bits per byte of `gzip -9` on the validation text, its documents joined by U+0000."""
+    """Bits per byte of `gzip -9` on the validation text, with U+0000 between its documents."""
     packer = zlib.compressobj(9, wbits=31)
     text_bytes = size = 0
     documents = (document for document in source.documents() if document.val)
@@ -274,17 +284,18 @@ def _gzip_bpb(source: Source) -> float:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    now, crc32 = time.time_ns(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            crc32 = zlib.crc32(block, crc32)
+    now = time.time_ns()                 # before the file is read: `unchanged` compares it with the file's time of change
+    crc32 = _crc32(path)
     return {"stamp": stamp(path), "time": now, "crc32": crc32}
 
 
-def _file(number: int, split: str) -> str:
+def _crc32(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
+
+
+def _ids_file(number: int, split: str) -> str:
     return f"{number:05}-{split}.ids"
-
-
-def _bar(source: Source) -> "tqdm[Any]":
-    return tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr,
-                leave=False)

@@ -1,8 +1,8 @@
-"""One long array of token ids that lies in many files, memory-mapped: what is read of it is all that is in memory.
+"""One long array of token ids in many memory-mapped files: only the ids that are read are in memory.
 
-    stream = Stream(parts, starts)
-    stream[10:20]                       # ids (10,), as in one array
-    stream.starts                       # places where documents begin (D,), int64, ascending
+    tokens = TokenArray(parts, offsets)
+    tokens[10:20]                       # ids (10,), as of one array
+    tokens.starts                       # places where documents begin (D,), int64, ascending
 """
 
 from bisect import bisect_right
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MAPPED = 1024                            # files at a time: a system lets a process map some 65,000
+MAPPED = 1024                            # files mapped at a time: a system allows a process some 65,000
 
 
 class Part(NamedTuple):
@@ -26,8 +26,8 @@ class Part(NamedTuple):
     length: int
 
 
-class Starts(NamedTuple):
-    """Where documents begin: entries [first, first + length) of a .npy file of int64, less `base`."""
+class DocumentOffsets(NamedTuple):
+    """Places where documents begin: entries [first, first + length) of a .npy file of int64, minus `base`."""
 
     path: Path
     first: int
@@ -35,20 +35,20 @@ class Starts(NamedTuple):
     base: int
 
 
-class Stream:
-    """Pickles as the names of its files, so that another process opens them itself."""
+class TokenArray:
+    """Ids of consecutive parts. Pickles as the names of its files, which another process then maps itself."""
 
-    def __init__(self, parts: Sequence[Part], starts: Starts) -> None:
+    def __init__(self, parts: Sequence[Part], offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]
-        self._starts = starts
+        self._offsets = offsets
         self._ends = list(accumulate(part.length for part in self.parts))
         self._mapped = lru_cache(MAPPED)(_map)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stream, (self.parts, self._starts)
+        return TokenArray, (self.parts, self._offsets)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and (self.parts, self._starts) == (other.parts, other._starts)
+        return isinstance(other, TokenArray) and (self.parts, self._offsets) == (other.parts, other._offsets)
 
     __hash__ = None                      # type: ignore[assignment]
 
@@ -56,24 +56,27 @@ class Stream:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Consecutive ids, a copy where they lie in more than one file."""
+        """Consecutive ids (n,): a view of the file, or a copy if they lie in several files."""
         start, stop, step = places.indices(len(self))
-        assert step == 1, "ids are read in order"
-        found, index = [], bisect_right(self._ends, start)
+        assert step == 1, "only consecutive ids can be read"
+        found = []
+        index = bisect_right(self._ends, start)
         while start < stop:
-            part, begins = self.parts[index], self._ends[index] - self.parts[index].length
-            found.append(self._mapped(part)[start - begins:stop - begins])
-            start, index = self._ends[index], index + 1
+            part = self.parts[index]
+            begin = self._ends[index] - part.length
+            found.append(self._mapped(part)[start - begin:stop - begin])
+            start = self._ends[index]
+            index += 1
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where documents begin: the place of the end-of-text token before each. (D,), int64, ascending."""
-        where = self._starts
-        return np.load(where.path, mmap_mode="r")[where.first:where.first + where.length] - where.base
+        """Places where documents begin: of the end-of-text token before each, or of its first token. (D,), int64, ascending."""
+        path, first, length, base = self._offsets
+        return np.load(path, mmap_mode="r")[first:first + length] - base
 
 
 def _map(part: Part) -> np.ndarray:
-    """A plain array over the file: cutting pieces from a memmap takes longer."""
+    """A plain array over the file, which is faster to slice than a memmap."""
     dtype = np.dtype(part.dtype)
     return np.asarray(np.memmap(part.path, dtype, "r", offset=part.first * dtype.itemsize, shape=(part.length,)))

@@ -1,4 +1,7 @@
-"""The order of training: numbers without end, each once in an epoch, found again from any place on."""
+"""Training windows of ctx_len tokens, and their endless seeded shuffling.
+
+Each epoch is one permutation of the windows, and the order can be continued from any position, so that a run can resume.
+"""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -8,41 +11,42 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from rwkv.data.token_array import Stream
+from rwkv.data.token_array import TokenArray
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 
 
 class Permutations:
-    """The numbers below `size` in a seeded permutation, then in the next one: order[place] for any place from 0 on."""
+    """A seeded permutation of the numbers below `size`, then the next one, without end: order[position] for any position."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed = size, seed
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
-    def __getitem__(self, place: int) -> int:
-        epoch, offset = divmod(place, self.size)
+    def __getitem__(self, position: int) -> int:
+        epoch, offset = divmod(position, self.size)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.size)
         return int(self._order[offset])
 
 
 @lru_cache
-def shift(ctx_len: int, seed: int, epoch: int) -> int:
-    """By how many tokens, fewer than ctx_len, the windows of an epoch begin later than those of the first one."""
+def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
+    """The random number of tokens, below ctx_len, by which an epoch shifts the window grid; 0 in the first epoch."""
     return int(np.random.default_rng((seed, epoch, ctx_len)).integers(ctx_len)) if epoch else 0
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a stream of tokens, and after them, numbered on, those of the next epochs, cut elsewhere.
+    """The windows of a TokenArray. Windows len(self) and on are those of the next epochs, on another grid.
 
-    partial: the rest after the last whole window is one as well, and there is one epoch. seed: of where epochs are cut.
+    partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: of the grids.
     """
 
-    def __init__(self, tokens: Stream, ctx_len: int, partial: bool = False, seed: int = 0) -> None:
+    def __init__(self, tokens: TokenArray, ctx_len: int, partial: bool = False, seed: int = 0) -> None:
         self.tokens, self.ctx_len, self.partial, self.seed = tokens, ctx_len, partial, seed
 
     def __len__(self) -> int:
+        """Windows in an epoch."""
         predicted = len(self.tokens) - 1
         return -(-predicted // self.ctx_len) if self.partial else predicted // self.ctx_len
 
@@ -52,7 +56,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def __getitems__(self, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """Windows `numbers` (B,) as one batch: x (B,T), y (B,T), int64."""
+        """Windows `numbers` (B,) as one batch: x (B,T), y (B,T), int64. Missing inputs are 0, missing targets IGNORED."""
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
         for row, number in enumerate(numbers):
@@ -60,23 +64,24 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             for span in self._spans(number):
                 tokens = self.tokens[span]
                 columns = slice(column, column := column + len(tokens) - 1)
-                x[row, columns], y[row, columns] = tokens[:-1], tokens[1:]
+                x[row, columns] = tokens[:-1]
+                y[row, columns] = tokens[1:]
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _spans(self, number: int) -> list[slice]:
-        """Where its inputs lie, each followed by one token more, the last input's target."""
+        """The one or two stretches of tokens of a window, each with one token more, the target of its last input."""
         epoch, index = divmod(number, len(self))
         end = min(len(self) * self.ctx_len, len(self.tokens) - 1)
-        start = (index * self.ctx_len + shift(self.ctx_len, self.seed, epoch)) % end
+        start = (index * self.ctx_len + window_offset(self.ctx_len, self.seed, epoch)) % end
         stop = start + self.ctx_len
-        around = [slice(stop - end + 1)] if stop > end and not self.partial else []
-        return [slice(start, min(stop, end) + 1), *around]
+        wrapped = [slice(stop - end + 1)] if stop > end and not self.partial else []
+        return [slice(start, min(stop, end) + 1), *wrapped]
 
 
-class EndlessPermutations(Sampler[list[int]]):
-    """`batches` batches of the numbers below `size` in an order of their own, then of the next `size` numbers, without end.
+class ShuffleSampler(Sampler[list[int]]):
+    """`batches` batches of window numbers: a permutation of those below `size`, then of the next `size` numbers, without end.
 
-    Of `world` processes, the one with `rank` has every world-th number of the common order.
+    The process `rank` of `world` has every world-th number of the common order.
     """
 
     def __init__(self, size: int, batch_size: int, batches: int, seed: int, rank: int = 0, world: int = 1) -> None:
@@ -86,14 +91,14 @@ class EndlessPermutations(Sampler[list[int]]):
     def __len__(self) -> int:
         return self.batches
 
-    def __iter__(self) -> "PermutationIterator":
-        return PermutationIterator(self)
+    def __iter__(self) -> "ShuffleIterator":
+        return ShuffleIterator(self)
 
 
-class PermutationIterator(Iterator[list[int]]):
-    """Where one pass over EndlessPermutations stands: `drawn` numbers, by all processes together."""
+class ShuffleIterator(Iterator[list[int]]):
+    """One pass over a ShuffleSampler. drawn: the numbers that all processes together have taken so far."""
 
-    def __init__(self, sampler: EndlessPermutations) -> None:
+    def __init__(self, sampler: ShuffleSampler) -> None:
         self.sampler, self.drawn = sampler, 0
         self._order = Permutations(sampler.size, sampler.seed)
 
@@ -103,14 +108,14 @@ class PermutationIterator(Iterator[list[int]]):
         if self.drawn >= sampler.batches * common:
             raise StopIteration
         self.drawn += common
-        places = range(self.drawn - common + sampler.rank, self.drawn, sampler.world)
-        return [place - place % sampler.size + self._order[place] for place in places]
+        positions = range(self.drawn - common + sampler.rank, self.drawn, sampler.world)
+        return [position - position % sampler.size + self._order[position] for position in positions]
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises ValueError where the run read documents in lanes."""
+        """Raises UserError if the run was begun with trainer.tbptt."""
         if "drawn" not in state:
-            raise UserError("the run was begun with trainer.tbptt, and cannot go on without: leave it out to resume")
+            raise UserError("the run was begun with trainer.tbptt and cannot continue without it: leave it out to resume")
         self.drawn = state["drawn"]

@@ -1,6 +1,7 @@
-"""Writing that a crash cannot spoil: beside the target first, on the disk next, in its place last.
+"""Atomic writes: a file is written beside its target, flushed to the disk, and then renamed to the target.
 
-A symbolic link stays one: what it points to is replaced.
+After a crash the target is the whole old file or the whole new one. If the target is a symbolic link, the file it points to is
+replaced.
 """
 
 import os
@@ -12,14 +13,15 @@ from typing import BinaryIO
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Calls write(file), and lets the whole file appear at `path`; where that fails, what was there stays."""
+    """Writes `path` by write(file), atomically: if that fails, the old file stays. Missing parent folders are made."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             write(file)
-            _to_disk(file)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
         _sync_folder(path.parent)
     finally:
@@ -27,7 +29,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Calls write(folder), and lets the whole folder appear at `path`, in exchange for what was there."""
+    """Makes the folder `path` by write(folder), and replaces an old one once the new one is complete."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -35,14 +37,14 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         _sync_folder(temporary)
-        _put(temporary, path)
+        _replace(temporary, path)
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _put(temporary: Path, path: Path) -> None:
-    """Two renames where `path` exists: between them the old folder has the temporary's name with .old."""
+def _replace(temporary: Path, path: Path) -> None:
+    """Renames `temporary` to `path`. An existing folder is first renamed to the temporary's name with .old, then removed."""
     if not path.exists():
         temporary.rename(path)
         return
@@ -52,13 +54,8 @@ def _put(temporary: Path, path: Path) -> None:
     shutil.rmtree(old)
 
 
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _sync_folder(folder: Path) -> None:
-    """The names in it reach the disk too, where the system lets a folder be opened."""
+    """Flushes the folder's entries to the disk, so that a rename survives a crash. Windows cannot open a folder."""
     if sys.platform == "win32":
         return
     handle = os.open(folder, os.O_RDONLY)

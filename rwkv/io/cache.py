@@ -1,4 +1,4 @@
-"""Cache files: each appears whole or not at all, however many processes write it, and wherever one of them stops."""
+"""Cache files: written atomically, even by several processes at once, and checked when they are read."""
 
 import json
 import zlib
@@ -11,7 +11,7 @@ from rwkv.io.atomic import write_file
 
 
 def write(path: Path, put: Callable[[BinaryIO], None]) -> None:
-    """Writes `path` by put(file). Raises ValueError where it cannot be written; what was there then stays."""
+    """Writes `path` by put(file), atomically. Raises UserError if it cannot be written."""
     try:
         write_file(path, put)
     except OSError as error:
@@ -19,6 +19,7 @@ def write(path: Path, put: Callable[[BinaryIO], None]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
+    """The message of a UserError about a folder or file in data.cache_dir."""
     return f"cannot write {path}: {error.strerror}; data.cache_dir must be a folder with room"
 
 
@@ -30,12 +31,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """With a checksum, by which read_json knows a damaged file."""
+    """Writes `content` as JSON, with a checksum for read_json."""
     write_bytes(path, json.dumps({"crc32": _checksum(content), "content": content}).encode())
 
 
 def read_json(path: Path) -> Any:
-    """What write_json wrote; None where the file is missing or damaged."""
+    """The content that write_json wrote; None if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found["content"] if found["crc32"] == _checksum(found["content"]) else None

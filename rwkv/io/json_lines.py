@@ -1,7 +1,7 @@
-r"""Lines of JSON, each an object: of the data, of prompts and of samples.
+r"""JSON lines, one object each: the lines of training data, prompts, evaluation texts and samples.
 
-A line ends at "\n" alone, as in iterating over a file that is open in binary mode. str.splitlines() also splits at U+2028,
-U+2029, U+0085 and form feed, and a JSON string may hold the first three as they are.
+Iterate over a file that is open in binary mode: its lines end at "\n" alone. str.splitlines() also splits at U+2028, U+2029 and
+U+0085, which a JSON string may contain, and at form feed.
 """
 
 import json
@@ -12,7 +12,10 @@ from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The object on a line, which may begin with a byte order mark. Raises ValueError for anything else."""
+    """The object on a line, which may begin with a byte order mark. Raises UserError for anything else.
+
+    where: the file and the number of the line, for the message.
+    """
     text = decode(line, where)
     try:
         entry = json.loads(text)
@@ -24,7 +27,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def text_of(entry: dict[str, Any], key: str, where: str) -> str:
-    """The string `key` of an object. Raises ValueError where there is none, or where UTF-8 cannot hold it."""
+    """The string `key` of an object. Raises UserError if there is none, or if it is not valid Unicode."""
     text = entry.get(key)
     if not isinstance(text, str):
         found = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"there is {', '.join(entry)[:60] or 'nothing'}"

@@ -1,17 +1,17 @@
-"""Streams whose reader leaves: `2>&1 | head`, a tee that ends, a terminal that is closed."""
+"""Output streams whose reader may go away: `2>&1 | head`, a tee that ends, a terminal that is closed."""
 
 import os
 from typing import Any, TextIO, cast
 
 
 def unread(stream: TextIO | None) -> TextIO:
-    """`stream` as long as somebody reads it; what is written to it afterwards is dropped, and the program goes on.
+    """A stream that writes to `stream`, and drops its output without an error once the reader has closed its end.
 
-    None, which Python gives a program that is started without the stream, is a stream that nobody reads.
+    stream: None if the program was started without one; then all output is dropped.
     """
     if stream is None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)       # it stays open, as the one that is missing would
-        stream = os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
+        null = os.open(os.devnull, os.O_WRONLY)          # never closed, like the standard stream that it replaces
+        stream = os.fdopen(null, "w", encoding="utf-8", closefd=False)
     return cast(TextIO, _Unread(stream))
 
 
@@ -37,7 +37,7 @@ class _Unread:
 
 
 def abandon(stream: TextIO) -> None:
-    """Lets what the stream still holds, and what is written to it from now on, go nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Sends the stream's buffered output, and all later output, to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

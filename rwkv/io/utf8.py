@@ -1,16 +1,26 @@
-"""Text from bytes that should be UTF-8; where they are not, a sentence that says where and what the file seems to be."""
+"""Text from UTF-8. An error names the first wrong byte, the likely kind of the file, and how to convert it."""
 
 import re
+from pathlib import Path
 
 from rwkv.errors import UserError
 
 GZIP, UTF16 = b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
-BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that no text has in any encoding based on ASCII
-BEGINNING = 4096                         # bytes by which a file's kind is told
+BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters: not in texts
+BEGINNING = 4096                         # bytes from which the kind of a file is recognised
+
+
+def read_text(path: Path, name: str) -> str:
+    """The text of a file, without a byte order mark. Raises UserError if it cannot be read or is not UTF-8."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {name}: {error.strerror}") from None
+    return decode(content, name)
 
 
 def decode(content: bytes, name: str) -> str:
-    """The text of `content`, without a byte order mark. Raises ValueError where it is not UTF-8."""
+    """The text of `content`, without a byte order mark. Raises UserError if it is not UTF-8; `name`: of the file."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -19,19 +29,19 @@ def decode(content: bytes, name: str) -> str:
 
 
 class WrongCharacter(UserError):
-    """Character number `place` of a text cannot be encoded; `problem` says what it is."""
+    """Character number `place` of a text cannot be encoded. problem: which character it is, and the remedy."""
 
     def __init__(self, place: int, problem: str) -> None:
         super().__init__(f"character {place} of the text is {problem}")
         self.place, self.problem = place, problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error of a longer text, in which so many characters stand before this one."""
+        """The same error in a longer text, which has `characters` characters before this one."""
         return WrongCharacter(characters + self.place, self.problem)
 
 
 def require_unicode(text: str) -> None:
-    """Raises WrongCharacter where `text` has half a surrogate pair, as the JSON string "\\ud800" does."""
+    """Raises WrongCharacter if `text` contains half a surrogate pair, as the JSON string "\\ud800" does."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -39,7 +49,7 @@ def require_unicode(text: str) -> None:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The sentence about byte `place` of `name`. `content`: the bytes from its beginning, or some of them."""
+    """The message of a UserError: byte `place` of the file `name` is `value`. content: the first bytes of the file."""
     return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
 
 

@@ -1,6 +1,6 @@
-"""Token ids to text as they come, at constant cost each: a character is shown when it is whole, never half of it.
+"""Token ids to text, id by id, at a constant cost for each: a character is returned only once all its bytes are known.
 
-What is not UTF-8 becomes U+FFFD, at the earliest moment that it is certain.
+Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them.
 """
 
 import codecs
@@ -13,20 +13,20 @@ REPLACEMENT = "\ufffd"
 
 
 class Decoder(Protocol):
-    """Decodes ids as they come, at constant cost each; a character is shown when it is whole."""
+    """Decodes one text, id by id."""
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, perhaps none. Raises ValueError for an id outside the vocabulary."""
+        """The text that `token` completes, perhaps "". Raises UserError for an id outside the vocabulary."""
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character, else nothing."""
+        """The text still held back at the end: U+FFFD for an incomplete character, else ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """What a new decoder would show of all of them, flushed."""
+        """The whole text of `ids`: what push and flush of a new decoder return. Raises UserError as push does."""
 
 
 class BytesDecoder:
-    """A Decoder for ids that stand for bytes of UTF-8: table[id]."""
+    """A Decoder for a vocabulary whose tokens are bytes: table[id]."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
@@ -41,23 +41,21 @@ class BytesDecoder:
         return text
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that all of them stand for. Raises ValueError for an id outside the vocabulary."""
         ids = list(ids)
         require_id(min(ids, default=0), len(self._table))
         require_id(max(ids, default=0), len(self._table))
-        return b"".join(map(self._table.__getitem__, ids))
+        return b"".join(map(self._table.__getitem__, ids)).decode("utf-8", "replace")
 
 
 class TextDecoder:
-    """A Decoder around a function from ids to text: decodes what is pending after the ids shown last, for their context.
+    """A Decoder for a vocabulary whose tokens are not bytes, around the library's function from ids to text.
 
-    Text that ends in U+FFFD is held back, since the next ids may complete it, but no more than LONGEST ids.
+    Each call decodes the pending ids after those whose text was returned last, since a token's text may depend on the one
+    before it. Text that ends in U+FFFD is held back, for at most LONGEST ids, since the next id may complete it. The library's
+    own DecodeStream holds it back for ever and has no flush. skipped: ids that decode to nothing.
     """
 
-    LONGEST = 8
+    LONGEST = 8                          # ids
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode, self._vocab_size, self._skipped = decode, vocab_size, skipped
@@ -90,21 +88,21 @@ class TextDecoder:
 
 
 def require_id(token: int, vocab_size: int) -> int:
-    """`token`, which is one of 0..vocab_size-1, or a ValueError."""
+    """`token`. Raises UserError if it is not one of 0..vocab_size-1."""
     if not 0 <= token < vocab_size:
         raise UserError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
     return token
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes that byte-level BPE writes as `token`; a token with any other character is its own text."""
+    """The bytes of a token of byte-level BPE, written in its alphabet; a token with any other character is plain text."""
     if all(character in BYTE_OF for character in token):
         return bytes(BYTE_OF[character] for character in token)
     return token.encode()
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The character by which byte-level BPE writes each byte: itself where it is printable Latin-1, else from U+0100 on."""
+    """The character that stands for each byte in byte-level BPE: itself if it is printable Latin-1, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(value if value in printable else next(others)) for value in range(256)]

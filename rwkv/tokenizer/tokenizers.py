@@ -1,9 +1,9 @@
-"""Text to token ids and back: byte, char, whatever the `tokenizers` library can read or train, and the RWKV World vocabulary.
+"""Text to token ids and back: bytes, characters, every file of the `tokenizers` library, and the RWKV World vocabulary.
 
-A Tokenizer's ids are 0..vocab_size-1. `end_of_text` (0 for all but a JSON file that says otherwise) stands before every
-document in the data, ends a generated text, never comes out of `encode`, and decodes to nothing. `decode` and `decoder`
-take any sequence of ids: what is not UTF-8 becomes U+FFFD, one character at the earliest moment that it is certain.
-A checkpoint carries its tokenizer whole, with its hash; what is used with it must have the same.
+A tokenizer's ids are 0..vocab_size-1. `end_of_text` (0, unless a JSON file names another) stands before every document in the
+data and ends a generated text; `encode` never returns it, and it decodes to nothing. `decode` and `decoder` take any sequence
+of ids; bytes that are not UTF-8 become U+FFFD. A checkpoint holds its whole tokenizer and its hash; a tokenizer that is used
+with it must have the same hash.
 """
 
 import hashlib
@@ -18,38 +18,42 @@ from typing import Any
 import tokenizers
 
 from rwkv.errors import UserError
-from rwkv.io.utf8 import WrongCharacter, require_unicode
+from rwkv.io.utf8 import WrongCharacter, read_text, require_unicode
 from rwkv.tokenizer import world
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
-from rwkv.tokenizer.split import last_line_end, splits_at_lines
+from rwkv.tokenizer.split import pieces, safe_split
 
 END_OF_TEXT = "<|endoftext|>"
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 
 
 class Tokenizer(ABC):
-    """Encodes any text that its vocabulary covers, decodes any ids, and describes itself in plain containers."""
+    """Encodes any text that its vocabulary covers, and decodes any ids.
+
+    strips_spaces: some token includes the spaces beside it, so that a text cannot be split safely (rwkv/tokenizer/split.py).
+    """
 
     kind: str
     vocab_size: int
     end_of_text: int = 0
+    strips_spaces: bool = False
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Everything that `from_dict` needs: `kind` and strings or lists of strings."""
+        """The whole definition, for `from_dict`: `kind`, and strings or lists of strings."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
-        """The ids of a text that is known to be valid Unicode."""
+        """The ids of a text that is valid Unicode."""
 
     @abstractmethod
     def decoder(self) -> Decoder:
         """A new incremental decoder."""
 
     def encode(self, text: str, before: int = 0) -> list[int]:
-        """The ids of `text`. Raises ValueError where the vocabulary does not cover it.
+        """The ids of `text`. Raises UserError if the vocabulary does not cover it.
 
-        `before`: the characters in front of it in a longer text, in which an error's place is counted.
+        `before`: the number of characters before it in a longer text; an error counts its place from there.
         """
         try:
             require_unicode(text)
@@ -62,33 +66,24 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of "".join(texts), in parts; what is in memory does not grow with the text, where `_settled` sees to that."""
-        rest, before = "", 0
-        for text in texts:
-            rest += text
-            end = self._settled(rest)
-            if end:
-                yield self.encode(rest[:end], before)
-                rest, before = rest[end:], before + end
-        if rest:
-            yield self.encode(rest, before)
-
-    def _settled(self, text: str) -> int:
-        """How many characters at the beginning of `text` have the ids that they have alone, and so has what follows them."""
-        return len(text)
+        """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
+        before = 0
+        for piece in pieces(texts, safe_split(self)):
+            yield self.encode(piece, before)
+            before += len(piece)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`: what `decoder` gives, in one piece."""
+        """The text of `ids`, as `decoder` would give it piece by piece. Raises UserError for an id outside the vocabulary."""
         return self.decoder().decode(ids)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the definition: two tokenizers with the same hash give the same ids."""
+        """SHA-256 of the definition: tokenizers with equal hashes give equal ids."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @staticmethod
     def from_dict(definition: dict[str, Any]) -> "Tokenizer":
-        """The inverse of to_dict. Raises ValueError for anything else."""
+        """The tokenizer that to_dict described. Raises UserError for any other dictionary."""
         match definition:
             case {"kind": "byte"}:
                 return ByteTokenizer()
@@ -98,17 +93,20 @@ class Tokenizer(ABC):
                 return JsonTokenizer(text)
             case {"kind": "world", "vocabulary": str(text)}:
                 return WorldTokenizer(text)
-        raise UserError("not a tokenizer's description: expected kind byte, char, json or world, with what belongs to it")
+        raise UserError("not a tokenizer's definition: expected the kind byte, char, json or world, and its vocabulary")
 
     @staticmethod
     def from_file(path: str | Path) -> "Tokenizer":
-        """A `tokenizers` .json file or a World vocabulary's .txt. Raises ValueError where it is missing or something else."""
-        text = _read(Path(path))
+        """From a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong."""
+        text = read_text(Path(path), f"the tokenizer file {path}")
         return WorldTokenizer(text, str(path)) if Path(path).suffix == ".txt" else JsonTokenizer(text, str(path))
 
     @staticmethod
     def named(name: str, option: str = "tokenizer", names: str = NAMES) -> "Tokenizer":
-        """byte, world (from an installed package), FILE.json or FILE.txt. Raises ValueError for anything else."""
+        """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
+
+        option, names: the option and its legal values, for the message.
+        """
         if name == "byte":
             return ByteTokenizer()
         if name != "world" and not name.endswith((".json", ".txt")):
@@ -117,15 +115,15 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes. Byte 0 is end_of_text: a text that contains U+0000 is refused."""
+    """The bytes of UTF-8. Byte 0 is end_of_text: a text that contains U+0000 is refused."""
 
     kind = "byte"
     vocab_size = 256
 
     def _encode(self, text: str) -> list[int]:
         if "\0" in text:
-            raise WrongCharacter(text.index("\0"), "U+0000, which data.tokenizer=byte keeps for the end of a text: remove it, "
-                                 "or use data.tokenizer=bpe")
+            raise WrongCharacter(text.index("\0"), "U+0000, which data.tokenizer=byte reserves for the end of a text: "
+                                 "remove it, or use data.tokenizer=bpe")
         return list(text.encode())
 
     def decoder(self) -> Decoder:
@@ -155,7 +153,7 @@ class CharTokenizer(Tokenizer):
         unknown = sorted(set(text) - set(self.characters))
         shown = ", ".join(map(repr, unknown[:10])) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
         return (f"{shown}: not among the {len(self.characters)} characters of the text that the char tokenizer was made from; "
-                "leave out what it lacks, or train with data.tokenizer=byte or bpe")
+                "remove them, or train with data.tokenizer=byte or bpe")
 
     def decoder(self) -> Decoder:
         return BytesDecoder([b"", *(character.encode() for character in self.characters)])
@@ -165,10 +163,10 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library, from the text of its JSON file; `source` is its name in errors.
+    """A tokenizer of the `tokenizers` library, from the text of its JSON file; `source` is the file's name in errors.
 
-    Special tokens written out in a text are encoded as the ordinary characters that they are. Truncation, padding and
-    templates that the file asks for are left out; what it does with characters that it lacks is its own affair.
+    Special tokens written out in a text are encoded as ordinary characters. The file's truncation, padding and templates are
+    not applied; unknown characters are handled as the file specifies.
     """
 
     kind = "json"
@@ -178,8 +176,9 @@ class JsonTokenizer(Tokenizer):
         parsed = json.loads(text)
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
-        self._splits_at_lines = splits_at_lines(parsed)
-        self._special = {token["id"] for token in parsed.get("added_tokens", []) if token["special"]}
+        added = parsed.get("added_tokens", [])
+        self.strips_spaces = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in added)
+        self._special = {token["id"] for token in added if token["special"]}
         self.vocab_size = 1 + max(self._library.get_vocab().values(), default=-1)
         self.end_of_text = self._find_end_of_text(source)
         self._special.add(self.end_of_text)
@@ -199,12 +198,9 @@ class JsonTokenizer(Tokenizer):
         return self._encode_each(list(texts))
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
-        """Without each token's place in the text, which takes twice the time and many times the memory."""
-        with _sentence("the tokenizer cannot encode the text"):
+        """The fast call leaves out each token's place in the text, which takes twice the time and many times the memory."""
+        with _as_user_error("the tokenizer cannot encode the text"):
             return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _settled(self, text: str) -> int:
-        return last_line_end(text) if self._splits_at_lines else 0
 
     def decoder(self) -> Decoder:
         if self._byte_level:
@@ -221,9 +217,9 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Byte-level BPE; its ids are end_of_text, the 256 bytes, then merges up to `vocab_size` or as `texts` allow."""
+        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then merges, as many as `vocab_size` and `texts` allow."""
         if vocab_size < 257:
-            raise UserError(f"data.vocab_size is at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
+            raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
@@ -234,10 +230,10 @@ class JsonTokenizer(Tokenizer):
 
 
 class WorldTokenizer(Tokenizer):
-    """The RWKV World vocabulary, from the text of its file; `source` is its name in errors.
+    """The RWKV World vocabulary, from the text of its file; `source` is the file's name in errors.
 
-    vocab_size is that of the published models, 65536: the ids in use, 0 to 65529, rounded up to a multiple of 64. Those
-    beyond decode to nothing.
+    vocab_size is that of the published models, 65536: the ids in use, 0 to 65529, rounded up to a multiple of 64. The ids
+    above decode to nothing.
     """
 
     kind = "world"
@@ -254,18 +250,7 @@ class WorldTokenizer(Tokenizer):
             require_unicode(text)
         return self._vocabulary.encode_batch(list(texts))
 
-    def encode_bytes(self, data: bytes) -> list[int]:
-        """The ids of any bytes, UTF-8 or not."""
-        return self._vocabulary.encode_bytes(data)
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, exactly: the inverse of encode_bytes. Raises ValueError for an id outside the vocabulary."""
-        return self.decoder().decode_bytes(ids)
-
-    def _settled(self, text: str) -> int:
-        return self._vocabulary.settled(text)
-
-    def decoder(self) -> BytesDecoder:
+    def decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     @cached_property
@@ -277,17 +262,8 @@ class WorldTokenizer(Tokenizer):
         return {"kind": self.kind, "vocabulary": self._vocabulary.to_text()}
 
 
-def build(kind: str, texts: Sequence[str], vocab_size: int = 2048) -> Tokenizer:
-    """What data.tokenizer names: char (of `texts`), bpe (trained on `texts`, with vocab_size), or what `named` knows."""
-    if kind == "char":
-        return CharTokenizer(set().union(*texts))
-    if kind == "bpe":
-        return JsonTokenizer.train(texts, vocab_size)
-    return Tokenizer.named(kind, "data.tokenizer", f"char, bpe, {NAMES}")
-
-
 def _parse(text: str, source: str) -> tokenizers.Tokenizer:
-    with _sentence(f"{source} is not a `tokenizers` JSON file"):
+    with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         library = tokenizers.Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()
@@ -296,20 +272,11 @@ def _parse(text: str, source: str) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def _sentence(said: str) -> Iterator[None]:
-    """Turns what the library raises into a ValueError: Exception, and BaseException where its Rust code panics."""
+def _as_user_error(problem: str) -> Iterator[None]:
+    """Turns any error of the library into a UserError; a panic of its Rust code is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise UserError(f"{said}: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a tokenizer's file: it is not UTF-8") from None
+        raise UserError(f"{problem}: {error}") from None

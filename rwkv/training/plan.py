@@ -57,7 +57,7 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
                           "longest ones, or change their order or names")
     if config.trainer.tbptt:
-        yield "lanes", documents.describe(config, data)
+        yield "streams", documents.describe(config, data)
     yield "model", (f"{task.model.generation.NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
@@ -92,7 +92,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: in
 def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
     steps = config.trainer.max_steps - first_step
     tokens = steps * config.tokens_per_step
-    padding = documents.pieces_of(config, data).padding() if config.trainer.tbptt else 0.0
+    padding = documents.chunks_of(config, data).padding() if config.trainer.tbptt else 0.0
     epochs = tokens * (1 - padding) / data.sizes.train_tokens
     passes = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
     return (f"{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "

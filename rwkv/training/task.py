@@ -64,7 +64,7 @@ class LanguageModel(lightning.LightningModule):
         """The loss of a batch, weighted so that the mean over the processes and accumulated batches of a step is the mean
         over all its targets that count.
         """
-        hidden, state = hidden_of_segments(self.model, batch.x, batch.opens,
+        hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)

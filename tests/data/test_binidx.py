@@ -1,4 +1,4 @@
-"""data=binidx: files as Megatron and RWKV-LM write them, read without a copy, and a sentence for what does not fit."""
+"""data=binidx: files of Megatron and RWKV-LM, read without a copy; wrong files are named."""
 
 import dataclasses
 import itertools
@@ -17,6 +17,7 @@ from rwkv.config import DataConfig
 from rwkv.data import binidx
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
+from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 
 CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
@@ -59,7 +60,7 @@ def test_ids_are_read_as_they_are(config: DataConfig, tmp_path: Path, dtype: str
        modes=st.booleans())
 def test_documents_begin_at_the_end_of_text_before_them(tmp_path_factory: pytest.TempPathFactory, lengths: list[int],
                                                         sentences: int, ended: bool, modes: bool) -> None:
-    """RWKV-LM ends each document with it; Megatron has none, unless asked."""
+    """RWKV-LM ends each document with end_of_text; Megatron does so only as an option."""
     base = tmp_path_factory.getbasetemp() / "documents"
     documents = [[7] * length + [0] * ended for length in lengths]
     write(base, documents, sentences=sentences, modes=modes)
@@ -87,13 +88,13 @@ def test_batches_come_from_it(config: DataConfig, tmp_path: Path) -> None:
     assert torch.cat([x.flatten() for x, _ in data.val_dataloader()])[:9].tolist() == data.corpus.val[:9].tolist()
 
 
-def test_the_ids_are_gone_through_once(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ids_are_scanned_once(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data", DOCUMENTS)
     first = prepare(config, 16)
     for path in tmp_path.glob("data.*"):
         os.utime(path, (1e9, 1e9))
     assert prepare(config, 16).sha256 == first.sha256
-    monkeypatch.setattr(binidx, "_go_through", None)
+    monkeypatch.setattr(binidx, "_scan", None)
     assert prepare(config, 16).sha256 == first.sha256
 
 
@@ -123,56 +124,55 @@ def change(suffix: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], obje
 
 
 WRONG = {
-    "no idx": (lambda base: base.with_suffix(".idx").unlink(), r"there is no data\.idx; data=binidx needs NAME\.bin and"),
-    "no files": (lambda base: [base.with_suffix(end).unlink() for end in (".bin", ".idx")], "no data.bin and no data.idx"),
-    "empty idx": (change(".idx", lambda data: b""), r"data\.idx is not the index of a \.bin file"),
-    "another file": (change(".idx", lambda data: b"PK" + data[2:]), r"data\.idx is not the index of a \.bin file"),
-    "version": (change(".idx", lambda data: data[:9] + b"\2" + data[10:]), "has version 2 and ids of type 8: known are"),
-    "floats": (change(".idx", lambda data: data[:17] + b"\6" + data[18:]), "ids of type 6: known are version 1 and the types"),
-    "cut idx": (change(".idx", lambda data: data[:-8]), r"data\.idx has \d+ bytes, and 40 sequences in 41 entries need \d+"),
-    "long idx": (change(".idx", lambda data: data + b"\0" * 3), r"data\.idx has \d+ bytes, and 40 sequences in 41 entries"),
-    "cut bin": (change(".bin", lambda data: data[:-2]), r"data\.bin has \d+ bytes, and its \.idx file says \d+: the two"),
-    "places": (change(".idx", lambda data: data[:200] + b"\7" * 8 + data[208:]), "sequences do not lie end to end"),
-    "documents": (change(".idx", lambda data: data[:-8] + b"\7" * 8), "documents do not go from sequence 0 to sequence 40"),
-    "ids": (change(".bin", lambda data: b"\0\1" + data[2:]), r"has the id 256, and data\.tokenizer has the ids 0 to 255: name"),
+    "no idx": (lambda base: base.with_suffix(".idx").unlink(), r"data\.idx"),
+    "no files": (lambda base: [base.with_suffix(end).unlink() for end in (".bin", ".idx")], r"data\.bin.*data\.idx"),
+    "empty idx": (change(".idx", lambda data: b""), r"data\.idx"),
+    "another file": (change(".idx", lambda data: b"PK" + data[2:]), r"data\.idx"),
+    "version": (change(".idx", lambda data: data[:9] + b"\2" + data[10:]), r"data\.idx .*version 2"),
+    "floats": (change(".idx", lambda data: data[:17] + b"\6" + data[18:]), r"data\.idx .*type 6"),
+    "cut idx": (change(".idx", lambda data: data[:-8]), r"data\.idx has \d+ bytes.* 40 .* 41 .*\d+"),
+    "long idx": (change(".idx", lambda data: data + b"\0" * 3), r"data\.idx has \d+ bytes.* 40 .* 41 .*\d+"),
+    "cut bin": (change(".bin", lambda data: data[:-2]), r"data\.bin has \d+ bytes.*\.idx"),
+    "places": (change(".idx", lambda data: data[:200] + b"\7" * 8 + data[208:]), r"data\.idx.*sequences"),
+    "documents": (change(".idx", lambda data: data[:-8] + b"\7" * 8), r"data\.idx.*documents"),
+    "ids": (change(".bin", lambda data: b"\0\1" + data[2:]), r"data\.bin .* 256,.*data\.tokenizer"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_gets_a_sentence(config: DataConfig, tmp_path: Path, spoil, message: str) -> None:
+@pytest.mark.parametrize(("spoil", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_files_are_named(config: DataConfig, tmp_path: Path, spoil: Callable[[Path], object], named: str) -> None:
     spoil(write(tmp_path / "data", DOCUMENTS))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=named):
         prepare(config, 16)
 
 
 @given(data=st.data())
-def test_no_index_that_is_cut_off_or_altered_ends_in_anything_but_a_sentence(tmp_path_factory: pytest.TempPathFactory,
-                                                                             data: st.DataObject) -> None:
+def test_every_truncated_or_altered_index_is_named(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     base = write(tmp_path_factory.getbasetemp() / "altered", DOCUMENTS[:3])
     file, right = base.with_suffix(".idx"), base.with_suffix(".idx").read_bytes()
     place = data.draw(st.integers(0, len(right) - 1))
     wrong = data.draw(st.sampled_from([right[:place], right[:place] + bytes([right[place] ^ 0x80]) + right[place + 1:]]))
     file.write_bytes(wrong)
-    with pytest.raises(ValueError, match="altered"):
+    with pytest.raises(UserError, match="altered"):
         binidx.read(str(base), ByteTokenizer(), 0.4, base.parent / "cache-altered")
 
 
-def test_negative_ids_and_nothing_get_a_sentence(config: DataConfig, tmp_path: Path) -> None:
+def test_negative_ids_and_empty_files_are_errors(config: DataConfig, tmp_path: Path) -> None:
     write(tmp_path / "data", [[1, -1, 2]], "int32")
-    with pytest.raises(ValueError, match="has the id -1"):
+    with pytest.raises(UserError, match=r"data\.bin .*-1"):
         prepare(config, 1)
     write(tmp_path / "data", [[]])
-    with pytest.raises(ValueError, match=r"data\.bin is empty"):
+    with pytest.raises(UserError, match=r"data\.bin"):
         prepare(config, 1)
     write(tmp_path / "data", [[1, 2, 3]])
-    with pytest.raises(ValueError, match=r"training text is shorter than one context: it has 2 tokens"):
+    with pytest.raises(UserError, match=r"training .* 2 .*model\.ctx_len"):
         prepare(config, 16)
 
 
 def test_its_tokenizer_must_be_named(config: DataConfig, tmp_path: Path) -> None:
     write(tmp_path / "data", [[300, *document] for document in DOCUMENTS])
-    with pytest.raises(ValueError, match=r"data=binidx holds ids, not text to make a bpe tokenizer from: name the one"):
+    with pytest.raises(UserError, match=r"data=binidx .*data\.tokenizer="):
         prepare(dataclasses.replace(config, tokenizer="bpe"), 16)
     given_one = JsonTokenizer.train(["some text"], 400)
-    with pytest.raises(ValueError, match="has the id 300"):
+    with pytest.raises(UserError, match=r"data\.bin .* 300"):
         prepare(dataclasses.replace(config, tokenizer="bpe"), 16, given_one)

@@ -1,4 +1,4 @@
-"""Data as batches: windows over a stream of tokens in many files, the order of training, and going on from any place."""
+"""Batches of windows: a token array in many files, the windows, their order, and resuming from any position."""
 
 import dataclasses
 import io
@@ -12,14 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from streams import stream_of
+from token_arrays import token_array_of
 from torch import Tensor
 
 from rwkv.config import DataConfig
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
-from rwkv.data.token_array import Part, Starts, Stream
-from rwkv.data.windows import EndlessPermutations, Windows
+from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
+from rwkv.data.windows import ShuffleSampler, Windows
+from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
@@ -36,25 +37,25 @@ def module(config: DataConfig, ctx_len: int = 16, seed: int = 0) -> DataModule:
     return DataModule(prepare(config, ctx_len), config, ctx_len, seed)
 
 
-# Streams
+# Token arrays
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=6), bounds=st.tuples(st.integers(0, 60), st.integers(0, 60)))
-def test_a_stream_reads_as_one_array(tmp_path_factory: pytest.TempPathFactory, sizes: list[int],
+def test_many_files_read_as_one_array(tmp_path_factory: pytest.TempPathFactory, sizes: list[int],
                                      bounds: tuple[int, int]) -> None:
     numbers = iter(range(1000))
     parts = [np.array([next(numbers) for _ in range(size)], np.uint16) for size in sizes]
-    whole, stream = np.arange(sum(sizes)), stream_of(tmp_path_factory.getbasetemp(), *parts)
-    assert len(stream) == len(whole)
-    assert stream[slice(*bounds)].tolist() == whole[slice(*bounds)].tolist()
-    assert pickle.loads(pickle.dumps(stream))[:].tolist() == whole.tolist()
+    whole, tokens = np.arange(sum(sizes)), token_array_of(tmp_path_factory.getbasetemp(), *parts)
+    assert len(tokens) == len(whole)
+    assert tokens[slice(*bounds)].tolist() == whole[slice(*bounds)].tolist()
+    assert pickle.loads(pickle.dumps(tokens))[:].tolist() == whole.tolist()
 
 
-def test_a_part_of_a_file_is_a_stream(tmp_path: Path) -> None:
+def test_a_token_array_may_be_a_part_of_a_file(tmp_path: Path) -> None:
     np.arange(10, dtype=np.int32).tofile(tmp_path / "ids")
     np.save(tmp_path / "starts.npy", np.array([0, 3, 6, 8]))
-    stream = Stream([Part(tmp_path / "ids", "int32", 6, 4)], Starts(tmp_path / "starts.npy", 2, 2, 6))
-    assert (stream[:].tolist(), stream[1:3].tolist(), stream.starts.tolist()) == ([6, 7, 8, 9], [7, 8], [0, 2])
+    tokens = TokenArray([Part(tmp_path / "ids", "int32", 6, 4)], DocumentOffsets(tmp_path / "starts.npy", 2, 2, 6))
+    assert (tokens[:].tolist(), tokens[1:3].tolist(), tokens.starts.tolist()) == ([6, 7, 8, 9], [7, 8], [0, 2])
 
 
 # Windows
@@ -65,8 +66,8 @@ def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory
     random = np.random.default_rng(sum(sizes))
     parts = [random.integers(0, 1000, size).astype(np.uint16) for size in sizes]
     tokens = np.concatenate(parts)
-    stream = stream_of(tmp_path_factory.getbasetemp(), *parts)
-    whole, every = Windows(stream, ctx_len), Windows(stream, ctx_len, partial=True)
+    array = token_array_of(tmp_path_factory.getbasetemp(), *parts)
+    whole, every = Windows(array, ctx_len), Windows(array, ctx_len, partial=True)
     assert len(whole) == (len(tokens) - 1) // ctx_len
     targets = [target for index in range(len(every)) for target in every[index][1].tolist()]
     assert [target for target in targets if target != IGNORED] == tokens[1:].tolist()
@@ -81,7 +82,7 @@ def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory
 def test_every_epoch_has_the_same_pairs_cut_elsewhere(tmp_path_factory: pytest.TempPathFactory, size: int, ctx_len: int,
                                                       seed: int, epoch: int) -> None:
     """Each token of the windows predicts its own successor, once an epoch, wherever the cuts are."""
-    windows = Windows(stream_of(tmp_path_factory.getbasetemp(), np.arange(size, dtype=np.uint16)), ctx_len, seed=seed)
+    windows = Windows(token_array_of(tmp_path_factory.getbasetemp(), np.arange(size, dtype=np.uint16)), ctx_len, seed=seed)
     drawn = [windows[epoch * len(windows) + index] for index in range(len(windows))]
     x, y = (torch.cat(part).tolist() for part in zip(*drawn, strict=True)) if drawn else ([], [])
     assert sorted(x) == list(range(len(windows) * ctx_len))
@@ -123,13 +124,13 @@ def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> No
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 9), seed=st.integers(0, 5))
 def test_every_number_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
-    drawn = [number for batch in EndlessPermutations(size, batch_size, 3 * size, seed) for number in batch]
+    drawn = [number for batch in ShuffleSampler(size, batch_size, 3 * size, seed) for number in batch]
     for start in range(0, len(drawn) - size + 1, size):
         assert sorted(drawn[start:start + size]) == list(range(start, start + size))
 
 
-def test_the_order_hangs_on_the_seed_and_the_epoch() -> None:
-    first, again, other = ([[number % 50 for number in batch] for batch in EndlessPermutations(50, 50, 2, seed)]
+def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
+    first, again, other = ([[number % 50 for number in batch] for batch in ShuffleSampler(50, 50, 2, seed)]
                            for seed in (0, 0, 1))
     assert first == again
     assert len({tuple(batch) for batch in [*first, *other, list(range(50))]}) == 5
@@ -138,15 +139,15 @@ def test_the_order_hangs_on_the_seed_and_the_epoch() -> None:
 @given(size=st.integers(1, 50), batch_size=st.integers(1, 4), world=st.integers(1, 5), seed=st.integers(0, 3))
 def test_processes_share_one_order(size: int, batch_size: int, world: int, seed: int) -> None:
     """Each step, all processes together have what one process with the whole batch has."""
-    together = list(EndlessPermutations(size, batch_size * world, 9, seed))
-    apart = [list(EndlessPermutations(size, batch_size, 9, seed, rank, world)) for rank in range(world)]
+    together = list(ShuffleSampler(size, batch_size * world, 9, seed))
+    apart = [list(ShuffleSampler(size, batch_size, 9, seed, rank, world)) for rank in range(world)]
     for common, *each in zip(together, *apart, strict=True):
         assert common == [index for place in zip(*each, strict=True) for index in place]
 
 
 @given(taken=st.integers(0, 60))
 def test_a_sampler_continues_from_any_place(taken: int) -> None:
-    sampler = EndlessPermutations(17, 3, 60, 0)
+    sampler = ShuffleSampler(17, 3, 60, 0)
     iterator = iter(sampler)
     assert len(list(islice(iterator, taken))) == taken
     resumed = iter(sampler)
@@ -174,7 +175,7 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
 def test_one_epoch_predicts_every_token_of_the_windows_once(config: DataConfig, world: int) -> None:
     corpus = prepare(config, 16)
     windows = Windows(corpus.train, 16)
-    ranks = [EndlessPermutations(len(windows), 1, len(windows), 0, rank, world) for rank in range(world)]
+    ranks = [ShuffleSampler(len(windows), 1, len(windows), 0, rank, world) for rank in range(world)]
     drawn = [windows[batch[0]][1] for batches in zip(*ranks, strict=True) for batch in batches][:len(windows)]
     expected = corpus.train[1:16 * len(windows) + 1]
     assert sorted(torch.cat(drawn).tolist()) == sorted(expected.tolist())
@@ -240,9 +241,9 @@ def test_lightning_resumes_where_the_checkpoint_was_saved(config: DataConfig, tm
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:GPU available but not used")
-def test_a_run_does_not_go_on_with_other_data(config: DataConfig, tmp_path: Path) -> None:
+def test_a_run_does_not_continue_with_other_data(config: DataConfig, tmp_path: Path) -> None:
     checkpoint = tmp_path / "saved.ckpt"
     seen_in(module(config), 3, 1, SaveAfter(2, checkpoint))
     Path(str(config.path)).write_bytes(TEXT.replace("fox", "oxf").encode())
-    with pytest.raises(ValueError, match=r"the data have changed since the run began.* begin a new run with init_from="):
+    with pytest.raises(UserError, match="init_from="):
         seen_in(module(config), 5, 1, resume=checkpoint)

@@ -18,7 +18,7 @@ from rwkv.config import EvaluateConfig
 from rwkv.data.sources import files
 from rwkv.evaluation import LastWord, count_tokens, read_last_words, read_text, score_last_words, score_text
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, build
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 from rwkv.tools import evaluate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -67,7 +67,7 @@ def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("chunk_len", [1, 7, 10 ** 6])
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), build("bpe", [TEXT], 320)], ids=["byte", "bpe"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), JsonTokenizer.train([TEXT], 320)], ids=["byte", "bpe"])
 def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tokenizer: Tokenizer, chunk_len: int,
                                                                 tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 13 bytes cut characters in two."""

@@ -13,13 +13,13 @@ import pytest
 import torch
 from models import kernels, small_model
 from programs import Run
-from streams import stream_of
+from token_arrays import token_array_of
 from torch import Tensor
 from training_runs import SMALL, TEXT, assert_same_training, finish, killed_and_continued, losses, start
 
 from kernels.bench.peak_memory import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
-from rwkv.data.documents import LaneOrder, Pieces, Reading, Segments, Share
+from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout
 from rwkv.model.loss import IGNORED
 from rwkv.model.rwkv4 import State
 from rwkv.training import tbptt
@@ -71,7 +71,7 @@ def every_kernel() -> list[Any]:
 def test_gradients_are_those_of_each_document_as_one_sequence(kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel), batch()
-    read.opens[0, 2] = True
+    read.starts_document[0, 2] = True
     read.y[0, 1, 4:] = IGNORED
     loss = task.training_step(read, 0)
     rows, targets = ([each[0, :2].flatten()[:12], each[0, 2:].flatten(), *each[1:].flatten(1)] for each in (read.x, read.y))
@@ -84,14 +84,14 @@ def test_gradients_are_those_of_each_document_as_one_sequence(kernel: str) -> No
 def test_another_document_before_changes_nothing_to_the_bit() -> None:
     """Neither what it says nor what state it left, were that not even numbers."""
     task, read = learner(), batch()
-    read.opens[:, 2] = True
+    read.starts_document[:, 2] = True
     read.y[:, :2] = IGNORED
     expected = gradients(task, task.training_step(read, 0))
     read.x[:, :2] = tokens(B, 2, T, seed=1)
     found = gradients(task, task.training_step(read, 0))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
-    read = read._replace(x=read.x[:, 2:], y=read.y[:, 2:], opens=read.opens[:, 2:])
+    read = read._replace(x=read.x[:, 2:], y=read.y[:, 2:], starts_document=read.starts_document[:, 2:])
     task.carried.after(0, State(*(torch.full_like(part, torch.nan) for part in task.model.empty_state(B))))
     assert_equal(gradients(task, task.training_step(read, 0)), expected, 1e-6)
 
@@ -123,7 +123,8 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
 
 def test_the_state_goes_on_to_the_next_step_without_gradient() -> None:
     task, read = learner(), batch()
-    steps = [read._replace(x=read.x[:, k:k + 2], y=read.y[:, k:k + 2], opens=read.opens[:, k:k + 2]) for k in (0, 2)]
+    steps = [read._replace(x=read.x[:, k:k + 2], y=read.y[:, k:k + 2], starts_document=read.starts_document[:, k:k + 2])
+             for k in (0, 2)]
     found = [task.training_step(step, 0) for step in steps]
     whole, after = task.model.hidden(read.x.flatten(1))
     whole = task.loss(read.x.flatten(1), read.y.flatten(1))
@@ -177,20 +178,22 @@ def short(tmp_path: Path) -> Any:
     parts = [random.integers(1, VOCABULARY, size).astype(np.uint16) for size in random.integers(1, 31, 40)]
     for part in parts:
         part[0] = 0
-    return stream_of(tmp_path, *parts)
+    return token_array_of(tmp_path, *parts)
 
 
-def batches_of(stream: Any, share: Share, steps: int) -> Iterator[Segments]:
-    reading = Reading(stream, T)
-    return map(reading.__getitems__, LaneOrder(Pieces(stream, 0, T, share.lanes), 3, share, steps * share.parts, 0))
+def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]:
+    reading = SegmentDataset(stream, T)
+    chunks = DocumentChunks(stream, 0, T, share.streams)
+    return map(reading.__getitems__, SegmentSampler(chunks, 3, share, steps * share.parts, 0))
 
 
-@pytest.mark.parametrize("share", [Share(2, 3), Share(2, 1, 0, 3), Share(1, 2, 0, 3)])
-def test_accumulation_and_processes_have_the_large_batch(short: Any, share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [StepLayout(2, 3), StepLayout(2, 1, 0, 3), StepLayout(1, 2, 0, 3)])
+def test_accumulation_and_processes_have_the_large_batch(short: Any, share: StepLayout,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients of three steps, the states between them carried; here each process is a learner."""
     large, apart, steps = learner(), [learner() for _ in range(share.world)], 3
     batches = [batches_of(short, share._replace(rank=rank), steps) for rank in range(share.world)]
-    for whole in batches_of(short, Share(share.lanes), steps):
+    for whole in batches_of(short, StepLayout(share.streams), steps):
         loss = large.training_step(whole, 0)
         parts = [task.training_step(next(of), 0) for _ in range(share.parts) for task, of in zip(apart, batches, strict=True)]
         assert sum(part.item() for part in parts) / len(parts) == pytest.approx(loss.item(), abs=1e-6)
@@ -213,7 +216,7 @@ def stored_by_all(carried: list[Carried], monkeypatch: pytest.MonkeyPatch) -> di
     return carried[0].state_dict()
 
 
-def assert_each_finds_its_own(stored: dict[str, Tensor], apart: list[LanguageModel], share: Share,
+def assert_each_finds_its_own(stored: dict[str, Tensor], apart: list[LanguageModel], share: StepLayout,
                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tbptt, "world_size", lambda: share.world)
     for rank, task in enumerate(apart):
@@ -237,7 +240,7 @@ class Saving(lightning.Callback):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
 @pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, precision: str, short: Any) -> None:
-    batches = list(batches_of(short, Share(2), 6))
+    batches = list(batches_of(short, StepLayout(2), 6))
 
     def trained(data: list[Segments], resume: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         task = learner()

@@ -1,11 +1,11 @@
-"""Text for training and for validation, document by document: the standard library, text files, JSON lines, Hugging Face.
+"""Sources of text, document by document: the standard library, text files, JSON lines, Hugging Face datasets.
 
     source = open_source(config.data, cache)
     for document in source.documents():
         document.val, document.where, "".join(document.chunks)
 
-A source is read in order, as often as wanted, and never kept: only what a reader holds is in memory. Each kind of data is one
-file of this folder. data=binidx is tokens already, and no Source (rwkv/data/binidx.py).
+A source can be read several times, always in the same order, and is never in memory as a whole. Each kind of source is one file
+of this folder. data=binidx holds tokens, not text, and is no Source (rwkv/data/binidx.py).
 """
 
 from pathlib import Path
@@ -20,9 +20,9 @@ __all__ = ["Document", "Source", "open_source", "read_stdlib"]
 
 
 def open_source(config: DataConfig, cache: Path) -> Source:
-    """What data.name and data.path name. `cache`: where hashes of files are remembered.
+    """The source that data.name and data.path name. cache: the folder for the hashes of its files.
 
-    Raises ValueError where there is nothing, or it cannot be read.
+    Raises UserError if there is no such source, or if it is empty or cannot be read.
     """
     if config.name == "stdlib" and config.path:
         raise UserError(f"data=stdlib takes no data.path: to train on {config.path}, give data=text as well")

@@ -1,4 +1,4 @@
-"""Files that data.path names, their text as it comes, and hashes of their contents that are not computed at every start."""
+"""The files that data.path names, their text chunk by chunk, and cached hashes of their contents."""
 
 import codecs
 import glob
@@ -15,24 +15,24 @@ from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
 from rwkv.io.utf8 import not_utf8
 
-SETTLED = 2_000_000_000                  # ns: a file's time of change tells changes apart that lie further apart than this
-BLOCK = 1 << 20                          # bytes read at a time, where they are only hashed
+SETTLED = 2_000_000_000                  # ns: two changes of a file closer together than this may have the same time
+BLOCK = 1 << 20                          # bytes read at a time for hashing alone
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
-    """characters: 0 where the file was not read as text."""
+    """Of a file. characters: 0 if it was not read as text."""
 
     sha256: str
     characters: int
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name, file) of the file `path`, of those under a folder that have one of the endings, or of those that match a pattern.
+    """(name, file) of the file `path`, of the files in a folder with one of the endings, or of those that match a pattern.
 
-    Sorted by name, which is relative to the folder; a file that links give several names is there once. Raises ValueError
-    where there is none.
+    Sorted by name, which is relative to the folder. A file that has several names through links is listed once. Raises
+    UserError if there is no file.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
@@ -45,11 +45,10 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
-    """The text of a file, piece by piece; `seen` is called with all its bytes.
-
-    Raises ValueError where it cannot be read or is not UTF-8, with the place.
-    """
-    beginning, rest, before, more = b"", b"", 0, True
+    """The text of a file in chunks; `seen` is called with its bytes. Raises UserError if it cannot be read or is not UTF-8."""
+    beginning = rest = b""
+    before = 0                           # bytes before `rest`
+    more = True
     with open_file(path) as file:
         while more:
             read = file.read(CHUNK)
@@ -63,10 +62,12 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
                 raise UserError(not_utf8(f"data.path={path}", place, value, beginning)) from None
             if text:
                 yield text
-            rest, before = data[used:], before + used
+            rest = data[used:]
+            before += used
 
 
 def open_file(path: Path) -> Any:
+    """The file, open for reading bytes. Raises UserError if it cannot be opened."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -74,21 +75,21 @@ def open_file(path: Path) -> Any:
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """What is in each file. One whose size and time of change are those of the last start is not read again.
+    """The Content of each file, cached. A file is read again if its size or time of change differs from the cached one.
 
-    A file that was changed within two seconds of its reading is, since its time may not show a second change.
-    `text`: the files must be UTF-8, and ValueError says where one is not.
+    So is a file that was changed within two seconds before it was read, since a second change may have the same time.
+    text: the files must be UTF-8; raises UserError if one is not.
     """
-    remembered = cache / f"contents-{sha256([str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
-    known = read_json(remembered) or {}
+    cached = cache / f"contents-{sha256([str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
+    known = read_json(cached) or {}
     entries = {str(path): _entry(path, known.get(str(path)), text) for path in paths}
     if entries != known:
-        write_json(remembered, entries)
+        write_json(cached, entries)
     return [Content(entry["sha256"], entry["characters"]) for entry in entries.values()]
 
 
 def stamp(path: Path) -> list[int]:
-    """What a change of the file changes: its size, and its time of change in ns. Raises ValueError where it is not there."""
+    """The size of a file, and its time of change in ns. Raises UserError if it is missing."""
     try:
         status = path.stat()
     except OSError as error:
@@ -97,7 +98,7 @@ def stamp(path: Path) -> list[int]:
 
 
 def unchanged(path: Path, entry: dict[str, Any]) -> bool:
-    """Whether `path` is certain to be what it was when `entry` was made, with its stamp and the time."""
+    """True if the file has certainly not changed since `entry` was made, by the entry's stamp and time."""
     return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
 
@@ -105,11 +106,12 @@ def _entry(path: Path, known: dict[str, Any] | None, text: bool) -> dict[str, An
     if known and unchanged(path, known):
         return known
     now = time.time_ns()
-    return {"stamp": stamp(path), "time": now, **_go_through(path, text)._asdict()}
+    return {"stamp": stamp(path), "time": now, **_read_content(path, text)._asdict()}
 
 
-def _go_through(path: Path, text: bool) -> Content:
-    hashed, characters = hashlib.sha256(), 0
+def _read_content(path: Path, text: bool) -> Content:
+    hashed = hashlib.sha256()
+    characters = 0
     if text:
         characters = sum(map(len, chunks(path, hashed.update)))
     else:
@@ -120,7 +122,7 @@ def _go_through(path: Path, text: bool) -> Content:
 
 
 def _glob(pattern: str) -> Iterator[Path]:
-    """As glob.glob with `recursive`, but `**` enters each folder once, also where a link inside of it leads back to it."""
+    """Like glob.glob with `recursive`, but `**` enters each folder once, even if a link inside leads back to it."""
     before, *after = ANY_DEPTH.split(pattern, maxsplit=1)
     if not after:
         yield from map(Path, glob.glob(pattern))                     # noqa: PTH207
@@ -131,7 +133,7 @@ def _glob(pattern: str) -> Iterator[Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """`top` and the folders below it that are not hidden, each once: under its own name rather than that of a link."""
+    """`top` and the folders below it that are not hidden, each once: by its own name if possible, else by that of a link."""
     entered: set[Path] = set()
     waiting, links = [top], list[Path]()
     while waiting or links:
@@ -145,7 +147,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _each_once(files: Iterable[Path]) -> list[Path]:
-    """Sorted by name, and of several names of one file the first that is no link."""
+    """The files sorted by name; of several names of one file, the first that is no link."""
     named: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         named.setdefault(file.resolve(), file)
@@ -153,7 +155,7 @@ def _each_once(files: Iterable[Path]) -> list[Path]:
 
 
 def _folder_of(path: str) -> Path:
-    """The folder itself, or what stands before the first wildcard of a pattern."""
+    """The folder itself, or the part of a pattern before its first wildcard."""
     plain = Path(path)
     while glob.has_magic(str(plain)) and not plain.exists():
         plain = plain.parent

@@ -15,8 +15,10 @@ INSTALL = 'data=hf needs the library `datasets`: pip install "timemix[hf]"'
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """The first document and one of every 1/val_fraction are for validation. Raises ValueError where it cannot be loaded,
-    or has no column data.field of strings."""
+    """Raises UserError if the dataset cannot be loaded or has no column data.field of strings.
+
+    The first document and one of every 1/val_fraction are for validation.
+    """
     dataset = _load(str(config.path), config.split)
     _require_texts(dataset, config)
 
@@ -35,7 +37,7 @@ def _load(path: str, split: str) -> Any:
         raise UserError(INSTALL) from None
     try:
         found = _open(datasets, path, split)
-    except Exception as error:           # the library raises nothing more specific than its many sources do
+    except Exception as error:           # errors of all its sources: files, the network, ...
         raise UserError(f"cannot load data.path={path} with the library `datasets`: {_line(error)}") from None
     if isinstance(found, dict):
         if split not in found:
@@ -69,7 +71,7 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
 
 
 def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the files behind the dataset; of its texts, where it is in memory or its rows were chosen from a file's."""
+    """Hashes of the dataset's files; of its texts, if it is in memory or has only some rows of its files."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

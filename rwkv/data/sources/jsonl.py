@@ -1,4 +1,4 @@
-"""JSON lines, each an object with a text that is a document: {"text": "..."}; .gz as well. data.field names another key."""
+"""JSON lines, also in .gz: the text of each {"text": "..."} is a document. data.field names another key."""
 
 import gzip
 import json
@@ -17,9 +17,9 @@ ENDINGS = (".jsonl", ".jsonl.gz")
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """The first document and one of every 1/val_fraction are for validation. Raises ValueError where there is no file.
+    """Raises UserError if there is no file; reading raises it for a line that is no such object. Blank lines are skipped.
 
-    A line that is not such an object is a ValueError with its file and number when it is read; blank ones are passed over.
+    The first document and one of every 1/val_fraction are for validation.
     """
     found = [(name, path) for name, path in matching(str(config.path), ENDINGS) if path.stat().st_size]
     if not found:
@@ -36,7 +36,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _texts(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
-    """(text, where, bytes of the file gone through for it)."""
+    """(text, where, bytes of the file read for it) of each line that is not blank."""
     with open_file(path) as raw:
         lines, before = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, 0
         for number, line in enumerate(_lines(lines, path), start=1):

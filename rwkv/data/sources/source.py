@@ -1,4 +1,4 @@
-"""What every kind of data looks like to its reader."""
+"""Documents and sources of text, and the rules that divide them into training and validation."""
 
 import hashlib
 import math
@@ -14,10 +14,10 @@ CHUNK = 1 << 16                          # characters, or bytes of a file, at a 
 
 
 class Document(NamedTuple):
-    """A text in consecutive `chunks`, in one split; `where` names it in errors.
+    """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
 
-    weight: the bytes of the source that it stands for in the progress bar, where they are not those of its text.
-    before: the characters of `where` that stand before it.
+    weight: the bytes of the source that it advances the progress bar by; None for the bytes of its text.
+    before: the number of characters of `where` before it.
     """
 
     chunks: Iterable[str]
@@ -29,10 +29,10 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """documents(): all of them, in an order that only the data decide; none is empty.
+    """documents(): all documents, none empty, in an order that depends only on the data.
 
-    about: one line for people. sha256: identifies the contents and the order. size: bytes to go through, as far as is known.
-    at_most: bounds on the bytes and documents of (training, validation) together, where known before reading.
+    about: one line for people. sha256: of the contents and their order. size: bytes to read, an estimate.
+    at_most: upper bounds on bytes plus documents of (training, validation); None if they are unknown before reading.
     """
 
     documents: Callable[[], Iterator[Document]]
@@ -43,8 +43,9 @@ class Source:
 
 
 def sha256(parts: Iterable[str]) -> str:
-    """Identifies a list of strings; of a single one, it is the SHA-256 of its UTF-8."""
-    joined, between = hashlib.sha256(), b""
+    """The SHA-256 of strings in UTF-8, joined by zero bytes."""
+    joined = hashlib.sha256()
+    between = b""
     for part in parts:
         joined.update(between + part.encode())
         between = b"\0"
@@ -56,13 +57,14 @@ def chunks_of(text: str) -> Iterator[str]:
 
 
 def rank(name: str) -> bytes:
-    """A place in a fixed random order, that hangs on the name alone."""
+    """A sort key for a fixed random order, which depends only on the name."""
     return hashlib.sha256(f"{SPLIT_SEED} {name}".encode()).digest()
 
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
-    """How many of the first documents hold `fraction` of all bytes: at least one, and fewer than all."""
-    wanted, reached, count = fraction * sum(sizes), 0, 0
+    """How many of the first documents contain `fraction` of all bytes: at least one, and fewer than all."""
+    wanted = fraction * sum(sizes)
+    reached = count = 0
     while reached < wanted and count < len(sizes) - 1:
         reached += sizes[count]
         count += 1
@@ -70,12 +72,11 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 
 
 def in_validation(fraction: float) -> Iterator[bool]:
-    """For one document after the other, of a number that nobody knows yet, whether it is for validation.
+    """For each of any number of documents, True if it is for validation.
 
-    The first is, and of every 1/fraction that follow one is, at a place that its number decides at random.
+    The first document is, and one of every 1/fraction that follow, chosen by a hash of the number of its block.
     """
-    block, picked = 0, 0
-    number = 0
+    block = picked = number = 0
     while True:
         yield number == picked
         number += 1
@@ -86,7 +87,7 @@ def in_validation(fraction: float) -> Iterator[bool]:
 
 
 def split_documents(found: Iterable[tuple[str, str, int | None]], fraction: float, path: str) -> Iterator[Document]:
-    """From (text, where, weight) to documents of the two splits, empty ones left out; a single one is cut in two."""
+    """Documents of both splits from (text, where, weight), without empty texts. A single document is divided in two."""
     kept = (document for document in found if document[0])
     first = list(islice(kept, 2))
     if not first:
@@ -105,7 +106,7 @@ def _halves(text: str, where: str, fraction: float) -> Iterator[Document]:
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:
-    """The character of a single document from which on it is for validation. Raises ValueError where it is too short."""
+    """The place of the first validation character of a single document. Raises UserError if the document is too short."""
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
         raise UserError(f"{where} has {characters} characters: too few to split into training and validation")

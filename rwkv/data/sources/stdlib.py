@@ -1,4 +1,4 @@
-"""The sources of the running Python's standard library: always there, nothing to download, 11 MB, read whole."""
+"""The source files of the running Python's standard library: 11 MB without a download, read into memory."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ SKIPPED = {"site-packages", "dist-packages", "encodings", "test", "tests", "idle
 
 @dataclass(frozen=True)
 class Text:
-    """The documents of both splits, none empty."""
+    """Documents of both splits, none empty."""
 
     train: list[str]
     val: list[str]
 
 
 def source(config: DataConfig) -> Source:
-    """Raises ValueError where this Python comes without sources."""
+    """Raises UserError if this Python has no source files."""
     text = read_stdlib(Path(sysconfig.get_path("stdlib")), config.val_fraction)
     about = (f"{len(text.train) + len(text.val)} .py files of this Python's standard library, "
              f"{len(text.val)} of them for validation")
@@ -30,9 +30,9 @@ def source(config: DataConfig) -> Source:
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py sources under `root`, each a document; the first ones in a fixed random order are for validation.
+    """The .py files under `root`, each a document; the first ones in a fixed random order are for validation.
 
-    A file's place in that order hangs on its own name alone: another Python version has nearly the same split.
+    A file's place in that order depends only on its own name, so that another Python version has nearly the same split.
     """
     documents = {path.relative_to(root).as_posix(): _source(path) for path in _python_files(root)}
     shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]
@@ -56,7 +56,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _source(path: Path) -> str:
-    """The file's text, every line end a newline; nothing where it is in another encoding."""
+    """The file's text with newlines as line ends; "" if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

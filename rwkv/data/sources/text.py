@@ -1,4 +1,4 @@
-"""Text files, each a document: a single one gives its last part to validation, of several some whole ones are for that."""
+"""Text files, each a document. The end of a single file is for validation; of several files, some whole ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from rwkv.errors import UserError
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises ValueError where data.path matches no file, or nothing but empty ones."""
+    """Raises UserError if data.path matches no file, or only empty ones."""
     found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not found:
         raise UserError(f"data.path={config.path} is empty")
@@ -20,7 +20,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _one(path: Path, val_fraction: float, cache: Path) -> Source:
-    """The last val_fraction of its characters is for validation. `sha256` is that of the file."""
+    """The last val_fraction of the characters is for validation. The source's sha256 is that of the file."""
     ((digest, characters),) = contents([path], cache, text=True)
     cut = validation_begins(characters, val_fraction, f"data.path={path}")
 
@@ -34,7 +34,7 @@ def _one(path: Path, val_fraction: float, cache: Path) -> Source:
 
 
 def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> Source:
-    """The first files, in a random order that hangs on their names alone, are for validation."""
+    """The first files, in a random order that depends only on their names, are for validation."""
     paths = [path for _, path in found]
     sizes = [path.stat().st_size for path in paths]
     count = count_reaching(config.val_fraction, sizes)
@@ -51,7 +51,7 @@ def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> 
 
 
 def _between(path: Path, start: int, stop: int) -> Iterator[str]:
-    """The characters from `start` to `stop` of a file."""
+    """Characters `start` to `stop` of a file, in chunks."""
     at = 0
     for chunk in chunks(path):
         part = chunk[max(start - at, 0):max(stop - at, 0)]

@@ -1,0 +1,16 @@
+"""Token arrays whose files are made from arrays."""
+
+from pathlib import Path
+
+import numpy as np
+
+from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
+
+
+def token_array_of(folder: Path, *parts: np.ndarray) -> TokenArray:
+    """A token array of one file per array; each begins a document."""
+    for number, part in enumerate(parts):
+        part.tofile(folder / f"{number}.ids")
+    np.save(folder / "starts.npy", np.cumsum([0, *map(len, parts)])[:-1])
+    return TokenArray([Part(folder / f"{number}.ids", part.dtype.name, 0, len(part)) for number, part in enumerate(parts)],
+                      DocumentOffsets(folder / "starts.npy", 0, len(parts), 0))
