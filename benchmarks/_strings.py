@@ -1,4 +1,4 @@
-"""Random strings on which tokenizers could differ: every script, cut characters, wrong bytes, long runs."""
+"""Random strings on which tokenizers may differ: every script, truncated characters, invalid bytes, long runs."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ RANGES = ((0x20, 0x7F), (0, 0x20), (0x80, 0x250), (0x370, 0x530), (0x600, 0x6FF)
 
 
 def unicode_strings(count: int, seed: int = 0) -> Iterator[str]:
-    """In turns: random words, characters of one script, mixtures, and a run of one character before words."""
+    """Alternates random words, characters of one script, mixtures, and a run of one character before words."""
     choose = random.Random(seed)
     for index in range(count):
         length, script = choose.randrange(1, 60), choose.choice(RANGES)
@@ -19,7 +19,7 @@ def unicode_strings(count: int, seed: int = 0) -> Iterator[str]:
 
 
 def byte_strings(count: int, seed: int = 1) -> Iterator[bytes]:
-    """In turns: random bytes, text cut anywhere, and text with a few wrong bytes."""
+    """Alternates random bytes, text cut at any byte, and text with a few wrong bytes."""
     choose = random.Random(seed)
     for index, text in enumerate(unicode_strings(count, seed)):
         data = text.encode()

@@ -1,8 +1,8 @@
 """python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
 
-Our tokenizers beside the libraries'. First the ids of N random strings, half of them Unicode and half any bytes, are compared;
-then encoding and decoding of one text are timed in turns, medians. Ids that differ are counted, and make the exit status 1.
-PyPI's `rwkv` answers from the environment that `make peers` makes. The last line of standard output is the result as JSON.
+Compares our tokenizers with the libraries': first the ids of N random strings, half Unicode and half arbitrary bytes; then the
+speed of encoding and decoding one text, in turns, medians. Different ids are counted and make the exit status 1. PyPI's `rwkv`
+runs in the environment that `make peers` creates. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -24,23 +24,25 @@ from pyrwkv_tokenizer import RWKVTokenizer
 
 from benchmarks._strings import byte_strings, unicode_strings
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
 from rwkv.data.sources.stdlib import read_stdlib
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer, build
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
-STDLIB_CHARACTERS = 1_000_000            # of the standard library, where no text is given
+STDLIB_CHARACTERS = 1_000_000            # of the standard library, the default text
 BPE_SIZE = 8192
 
-Peer = Callable[[str, Any], Any]         # peer(request, argument) -> answer
+Peer = Callable[[str, Any], Any]         # peer(request, argument) -> answer, see _rwkv_tokenizer.py
 Work = dict[tuple[str, str], Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     text = args.text.read_text(encoding="utf-8") if args.text else _stdlib()
-    size, ours = len(text.encode()), _ours(text, args.neox)
+    size = len(text.encode())
+    ours = _ours(text, args.neox)
     libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
                  if isinstance(it, JsonTokenizer)}
     with _peer(args.peers) as (peer, version):
@@ -51,34 +53,33 @@ def main(argv: list[str] | None = None) -> int:
               "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
               "mb_per_s": _speeds(samples, size)}
     print(table(report), flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    publish(report, args.json)
     return 1 if any(check["different"] for check in checks.values()) else 0
 
 
 def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
     ours: dict[str, Tokenizer] = {"byte": ByteTokenizer(), "char": CharTokenizer(text)}
-    ours |= {"bpe": build("bpe", [text], BPE_SIZE), "world": build("world", [])}
+    ours |= {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")}
     return ours | ({"neox": Tokenizer.from_file(neox)} if neox else {})
 
 
 def table(report: dict[str, Any]) -> str:
-    """What the data say, for the terminal."""
+    """The report as text for the terminal."""
     rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
     for name, speeds in report["mb_per_s"].items():
         tokens = report["tokens"][name.rpartition(" ")[2]]
         rows.append([name, *(f"{speeds[which]:.1f}" for which in ("encode", "decode")), f"{report['bytes'] / tokens:.2f}"])
-    checks = [f"{name}: {check['different']} of {check['strings']:,} random strings have other ids"
+    checks = [f"{name}: {check['different']} of {check['strings']:,} random strings have different ids"
               for name, check in report["checks"].items()]
-    missing = [] if "rwkv" in report["versions"] else ["not compared: PyPI's rwkv, which `make peers` installs apart"]
+    missing = [] if "rwkv" in report["versions"] else ["not compared: PyPI's rwkv, which `make peers` installs"]
     return "\n".join([f"{report['text']}, {report['bytes'] / 1e6:.1f} MB", aligned(rows, left=1), *checks, *missing])
 
 
 def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:
-    texts, strings = list(unicode_strings(count // 2)), list(byte_strings(count - count // 2))
-    library, mine = RWKVTokenizer(), [world.encode(text) for text in texts]
+    texts = list(unicode_strings(count // 2))
+    strings = list(byte_strings(count - count // 2))
+    library = RWKVTokenizer()
+    mine = [world.encode(text) for text in texts]
     checks = {"world and pyrwkv-tokenizer, Unicode": _compared(mine, [library.encode(text) for text in texts])}
     if peer:
         checks["world and rwkv, Unicode"] = _compared(mine, peer("ids_of", [text.encode().hex() for text in texts]))
@@ -99,7 +100,7 @@ def _compared(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
 
 
 def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
-    """By program and pass, a function that does it once with the whole text."""
+    """For each program and pass a function that processes the whole text once."""
     work: Work = {}
     for name, tokenizer in ours.items():
         _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))
@@ -116,7 +117,8 @@ def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | No
 
 
 def _add(work: Work, name: str, encode: Callable[..., Any], decode: Callable[..., Any], text: Any, ids: Any) -> None:
-    work[name, "encode"], work[name, "decode"] = partial(encode, text), partial(decode, ids)
+    work[name, "encode"] = partial(encode, text)
+    work[name, "decode"] = partial(decode, ids)
 
 
 def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str, dict[str, float]]:
@@ -128,7 +130,7 @@ def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str,
 
 @contextmanager
 def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
-    """A function that asks PyPI's rwkv, and its version; None where its environment is not there."""
+    """A function that sends a request to PyPI's rwkv, and its version; None and None without its environment."""
     if not python.exists():
         yield None, None
         return
@@ -163,9 +165,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--neox", type=Path, metavar="FILE", help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
     parser.add_argument("--peers", type=Path, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
     parser.add_argument("--strings", type=int, default=10_000, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -30,7 +30,7 @@ from kernels.bench import hardware, plot
 from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
-from kernels.bench.results import check_file, exit_status, publish
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
 from kernels.registry import operators
@@ -188,7 +188,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="these and the baseline; python -m kernels lists the names")
     parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="time spent on each pass of each kernel")
     parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned", help="the C library's allocator")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the result; needs matplotlib")
     args = parser.parse_args(argv)
     case = case_of(args.op)
@@ -214,8 +214,6 @@ def _check(args: argparse.Namespace, case: type[BenchCase]) -> None:
     for shape in args.shape:
         if len(shape) != len(case.AXES):
             raise ValueError(f"--shape of {args.op} is {','.join(case.AXES)}, got {','.join(map(str, shape))}")
-    if args.json:
-        check_file(args.json)
     if args.plot:
         plot.check(args.plot)
 

@@ -1,5 +1,6 @@
 """The benchmark's reports: writing one, reading them back, and the line with the machine and versions of one."""
 
+import argparse
 import json
 import os
 import sys
@@ -17,10 +18,13 @@ class UnusableFile(ValueError):
     """A file or folder of the user's that cannot be read or written; the message is one sentence with the reason."""
 
 
-def exit_status(main: Callable[[], int]) -> int:
-    """Runs a program's main. A file's error is one sentence and status 2; a closed standard output ends it with status 1."""
+def exit_status(main: Callable[[], int | None]) -> int:
+    """Runs a program's main and returns its exit status.
+
+    A file's error becomes one sentence and status 2; a closed standard output ends the program quietly with status 1.
+    """
     try:
-        status = main()
+        status = main() or 0
         sys.stdout.flush()
     except BrokenPipeError:              # as in: python -m kernels.bench timex | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -32,19 +36,23 @@ def exit_status(main: Callable[[], int]) -> int:
 
 
 def publish(report: Report, file: Path | None) -> None:
-    """Prints the report as one line of JSON, and writes that line to `file` as well, in a folder that it makes if necessary."""
+    """Prints the report as one line of JSON, and writes that line to `file` as well."""
     line = json.dumps(report)
     print(line, flush=True)
     if file:
-        check_folder(file.parent)
         file.write_text(line + "\n", encoding="utf-8")
 
 
-def check_file(file: Path) -> None:
-    """Raises UnusableFile where `file` cannot be written; makes its folder."""
-    check_folder(file.parent)
+def output_file(text: str) -> Path:
+    """An option's value as a path; makes its folder. Raises argparse.ArgumentTypeError where the file cannot be written."""
+    file = Path(text)
+    try:
+        check_folder(file.parent)
+    except UnusableFile as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
-        raise UnusableFile(f"cannot write the file {file}: name another")
+        raise argparse.ArgumentTypeError(f"cannot write the file {file}: name another")
+    return file
 
 
 def check_folder(folder: Path) -> None:
@@ -59,11 +67,12 @@ def check_folder(folder: Path) -> None:
 
 def read(files: Iterable[str | Path]) -> list[Report]:
     """The kernels' reports among `files`, without other JSON. Raises UnusableFile where a file is missing or not JSON."""
-    contents = [_content(Path(file)) for file in files]
+    contents = [read_json(Path(file)) for file in files]
     return [content for content in contents if isinstance(content, dict) and "op" in content]
 
 
-def _content(file: Path) -> Any:
+def read_json(file: Path) -> Any:
+    """What a JSON file holds. Raises UnusableFile where it is missing or not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
