@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import tables
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.text import aligned
 from rwkv.checkpoint import rwkv4
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.config import ModelConfig
@@ -41,17 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         _verify(source)
         report = {"machine": hardware.describe("cpu"), "weights_bytes": read_checkpoint(source).weights.nbytes,
                   "results": _measure(source, args.peers, args.repeats)}
-    print(table(report), flush=True)
+    print(tables.loading(report, aligned), flush=True)
     publish(report, args.json)
-
-
-def table(report: dict[str, Any]) -> str:
-    """The report as text for the terminal."""
-    rows = [f"{'':28}{'s':>8}{'peak MiB':>10}{'of the weights':>16}"]
-    for name, result in report["results"].items():
-        mib = result["peak_bytes"] / 2 ** 20
-        rows.append(f"{name:28}{result['seconds']:8.2f}{mib:10.0f}{result['peak_bytes'] / result['weights_bytes']:16.2f}")
-    return "\n".join(rows)
 
 
 def _random_checkpoint() -> Any:

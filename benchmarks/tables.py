@@ -101,33 +101,33 @@ def _head(report: Report) -> str:
             f"the gradients differ by {chunked['difference']:.0e} of the largest.")
 
 
-def loading(report: Report) -> str:
-    """Seconds and peak memory of loading and of converting, for each program and dtype."""
+def loading(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Seconds and peak memory of loading and of converting, for each program and dtype; table: markdown or aligned."""
     rows = [["", "dtype", "s", "peak MiB", "peak / weights"]]
     for name, one in report["results"].items():
         rows.append([*name.split(), f"{one['seconds']:.2f}", f"{one['peak_bytes'] / 2**20:.0f}",
                      f"{one['peak_bytes'] / one['weights_bytes']:.2f}"])
-    return markdown(rows, left=2)
+    return table(rows, left=2)
 
 
-def tokenization(report: Report) -> str:
+def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
     """MB of text per second for each tokenizer, and the random strings whose ids were compared."""
     rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
     for name, speed in report["mb_per_s"].items():
         tokens = report["tokens"][name.rpartition(" ")[2]]
         rows.append([name, f"{speed['encode']:.1f}", f"{speed['decode']:.1f}", f"{report['bytes'] / tokens:.2f}"])
     checks = (f"{name}: {check['different']} of {check['strings']:,}" for name, check in report["checks"].items())
-    return f"{markdown(rows)}\n\nRandom strings with different ids: {'; '.join(checks)}."
+    return f"{table(rows)}\n\nRandom strings with different ids: {'; '.join(checks)}."
 
 
-def corpus(report: Report) -> str:
+def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
     """Speed and peak memory of tokenising a corpus."""
     rows = [[f"{report['bytes'] / 1e9:.2f} GB of text", "s", "MB/s", "cores", "peak MB", "tokens"]]
     for name, run in report["runs"].items():
         rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:,.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
                      f"{run['peak_mb']:.0f}", f"{run['tokens']:,}"])
     same = "The shards of the first three runs are " + ("identical." if report["identical"] else "DIFFERENT.")
-    return f"{markdown(rows)}\n\n{same}"
+    return f"{table(rows)}\n\n{same}"
 
 
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {

@@ -22,6 +22,7 @@ from typing import Any
 import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
+from benchmarks import tables
 from benchmarks._strings import byte_strings, unicode_strings
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     report = {"machine": hardware.describe("cpu"), "versions": _versions(version),
               "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
               "mb_per_s": _speeds(samples, size)}
-    print(table(report), flush=True)
+    print(tables.tokenization(report, aligned), flush=True)
     publish(report, args.json)
     return 1 if any(check["different"] for check in checks.values()) else 0
 
@@ -61,18 +62,6 @@ def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
     ours: dict[str, Tokenizer] = {"byte": ByteTokenizer(), "char": CharTokenizer(text)}
     ours |= {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")}
     return ours | ({"neox": Tokenizer.from_file(neox)} if neox else {})
-
-
-def table(report: dict[str, Any]) -> str:
-    """The report as text for the terminal."""
-    rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
-    for name, speeds in report["mb_per_s"].items():
-        tokens = report["tokens"][name.rpartition(" ")[2]]
-        rows.append([name, *(f"{speeds[which]:.1f}" for which in ("encode", "decode")), f"{report['bytes'] / tokens:.2f}"])
-    checks = [f"{name}: {check['different']} of {check['strings']:,} random strings have different ids"
-              for name, check in report["checks"].items()]
-    missing = [] if "rwkv" in report["versions"] else ["not compared: PyPI's rwkv, which `make peers` installs"]
-    return "\n".join([f"{report['text']}, {report['bytes'] / 1e6:.1f} MB", aligned(rows, left=1), *checks, *missing])
 
 
 def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="tokenize-corpus-") as folder:
         report = _measure(Path(folder), int(args.gigabytes * 1e9), args.vocabulary)
     report = {"machine": hardware.describe("cpu"), **report}
-    print(table(report), flush=True)
+    print(tables.corpus(report, aligned), flush=True)
     publish(report, args.json)
     return 0 if report["identical"] else 1
 
@@ -61,16 +62,6 @@ def _measure(folder: Path, size: int, vocabulary: int) -> dict[str, Any]:
     runs["bpe, again"] = _run(folder, size, str(tokenizer), 2)
     runs["world, 2 workers"] = _run(folder, size, "world", 2)
     return {"bytes": size, "vocabulary": vocabulary, "runs": runs, "identical": len(hashes) == 1}
-
-
-def table(report: dict[str, Any]) -> str:
-    """The runs as text for the terminal."""
-    rows = [["", "seconds", "MB/s", "cores", "peak MB", "tokens", "SHA-256 of the shards"]]
-    for name, run in report["runs"].items():
-        rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
-                     f"{run['peak_mb']:.0f}", f"{run['tokens']:,}", run["sha256"][:16]])
-    same = "identical shards" if report["identical"] else "DIFFERENT shards"
-    return "\n".join([f"{report['bytes'] / 1e9:.2f} GB of text", aligned(rows, left=1), same])
 
 
 def _write_text(folder: Path, size: int) -> int:

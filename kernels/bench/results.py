@@ -11,6 +11,7 @@ from typing import Any
 from kernels.bench.hardware import ROOT
 
 Report = dict[str, Any]
+PARTS = {"op", "device", "dtype", "malloc", "machine", "shapes", "sweep"}
 FOLDER = ROOT / "benchmarks" / "results"
 
 
@@ -40,7 +41,10 @@ def publish(report: Report, file: Path | None) -> None:
     line = json.dumps(report)
     print(line, flush=True)
     if file:
-        file.write_text(line + "\n", encoding="utf-8")
+        try:
+            file.write_text(line + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UnusableFile(f"cannot write {file} ({error.strerror}); the result is the last line above") from None
 
 
 def output_file(text: str) -> Path:
@@ -68,7 +72,7 @@ def check_folder(folder: Path) -> None:
 def read(files: Iterable[str | Path]) -> list[Report]:
     """The kernels' reports among `files`, without other JSON. Raises UnusableFile where a file is missing or not JSON."""
     contents = [read_json(Path(file)) for file in files]
-    return [content for content in contents if isinstance(content, dict) and "op" in content]
+    return [content for content in contents if isinstance(content, dict) and content.keys() >= PARTS]
 
 
 def read_json(file: Path) -> Any:
