@@ -31,8 +31,8 @@ lint: $(READY_TO_TEST)
 
 bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrite the tables and figures from what was measured
 	$(BENCH) timex --sweep --json $(RESULTS)/timex-cpu.json
-	$(BENCH) wkv --sweep --json $(RESULTS)/wkv4-cpu.json
-	$(BENCH) wkv --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv4-cpu-bfloat16.json
+	$(BENCH) wkv4 --sweep --json $(RESULTS)/wkv4-cpu.json
+	$(BENCH) wkv4 --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv4-cpu-bfloat16.json
 	$(BENCH) pad --json $(RESULTS)/pad-cpu.json
 	$(BENCH) softmax --sweep --json $(RESULTS)/softmax-cpu.json
 	$(BIN)/python -m kernels.bench.tables

@@ -1,8 +1,8 @@
-"""Steps of one kind in a process of their own, for benchmarks/busy.py: _busy_job.py train | decode.
+"""Steps of one kind, in a process of their own, for benchmarks/busy.py: _busy_job.py train | decode.
 
-For each line on standard input, a number of seconds, it does steps for so long and prints what one took, the median in ms.
+Each line of standard input is a number of seconds; the process runs steps for that long and prints a step's median time in ms.
 
-train: a bare training step of model=tiny with taichi_scan. decode: a token of a model of 169 million parameters, one row.
+train: a bare training step of model=tiny with taichi_scan. decode: one token of a model with 169 million parameters, one row.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""One action on a checkpoint, in a process of its own, for benchmarks/loading.py: _loading_job.py WHO SOURCE TARGET DTYPE.
+"""One job on a checkpoint, in a process of its own, for benchmarks/loading.py: _loading_job.py JOB SOURCE TARGET DTYPE.
 
-WHO is timemix or timemix-convert, in our environment; rwkv, rwkv-convert or transformers, in that of the peers, where `rwkv`
-is PyPI's. Prints seconds, and the peak of the resident set over what it was once the libraries were imported, in bytes.
+JOB is timemix or timemix-convert, in our environment; rwkv, rwkv-convert or transformers in the peers', where `rwkv` is PyPI's.
+Prints seconds and the peak resident bytes beyond those after importing the libraries.
 """
 
 import json
@@ -37,7 +37,7 @@ def rwkv_convert() -> Job:
     from rwkv.pretrained import RWKV
 
     def convert(source: str, target: str, dtype: str) -> Any:
-        with suppress(SystemExit):       # it ends the process
+        with suppress(SystemExit):       # rwkv exits after converting
             RWKV(source.removesuffix(".pth"), f"cpu {_short(dtype)}", verbose=False, convert_and_save_and_exit=target)
 
     return convert
@@ -59,10 +59,10 @@ def resident(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def main(who: str, source: str, target: str, dtype: str) -> None:
+def main(name: str, source: str, target: str, dtype: str) -> None:
     jobs = {"timemix": timemix, "timemix-convert": timemix_convert, "rwkv": rwkv, "rwkv-convert": rwkv_convert,
             "transformers": transformers}
-    job = jobs[who]()
+    job = jobs[name]()
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")      # the peak counts from here
     before, start = resident("VmRSS"), time.perf_counter()
     kept = job(source, target, dtype)

@@ -1,6 +1,6 @@
-"""The matrix products of a training step and nothing else: the time that no kernel, loss or optimiser can go below.
+"""The matrix products of a training step alone: a lower bound of its time whatever the kernel, loss or optimiser.
 
-Of N = B T tokens, a linear layer from I to O features takes three: y = x W^T, and for its gradients g W and g^T x.
+For N = B T tokens a linear layer from I to O features needs three: y = x W^T, and for its gradients g W and g^T x.
 """
 
 import time
@@ -17,9 +17,9 @@ Linear = tuple[int, int]                 # from I features to O
 
 def seconds_per_step(config: ModelConfig, vocab_size: int, B: int, T: int, device: torch.device | str = "cpu",
                      dtype: torch.dtype = torch.float32, calls: int = 2) -> float:
-    """Seconds of the products of one forward and backward pass over (B,T) tokens: the shortest of `calls`, after one more.
+    """Seconds of the products of one forward and backward pass over (B,T) tokens: the shortest of `calls`, after a warm-up.
 
-    One layer is timed and counts n_layer times; the head's products are those of all B*T rows at once.
+    One layer is timed and counts n_layer times; the head multiplies all B*T rows at once.
     """
     layer, head = layer_linears(config), [(config.n_embd, vocab_size)]
     seconds = (_shortest(linears, B * T, torch.device(device), dtype, calls) for linears in (layer, head))
@@ -32,19 +32,13 @@ def layer_linears(config: ModelConfig) -> list[Linear]:
     return [(shape[1], shape[0]) for name, shape in shapes if name.startswith("blocks.0.") and len(shape) == 2]
 
 
-def flop_per_token(config: ModelConfig, vocab_size: int) -> int:
-    """Of the products alone, forward and backward."""
-    per_token = sum(inputs * outputs for inputs, outputs in layer_linears(config))
-    return 6 * (config.n_layer * per_token + config.n_embd * vocab_size)
-
-
 def _shortest(linears: list[Linear], N: int, device: torch.device, dtype: torch.dtype, calls: int) -> float:
     products = [product for linear in linears for product in _products(*linear, N, device, dtype)]
     return min(list(_seconds(products, device, 1 + calls))[1:])
 
 
 def _products(inputs: int, outputs: int, N: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
-    """Into memory that is there already: a fresh result would cost its page faults as well."""
+    """The three products of a layer, into preallocated memory: a fresh result would add its page faults."""
     x, weight, grad = (torch.ones(size, device=device, dtype=dtype) for size in ((N, inputs), (outputs, inputs), (N, outputs)))
     y, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
     yield lambda: torch.mm(x, weight.T, out=y)

@@ -1,8 +1,8 @@
-"""PyPI's `rwkv` tokenizer, answering benchmarks/tokenization.py from an environment and a process of its own.
+"""PyPI's `rwkv` tokenizer for benchmarks/tokenization.py, in an environment and a process of its own.
 
-Run as a script, for which `rwkv` is PyPI's. It says its version; then each line of standard input is one request in JSON,
-answered by one line: {"text": FILE} takes the text of a file, {"work": "encode" | "decode"} does that with it once,
-{"ids_of": [HEX, ...]} gives the ids of some byte strings.
+Run as a script, so that `rwkv` is PyPI's. It prints its version; then it answers each line of standard input, a JSON request,
+with one line: {"text": FILE} reads a text, {"work": "encode" | "decode"} encodes or decodes it once, {"ids_of": [HEX, ...]}
+returns the ids of byte strings.
 """
 
 import json

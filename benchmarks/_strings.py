@@ -9,7 +9,7 @@ RANGES = ((0x20, 0x7F), (0, 0x20), (0x80, 0x250), (0x370, 0x530), (0x600, 0x6FF)
 
 
 def unicode_strings(count: int, seed: int = 0) -> Iterator[str]:
-    """In turns: random words, characters of one script, mixtures, and a run of one character before words."""
+    """Alternates random words, characters of one script, mixtures, and a run of one character before words."""
     choose = random.Random(seed)
     for index in range(count):
         length, script = choose.randrange(1, 60), choose.choice(RANGES)

@@ -1,9 +1,9 @@
 """One measurement in a process of its own, for benchmarks/training.py: _training_job.py steps PRECISION | head chunked|whole.
 
-steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, without end.
-head: the peak of a step's resident set over what it was before, in MB, and ms, at 2 layers, 256 wide, 65,536 tokens of
-vocabulary, 4096 tokens a step; and the largest difference of its gradients to those of the other way, relative to the largest
-gradient.
+steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, until killed.
+head: ms and peak resident memory (MB beyond that before the step) of a step with the loss in chunks or with all logits at
+once, at 2 layers, 256 wide, 65,536 tokens of vocabulary, 4096 tokens a step; and the largest difference between the gradients
+of the two losses, relative to the largest gradient.
 """
 
 import json
@@ -43,19 +43,21 @@ def steps(precision: str) -> None:
         print(json.dumps({"bare": 1000 * bare, "matmuls": 1000 * matmuls}), flush=True)
 
 
-def head(way: str) -> None:
+def head(loss: str) -> None:
     config, vocab_size = LARGE_HEAD
     task, x = _task(config, vocab_size, torch.float32), torch.randint(vocab_size, (B, config.ctx_len))
-    task.optim.l2_wrap = 0.0             # the plain way has none
-    ways = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
+    task.optim.l2_wrap = 0.0             # the plain loss has none
+    losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
     task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
     task.zero_grad(set_to_none=True)
-    before, start = _resident(), time.perf_counter()
+    before = _resident()
+    start = time.perf_counter()
     with _watched() as peak:
-        ways[way]().backward()
-    seconds, gradients = time.perf_counter() - start, [parameter.grad.clone() for parameter in task.parameters()]
+        losses[loss]().backward()
+    seconds = time.perf_counter() - start
+    gradients = [parameter.grad.clone() for parameter in task.parameters()]
     task.zero_grad(set_to_none=True)
-    next(other for name, other in ways.items() if name != way)().backward()
+    next(other for name, other in losses.items() if name != loss)().backward()
     print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": _difference(gradients, task)}))
 
 
@@ -65,7 +67,7 @@ def _difference(gradients: list[Tensor], task: LanguageModel) -> float:
 
 
 def _whole(model: RWKV, x: Tensor) -> Tensor:
-    """The loss as everyone writes it: all logits at once."""
+    """The plain loss, with all logits at once."""
     logits, _ = model(x)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
@@ -87,7 +89,7 @@ def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) ->
 
 @contextmanager
 def _watched() -> Iterator[Callable[[], int]]:
-    """The largest resident set while the body runs, looked at every millisecond."""
+    """Yields a function that returns the largest resident set so far, in bytes, sampled every millisecond."""
     seen, done = [_resident()], threading.Event()
     watcher = threading.Thread(target=lambda: [seen.append(_resident()) for _ in iter(lambda: done.wait(0.001), True)])
     watcher.start()

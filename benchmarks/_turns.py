@@ -1,6 +1,6 @@
-"""Two programs in turns: a machine that slows down for a minute slows down both.
+"""Runs two programs in turns, so that a machine that slows down for a minute slows down both.
 
-Not on Windows, which cannot hold a process.
+Not on Windows, which cannot suspend a process.
 """
 
 import os
@@ -22,21 +22,21 @@ with contextlib.suppress(ProcessLookupError):
 
 
 def beside(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
-    """Runs `command` to its end, and `other` in turns with it, one held while the other runs; what the other has printed.
+    """Runs `command` to its end and `other` in turns with it, each suspended while the other runs; returns the other's output.
 
-    seconds: of a turn; many steps, so that a median does not see the one that a pause falls into. Ends the program where
-    command fails, or the other before it.
+    seconds: length of a turn, enough for many steps, so that the suspended step does not change the median. Exits with the
+    standard error of `command` if it fails, or of `other` if it ends first.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         with _started(other, other_folder, printed, errors) as peer, _started(command, folder, errors, errors) as main:
-            _hold(peer)
+            _suspend(peer)
             while not _ended(main, seconds):
-                _hold(main)
-                _go_on(peer)
+                _suspend(main)
+                _continue(peer)
                 if _ended(peer, seconds):
                     _fail(other, errors)
-                _hold(peer)
-                _go_on(main)
+                _suspend(peer)
+                _continue(main)
             if main.returncode:
                 _fail(command, errors)
         printed.seek(0)
@@ -44,7 +44,7 @@ def beside(command: list[str], folder: Path, other: list[str], other_folder: Pat
 
 
 def alone(command: list[str], folder: Path) -> str:
-    """Runs `command` to its end; what it has printed. Ends the program where it fails."""
+    """Runs `command` to its end and returns its output; exits with its standard error if it fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         with _started(command, folder, printed, errors) as process:
             process.wait()
@@ -56,7 +56,7 @@ def alone(command: list[str], folder: Path) -> str:
 
 @contextmanager
 def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """`command`, which ends with this process, however that ends."""
+    """`command` as a process that is killed when this process ends, even by SIGKILL."""
     with subprocess.Popen(command, cwd=folder, stdout=out, stderr=errors, text=True, start_new_session=True) as process, \
             _guarded(process):
         try:
@@ -69,7 +69,7 @@ def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) ->
 
 @contextmanager
 def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
-    """A process of its own kills `process` and all of its group, held or not, once this one is gone and its pipe is closed."""
+    """Starts a process that kills `process` and its group, suspended or not, once this one has died and closed the pipe."""
     command = [sys.executable, "-c", GUARD, str(process.pid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
         try:
@@ -79,7 +79,7 @@ def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Whether it does within a turn."""
+    """Waits for one turn; whether the process has ended."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -87,11 +87,11 @@ def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
     return True
 
 
-def _hold(process: subprocess.Popen[str]) -> None:
+def _suspend(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGSTOP)
 
 
-def _go_on(process: subprocess.Popen[str]) -> None:
+def _continue(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGCONT)
 
 

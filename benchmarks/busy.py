@@ -1,14 +1,13 @@
 """python -m benchmarks.busy [--spins N ...] [--turns 10] [--json FILE]          (Linux)
 
-What a training step and a decoded token take on a quiet machine and beside one busy process for each core, which this program
-starts: with torch's own OpenMP settings, and with GOMP_SPINCOUNT=N for each N (by default what train.py and generate.py set).
-All take turns, first quiet, then busy; the numbers are medians of the turns, and `quiet cost` is the median over turns of a
-turn's ratio to the one with torch's own settings. The last line is the result as JSON. Two to three minutes, and one more for
-each further N.
+The time of a training step and of a decoded token on a quiet machine, and beside one busy process per core that this program
+starts: with torch's default OpenMP settings, and with GOMP_SPINCOUNT=N for each N (default: the value that train.py and
+generate.py set). All settings take turns, first quiet, then busy. The numbers are medians over the turns; `quiet cost` is the
+median ratio of a quiet turn to the same turn with torch's defaults, less 1. The last line of standard output is the result as
+JSON. Takes two to three minutes, and one more for each further N.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -21,10 +20,11 @@ from typing import Any
 
 from kernels.backends import threads
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 
 ROOT = Path(__file__).parent.parent
-SECONDS = {"train": (1.5, 3.0), "decode": (0.7, 0.7)}            # of a turn: quiet, busy
+SECONDS = {"train": (1.5, 3.0), "decode": (0.7, 0.7)}            # length of a turn: quiet, busy
 OWN = "torch's own"
 Job = subprocess.Popen[str]
 
@@ -34,10 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     machine = hardware.describe("cpu")
     rows = [row for kind in SECONDS for row in _measure(kind, args.spins, args.turns)]
     print(table(rows), flush=True)
-    line = json.dumps({"machine": machine, "turns": args.turns, "rows": rows})
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    publish({"machine": machine, "turns": args.turns, "rows": rows}, args.json)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -79,7 +76,7 @@ def _job(kind: str, spins: str) -> Iterator[Job]:
 
 @contextmanager
 def _company() -> Iterator[list[Job]]:
-    """A process for each core that does nothing but take its time; held until a signal lets it go on."""
+    """A process per core that keeps it busy; all are stopped until SIGCONT."""
     with ExitStack() as stack:
         company = [stack.enter_context(_killed_at_the_end([sys.executable, "-c", "while True: pass"]))
                    for _ in os.sched_getaffinity(0)]
@@ -114,9 +111,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--spins", nargs="+", default=[threads.SPINS], metavar="N", help="values of GOMP_SPINCOUNT")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -1,8 +1,8 @@
-"""python -m benchmarks.generation [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--json FILE]
+"""python -m benchmarks.generation [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--peers PYTHON] [--json FILE]
 
-Tokens per second of reading and writing, time to the first token, load time and peak memory, by dtype, each beside the
-machine's wall in the same run: the same matrix products, on the same weights, and nothing else. Random weights: the time
-does not depend on them. Each dtype is a process of its own, so that its peak memory is its own.
+Tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates stand beside
+their limit in the same run: the model's matrix products alone, on the same weights. The weights are random, because the time
+does not depend on them. Each dtype runs in a process of its own, so that peak memory is its own.
 
 --peers PYTHON adds PyPI's rwkv and transformers, from an environment that has them (make peers), on the same checkpoint.
 The last line of standard output is the result as JSON.
@@ -10,7 +10,7 @@ The last line of standard output is the result as JSON.
 
 import argparse
 import json
-import resource
+import math
 import subprocess
 import sys
 import tempfile
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.select import select
 from rwkv.config import ModelConfig
@@ -36,7 +37,8 @@ from rwkv.pretrained import RWKV
 
 DTYPES = ("float32", "bfloat16", "int8")
 PEERS = (*(("rwkv", dtype) for dtype in DTYPES), ("transformers", "float32"), ("transformers", "bfloat16"))
-ROUNDS, ROUND_S = 7, 0.6                 # work and wall in turns, each for so long
+ROUNDS = 7                               # in each the work and its limit in turns
+ROUND_S = 0.6                            # seconds of either
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,33 +53,40 @@ def main(argv: list[str] | None = None) -> int:
     report = {"shape": dict(zip("LCV", args.shape, strict=True)), "prompt": args.prompt, "rows": rows + peers,
               "machine": hardware.describe("cpu")}
     print(table(report))
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    publish(report, args.json)
     return 0
 
 
 def measure(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> list[dict[str, Any]]:
-    """What one dtype does, as rows of plain data."""
+    """One dtype's results, as rows of plain data."""
     keep_large_blocks()
     began = time.perf_counter()
     model = RWKV.from_pretrained(checkpoint, dtype=dtype)
     load_s = time.perf_counter() - began
     tokens = torch.randint(model.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
-    read(model, tokens[:, :8])           # what compiles at first use
+    read(model, tokens[:, :8])           # compiles the kernels
     began = time.perf_counter()
     Decoder(model, read(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024         # before the wall's own inputs
+    peak_mib = _peak_mib()               # before the inputs of the matrix products exist
     rows = [_row(f"decode, batch {B}", dtype, B, *_rates(_decode(model, B), _products(model, B), B)) for B in batches]
     rates = _rates(lambda: read(model, tokens), _prefill_products(model, prompt), prompt)
     rows.append(_row(f"prefill {prompt}", dtype, 1, *rates))
     return [row | {"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib} for row in rows]
 
 
+def _peak_mib() -> float:
+    """The process' peak resident memory in MiB; NaN on Windows, which does not report it."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
 def write_checkpoint(folder: Path, shape: tuple[int, int, int]) -> Path:
-    """A random model as a float16 .pth, and beside it as a Hugging Face directory."""
+    """Writes a random model as a float16 .pth, and beside it as a Hugging Face directory; returns the .pth."""
     L, C, V = shape
     torch.manual_seed(0)
     model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("wkv4", "reference"))
@@ -93,28 +102,25 @@ def write_checkpoint(folder: Path, shape: tuple[int, int, int]) -> Path:
 
 
 def table(report: dict[str, Any]) -> str:
-    head = ["", "dtype", "tokens/s", "wall", "of wall", "load s", "first token s", "peak MiB"]
+    head = ["", "dtype", "tokens/s", "limit", "of limit", "load s", "first token s", "peak MiB"]
     return aligned([head, *map(_cells, report["rows"])], left=2)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     wall = row.get("wall")
-    beside_wall = [f"{wall:.1f}", f"{row['tokens_per_s'] / wall:.0%}"] if wall else ["", ""]
-    return [f"{row['of']}: {row['what']}", row["dtype"], f"{row['tokens_per_s']:.1f}", *beside_wall,
+    limit = [f"{wall:.1f}", f"{row['tokens_per_s'] / wall:.0%}"] if wall else ["", ""]
+    return [f"{row['of']}: {row['what']}", row["dtype"], f"{row['tokens_per_s']:.1f}", *limit,
             f"{row['load_s']:.2f}", f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"]
 
 
-def _rates(work: Callable[[], Any], wall: Callable[[], Any], tokens: int) -> tuple[float, float]:
-    """Tokens per second of the work and of its matrix products, by the medians of rounds in turns."""
-    samples: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
-        for function, seconds in zip((work, wall), samples, strict=True):
-            seconds.append(_seconds(function))
-    return tokens / median(samples[0]), tokens / median(samples[1])
+def _rates(work: Callable[[], Any], products: Callable[[], Any], tokens: int) -> tuple[float, float]:
+    """Tokens per second of the work and of its matrix products: medians of rounds in which the two take turns."""
+    rounds = [(_seconds(work), _seconds(products)) for _ in range(ROUNDS)]
+    return tokens / median(one for one, _ in rounds), tokens / median(other for _, other in rounds)
 
 
 def _seconds(function: Callable[[], Any]) -> float:
-    """Seconds of one call, over ROUND_S."""
+    """Mean seconds of a call, over ROUND_S seconds of calls."""
     calls, began = 0, time.perf_counter()
     while calls == 0 or time.perf_counter() - began < ROUND_S:
         function()
@@ -128,7 +134,7 @@ def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
 
 
 def _products(model: nn.Module, rows: int) -> Callable[[], None]:
-    """Every matrix of the model times `rows` rows, and nothing else."""
+    """A function that multiplies `rows` rows by every matrix of the model."""
     products = [_product(module, rows) for module in model.modules() if isinstance(module, nn.Linear | Int8Linear)]
 
     @torch.inference_mode()
@@ -140,7 +146,7 @@ def _products(model: nn.Module, rows: int) -> Callable[[], None]:
 
 
 def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
-    """The same with the head for the last position only."""
+    """The same, with the head applied to the last position only."""
     blocks, head = _products(model.blocks, rows), _product(model.head, 1)
 
     def multiply() -> None:
@@ -182,13 +188,13 @@ def _last_line(command: list[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description="Speed of reading and writing.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description="Speed of prefill and decode.")
     parser.add_argument("--shape", type=_numbers, default=[12, 768, 50277], metavar="L,C,V", help="layers, width, vocabulary")
     parser.add_argument("--dtype", type=lambda text: text.split(","), default=list(DTYPES), metavar="NAME,...")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], metavar="B,...")
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment with PyPI's rwkv and transformers")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--measure", choices=DTYPES, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -199,4 +205,4 @@ def _numbers(text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -1,8 +1,9 @@
 """python -m benchmarks.loading [--peers PYTHON] [--repeats N] [--json FILE]
 
-Memory and time of loading a 169M-shape float16 .pth into float32 and bfloat16, and of converting it, beside PyPI's `rwkv` and
-transformers in the same run (`make peers` makes their environment). Each is a process of its own, in turns; medians. Before
-that every weight is read back from what was converted. Linux alone: /proc. The last line is the result as JSON.
+Time and peak memory of loading a float16 .pth with the shape of the 169M model as float32 and bfloat16, and of converting it,
+beside PyPI's `rwkv` and transformers (`make peers` creates their environment). Each job is a process of its own, in turns;
+medians. First every converted weight is read back and compared. Linux only (/proc). The last line of standard output is the
+result as JSON.
 """
 
 import argparse
@@ -17,7 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import tables
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.text import aligned
 from rwkv.checkpoint import rwkv4
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.config import ModelConfig
@@ -39,20 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         _verify(source)
         report = {"machine": hardware.describe("cpu"), "weights_bytes": read_checkpoint(source).weights.nbytes,
                   "results": _measure(source, args.peers, args.repeats)}
-    print(table(report), flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
-
-
-def table(report: dict[str, Any]) -> str:
-    """What the data say, for the terminal."""
-    rows = [f"{'':28}{'s':>8}{'peak MiB':>10}{'of the weights':>16}"]
-    for name, result in report["results"].items():
-        mib = result["peak_bytes"] / 2 ** 20
-        rows.append(f"{name:28}{result['seconds']:8.2f}{mib:10.0f}{result['peak_bytes'] / result['weights_bytes']:16.2f}")
-    return "\n".join(rows)
+    print(tables.loading(report, aligned), flush=True)
+    publish(report, args.json)
 
 
 def _random_checkpoint() -> Any:
@@ -62,10 +54,11 @@ def _random_checkpoint() -> Any:
 
 
 def _verify(source: Path) -> None:
-    """What is timed is right: converted to float32 and read back, every tensor equals its float16 original."""
+    """Asserts that every tensor, converted to float32 and read back, equals its float16 original."""
     converted = source.with_name("verified.safetensors")
     write_checkpoint(read_checkpoint(source), converted, "float32")
-    before, after = read_checkpoint(source).weights, read_checkpoint(converted).weights
+    before = read_checkpoint(source).weights
+    after = read_checkpoint(converted).weights
     assert all(torch.equal(before[name].float(), after[name]) for name in before)
     converted.unlink()
 
@@ -83,7 +76,8 @@ def _measure(source: Path, peers: Path, repeats: int) -> dict[str, Any]:
 
 
 def _run(python: str, job: str, source: Path, dtype: str) -> dict[str, float]:
-    script, target = Path(__file__).with_name("_loading_job.py"), source.with_name("converted.pth")
+    script = Path(__file__).with_name("_loading_job.py")
+    target = source.with_name("converted.pth")
     ours: dict[str, Any] = {"env": {"PYTHONPATH": str(ROOT)}} if job in OUR_JOBS else {}
     command = [python, str(script), job, str(source), str(target), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **ours)
@@ -102,9 +96,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=PEERS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

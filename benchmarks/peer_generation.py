@@ -1,6 +1,6 @@
-"""PEER DTYPE FOLDER BATCHES PROMPT: how fast PyPI's rwkv or transformers reads and writes the checkpoint in FOLDER; JSON rows.
+"""peer_generation.py PEER DTYPE FOLDER BATCHES PROMPT: prefill and decode of PyPI's rwkv or transformers, as JSON rows.
 
-Run by benchmarks.generation --peers, in an environment with the peer and without this project.
+benchmarks.generation --peers runs it on the checkpoint in FOLDER, in an environment with the peer and without this project.
 """
 
 import json

@@ -1,37 +1,25 @@
-"""python -m benchmarks.tables: the README's numbers beside the peers', from benchmarks/results/: never written by hand.
+"""python -m benchmarks.tables: writes the tables of docs/benchmarks.md from benchmarks/results/.
 
-The README keeps each table between <!-- NAME: measured --> and <!-- end of NAME: measured -->.
+In the page, this program owns the lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->.
 """
 
-import json
+import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from kernels.bench.text import markdown
+from kernels.bench.hardware import ROOT
+from kernels.bench.results import FOLDER, Report, exit_status, read_json
+from kernels.bench.text import filled, markdown
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-Report = dict[str, Any]
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     for name, (file, table) in TABLES.items():
-        if (RESULTS / file).exists():
-            report = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        if (FOLDER / file).exists():
+            report = read_json(FOLDER / file)
             text = filled(text, name, f"{caption(report)}\n\n{table(report)}")
-    readme.write_text(text, encoding="utf-8")
-
-
-def filled(text: str, name: str, section: str) -> str:
-    """`text` with `section` between the markers of `name`, where it has them."""
-    start, end = f"<!-- {name}: measured -->", f"<!-- end of {name}: measured -->"
-    if start not in text or end not in text:
-        return text
-    head, _, rest = text.partition(start)
-    return f"{head}{start}\n\n{section}\n\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def caption(report: Report) -> str:
@@ -41,22 +29,22 @@ def caption(report: Report) -> str:
 
 
 def generation(report: Report) -> str:
-    """Tokens per second of each task and dtype: ours, its share of the matrix products alone, and the peers'."""
+    """Tokens per second for each task and dtype: ours, its share of the matrix products alone, and the peers'."""
     rows: dict[tuple[str, str], dict[str, Report]] = {}
     for row in report["rows"]:
         rows.setdefault((row["what"], row["dtype"]), {})[row["of"]] = row
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
     table = [["tokens/s", "dtype", "timemix", "of the matrix products", *peers, "first token s", "peak MiB"]]
-    for (what, dtype), by in sorted(rows.items(), key=lambda item: item[0][0]):
+    for (task, dtype), by in sorted(rows.items(), key=lambda item: item[0][0]):
         ours = by["timemix"]
-        table.append([what, dtype, f"{ours['tokens_per_s']:.0f}", f"{ours['tokens_per_s'] / ours['wall']:.0%}",
+        table.append([task, dtype, f"{ours['tokens_per_s']:.0f}", f"{ours['tokens_per_s'] / ours['wall']:.0%}",
                       *(f"{by[peer]['tokens_per_s']:.0f}" if peer in by else "" for peer in peers),
                       f"{ours['first_token_s']:.2f}", f"{ours['peak_mib']:.0f}"])
     return markdown(table)
 
 
 def training(report: Report) -> str:
-    """A step through train.py, beside the same step bare and its matrix products alone."""
+    """A step through train.py beside the same step bare and its matrix products alone, and the benchmark's other parts."""
     table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
     for dtype in ("float32", "bfloat16"):
         if dtype in report:
@@ -67,14 +55,14 @@ def training(report: Report) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-AROUND = ("Around a step: what train.py takes beyond the same step bare, in turns with it, as a share of the bare step; below "
-          "0 it is the noise of the two measurements.")
+AROUND = ("Around a step: the time that train.py takes beyond the bare step, measured in turns with it, relative to the bare "
+          "step; a negative share is the noise of the two measurements.")
 
 
 def _earlier(report: Report) -> str:
-    """Which parts the last measurement left as they were."""
+    """The commits of the parts that the last measurement left unchanged."""
     commits = {name: commit for name, commit in report.get("commits", {}).items() if commit != report["machine"]["commit"]}
-    return "Of earlier commits: " + ", ".join(f"{name} {commit}" for name, commit in commits.items()) + "." if commits else ""
+    return "From earlier commits: " + ", ".join(f"{name} {commit}" for name, commit in commits.items()) + "." if commits else ""
 
 
 def _losses(report: Report) -> str:
@@ -84,13 +72,16 @@ def _losses(report: Report) -> str:
     return f"After 500 steps of one window each the loss is {whole:.4f} nats in float32 and {half:.4f} in bf16-mixed."
 
 
-PRECISIONS = ("nanoGPT computes in float32 on a CPU, and so do the lines that say float32, which stand first. The others have "
+PRECISIONS = ("nanoGPT computes in float32 on a CPU, as does the row float32, which stands first. The others have "
               "trainer.precision=auto: bf16-mixed where the machine multiplies bfloat16 clearly faster.")
 SHAPES = "The model has 4 layers, 128 wide, and 0.81 M weights; nanoGPT's has the same layers and width, and 0.80 M weights."
+OTHER_SHAPE = "4 layers, 128 wide"       # a row of results measured while the experiment had a model of 2 layers
+OLD_SHAPES = ("At that commit the model had 2 layers, 192 wide, and 0.99 M weights; nanoGPT's has 4 layers, 128 wide, and "
+              f"0.80 M; in the row {OTHER_SHAPE!r} ours has that shape.")
 
 
 def _shakespeare(report: Report) -> str:
-    """Every variant beside nanoGPT's float32 step: those in float32 first."""
+    """Every variant beside nanoGPT's float32 step, those in float32 first."""
     if "shakespeare" not in report:
         return ""
     rows = [["experiment=shakespeare_char, 2000 steps", "val/loss, nats", "ms a step, median (fastest tenth below)",
@@ -98,7 +89,7 @@ def _shakespeare(report: Report) -> str:
     for name, one in sorted(report["shakespeare"].items(), key=lambda item: "float32" not in item[0]):
         peer = f"{one['nanogpt_ms']:.1f} ({one['nanogpt_fast_ms']:.1f})" if "nanogpt_ms" in one else ""
         rows.append([name, f"{one['val_loss']:.4f}", f"{one['ms']:.1f} ({one['fast_ms']:.1f})", peer])
-    return "\n\n".join([markdown(rows), PRECISIONS, SHAPES])
+    return "\n\n".join([markdown(rows), PRECISIONS, OLD_SHAPES if OTHER_SHAPE in report["shakespeare"] else SHAPES])
 
 
 def _head(report: Report) -> str:
@@ -106,13 +97,44 @@ def _head(report: Report) -> str:
         return ""
     chunked, whole = report["head"]["chunked"], report["head"]["whole"]
     return ("Peak memory of a step with 65,536 tokens of vocabulary (2 layers, 256 wide, 4096 tokens): "
-            f"{chunked['peak_mb']:.0f} MB, and {whole['peak_mb']:.0f} MB where all logits exist at once; "
+            f"{chunked['peak_mb']:.0f} MB with the chunked loss, {whole['peak_mb']:.0f} MB with all logits at once; "
             f"the gradients differ by {chunked['difference']:.0e} of the largest.")
 
 
+def loading(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Seconds and peak memory of loading and of converting, for each program and dtype; table: markdown or aligned."""
+    rows = [["", "dtype", "s", "peak MiB", "peak / weights"]]
+    for name, one in report["results"].items():
+        rows.append([*name.split(), f"{one['seconds']:.2f}", f"{one['peak_bytes'] / 2**20:.0f}",
+                     f"{one['peak_bytes'] / one['weights_bytes']:.2f}"])
+    return table(rows, left=2)
+
+
+def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
+    """MB of text per second for each tokenizer, and the random strings whose ids were compared."""
+    rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
+    for name, speed in report["mb_per_s"].items():
+        tokens = report["tokens"][name.rpartition(" ")[2]]
+        rows.append([name, f"{speed['encode']:.1f}", f"{speed['decode']:.1f}", f"{report['bytes'] / tokens:.2f}"])
+    checks = (f"{name}: {check['different']} of {check['strings']:,}" for name, check in report["checks"].items())
+    return f"{table(rows)}\n\nRandom strings with different ids: {'; '.join(checks)}."
+
+
+def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Speed and peak memory of tokenising a corpus."""
+    rows = [[f"{report['bytes'] / 1e9:.2f} GB of text", "s", "MB/s", "cores", "peak MB", "tokens"]]
+    for name, run in report["runs"].items():
+        rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:,.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
+                     f"{run['peak_mb']:.0f}", f"{run['tokens']:,}"])
+    same = "The shards of the first three runs are " + ("identical." if report["identical"] else "DIFFERENT.")
+    return f"{table(rows)}\n\n{same}"
+
+
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
-    "generation": ("generation-cpu.json", generation), "training": ("training-cpu.json", training)}
+    "generation": ("generation-cpu.json", generation), "training": ("training-cpu.json", training),
+    "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),
+    "corpus": ("tokenize-corpus.json", corpus)}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -1,14 +1,13 @@
 """python -m benchmarks.tbptt [--segments 1 4 8] [--json FILE]
 
-Peak memory and time of one training step over K segments of 512 tokens, with true gradients between them, beside the same
-tokens as one sequence: L6 C384 V8192, one row, float32. Before that the two losses are compared. Memory is what torch hands
-out beyond weights and gradients. The last line is the result as JSON.
+Peak memory and time of one training step over K segments of 512 tokens, with exact gradients between them, beside the same
+tokens as one sequence: L6 C384 V8192, one row, float32. The two losses are compared first. Memory is torch's peak beyond
+weights and gradients. The last line of standard output is the result as JSON.
 """
 
 import argparse
-import json
+import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware
 from kernels.bench.peak_memory import extra_bytes
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.data.documents import Segments
@@ -36,14 +36,11 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row for K in args.segments for row in _measure(task, K)]
     report = {"machine": hardware.describe("cpu"), "kernel": wkv.name, "rows": rows}
     print(table(report), flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    publish(report, args.json)
 
 
 def table(report: dict[str, Any]) -> str:
-    """What the data say, for the terminal."""
+    """The report as text for the terminal."""
     rows = [f"{'K':>3}  {'':14}{'peak MiB':>10}{'ms':>10}{'tok/s':>8}"]
     for row in report["rows"]:
         tokens = row["K"] * T * B / row["ms"] * 1000
@@ -53,7 +50,8 @@ def table(report: dict[str, Any]) -> str:
 
 def _measure(task: LanguageModel, K: int) -> list[dict[str, Any]]:
     tokens = torch.randint(VOCABULARY, (B, K * T + 1))
-    x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    x = tokens[:, :-1].clone()
+    y = tokens[:, 1:].clone()
     opens = torch.arange(K).expand(B, K) == 0
     batch = Segments(x.view(B, K, T), y.view(B, K, T), opens, 0, 1.0, x.numel())
     forms = {"segments": lambda: task.loss_of_segments(batch), "one sequence": lambda: task.loss(x, y)}
@@ -67,7 +65,7 @@ def _cost(loss: Any) -> dict[str, Any]:
         loss().backward()
         return ()
 
-    step()                               # gradients exist from here on
+    step()                               # allocates the gradients
     return {"peak_bytes": extra_bytes(step, "cpu"), "ms": median(_milliseconds(step) for _ in range(REPEATS))}
 
 
@@ -81,9 +79,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--segments", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

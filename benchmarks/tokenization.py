@@ -22,25 +22,28 @@ from typing import Any
 import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
+from benchmarks import tables
 from benchmarks._strings import unicode_strings
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
-STDLIB_CHARACTERS = 1_000_000            # of the standard library, where no text is given
+STDLIB_CHARACTERS = 1_000_000            # of the standard library, the default text
 BPE_SIZE = 8192
 
-Peer = Callable[[str, Any], Any]         # peer(request, argument) -> answer
+Peer = Callable[[str, Any], Any]         # peer(request, argument) -> answer, see _rwkv_tokenizer.py
 Work = dict[tuple[str, str], Callable[[], Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     text = args.text.read_text(encoding="utf-8") if args.text else _stdlib()
-    size, ours = len(text.encode()), _ours(text, args.neox)
+    size = len(text.encode())
+    ours = _ours(text, args.neox)
     libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
                  if isinstance(it, JsonTokenizer)}
     with _peer(args.peers) as (peer, version):
@@ -50,11 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     report = {"machine": hardware.describe("cpu"), "versions": _versions(version),
               "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
               "mb_per_s": _speeds(samples, size)}
-    print(table(report), flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print(tables.tokenization(report, aligned), flush=True)
+    if peer is None:
+        print("not compared: PyPI's rwkv, which `make peers` installs")
+    publish(report, args.json)
     return 1 if any(check["different"] for check in checks.values()) else 0
 
 
@@ -64,21 +66,10 @@ def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
     return ours | ({"neox": Tokenizer.from_file(neox)} if neox else {})
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report as a table for the terminal."""
-    rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
-    for name, speeds in report["mb_per_s"].items():
-        tokens = report["tokens"][name.rpartition(" ")[2]]
-        rows.append([name, *(f"{speeds[which]:.1f}" for which in ("encode", "decode")), f"{report['bytes'] / tokens:.2f}"])
-    checks = [f"{name}: {check['different']} of {check['strings']:,} random strings have other ids"
-              for name, check in report["checks"].items()]
-    missing = [] if "rwkv" in report["versions"] else ["not compared: PyPI's rwkv, which `make peers` installs apart"]
-    return "\n".join([f"{report['text']}, {report['bytes'] / 1e6:.1f} MB", aligned(rows, left=1), *checks, *missing])
-
-
 def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:
     texts = list(unicode_strings(count))
-    library, mine = RWKVTokenizer(), [world.encode(text) for text in texts]
+    library = RWKVTokenizer()
+    mine = [world.encode(text) for text in texts]
     checks = {"world and pyrwkv-tokenizer, Unicode": _compared(mine, [library.encode(text) for text in texts])}
     if peer:
         checks["world and rwkv, Unicode"] = _compared(mine, peer("ids_of", [text.encode().hex() for text in texts]))
@@ -97,7 +88,7 @@ def _compared(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
 
 
 def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
-    """A function that encodes or decodes the whole text once, by (program, pass)."""
+    """For each program and pass a function that processes the whole text once."""
     work: Work = {}
     for name, tokenizer in ours.items():
         _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))
@@ -114,7 +105,8 @@ def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | No
 
 
 def _add(work: Work, name: str, encode: Callable[..., Any], decode: Callable[..., Any], text: Any, ids: Any) -> None:
-    work[name, "encode"], work[name, "decode"] = partial(encode, text), partial(decode, ids)
+    work[name, "encode"] = partial(encode, text)
+    work[name, "decode"] = partial(decode, ids)
 
 
 def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str, dict[str, float]]:
@@ -126,7 +118,7 @@ def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str,
 
 @contextmanager
 def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
-    """A function that sends a request to PyPI's rwkv, and its version; (None, None) if its environment is missing."""
+    """A function that sends a request to PyPI's rwkv, and its version; None and None without its environment."""
     if not python.exists():
         yield None, None
         return
@@ -161,9 +153,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--neox", type=Path, metavar="FILE", help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
     parser.add_argument("--peers", type=Path, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
     parser.add_argument("--strings", type=int, default=10_000, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -1,9 +1,9 @@
 """python -m benchmarks.tokenize_corpus [--gigabytes 1] [--folder DIR] [--vocabulary 8192] [--json FILE]
 
-Tokenises much text: how fast, in how much memory, and whether the shards are the same with one worker and with two, and after
-a run that was killed half-way. The text is put together from the standard library's sources by a fixed rule; each run is a
-process of its own. Peak memory is the largest sum of the resident memory of that process and all its children, every 20 ms.
-The last line of standard output is the result as JSON; shards that differ make the exit status 1.
+Tokenises a large text: the speed, the peak memory, and whether the shards are identical with one worker, with two, and after a
+run that was killed half-way and resumed. The text is assembled from the standard library's sources by a fixed rule; each run
+is a process of its own. Peak memory is the largest sum of the resident memory of that process and all its children, sampled
+every 20 ms. The last line of standard output is the result as JSON; shards that differ make the exit status 1.
 """
 
 import argparse
@@ -20,17 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 
-BPE_BYTES = 20_000_000                   # of the text that the tokenizer is made from
-EVERY = 0.02                             # seconds between two looks at the memory
+BPE_BYTES = 20_000_000                   # of text that the tokenizer is trained on
+EVERY = 0.02                             # seconds between two samples of the memory
 RUN = """
 import json, resource, sys, time
 from rwkv.config import DataConfig
-from rwkv.tokens import prepare
+from rwkv.data.prepare import prepare
 path, tokenizer, cache, workers = sys.argv[1:]
 since = time.perf_counter()
 corpus = prepare(DataConfig(name="text", path=path, tokenizer=tokenizer, cache_dir=cache, tokenize_workers=int(workers)), 512)
@@ -45,11 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="tokenize-corpus-") as folder:
         report = _measure(Path(folder), int(args.gigabytes * 1e9), args.vocabulary)
     report = {"machine": hardware.describe("cpu"), **report}
-    print(table(report), flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print(tables.corpus(report, aligned), flush=True)
+    publish(report, args.json)
     return 0 if report["identical"] else 1
 
 
@@ -65,21 +64,12 @@ def _measure(folder: Path, size: int, vocabulary: int) -> dict[str, Any]:
     return {"bytes": size, "vocabulary": vocabulary, "runs": runs, "identical": len(hashes) == 1}
 
 
-def table(report: dict[str, Any]) -> str:
-    """What the runs say, for the terminal."""
-    rows = [["", "seconds", "MB/s", "cores", "peak MB", "tokens", "SHA-256 of the shards"]]
-    for name, run in report["runs"].items():
-        rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
-                     f"{run['peak_mb']:.0f}", f"{run['tokens']:,}", run["sha256"][:16]])
-    same = "the same shards" if report["identical"] else "DIFFERENT shards"
-    return "\n".join([f"{report['bytes'] / 1e9:.2f} GB of text", aligned(rows, left=1), same])
-
-
 def _write_text(folder: Path, size: int) -> int:
-    """Files of 10 kB to 30 MB, of blocks of lines from anywhere in the standard library. Returns their bytes."""
+    """Writes files of 10 kB to 30 MB from random blocks of lines of the standard library; returns their bytes."""
     text = read_stdlib(Path(sysconfig.get_path("stdlib")), 0.5)
     lines = "\n".join([*text.val, *text.train]).encode().splitlines(keepends=True)
-    chance, written, number = random.Random(0), 0, 0
+    chance = random.Random(0)
+    written = number = 0
     folder.mkdir()
     while written < size:
         wanted = min(int(10_000 * 3000 ** chance.random()), size - written)
@@ -99,7 +89,7 @@ def _sample(folder: Path) -> Iterator[str]:
 
 def _run(folder: Path, size: int, tokenizer: str, workers: int, cache: str = "cache",
          until: Callable[[Path], bool] = lambda cache: False) -> dict[str, Any]:
-    """A process that tokenises, or that is killed as soon as until(cache). `cache` is named after the workers too."""
+    """Tokenises in a process, which is killed once until(cache) is true; returns {} then, else its measurements."""
     place = folder / f"{cache}-{Path(tokenizer).stem}-{workers}"
     with subprocess.Popen([sys.executable, "-c", RUN, folder / "text", tokenizer, place, str(workers)],
                           stdout=subprocess.PIPE, text=True) as process:
@@ -125,7 +115,7 @@ def _killed_and_resumed(folder: Path, size: int, tokenizer: str, shards: int) ->
 
 
 def _resident(pid: int) -> int:
-    """Bytes of a process and of all its children, 0 where it has just ended."""
+    """Resident bytes of a process and all its children; 0 if it has just ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -135,7 +125,8 @@ def _resident(pid: int) -> int:
 
 
 def _shards(cache: Path) -> dict[str, Any]:
-    files, hashed = sorted(cache.glob("tokens-*/*.ids")), hashlib.sha256()
+    files = sorted(cache.glob("tokens-*/*.ids"))
+    hashed = hashlib.sha256()
     for file in files:
         hashed.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return {"shards": sum(file.name.endswith("-train.ids") for file in files), "sha256": hashed.hexdigest()}
@@ -146,9 +137,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for the text and the shards, about 4 times as many bytes")
     parser.add_argument("--vocabulary", type=int, default=8192, help="of the bpe tokenizer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

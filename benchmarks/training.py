@@ -1,18 +1,18 @@
 """python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--shakespeare FILE [--nanogpt FOLDER]] [--json FILE]
 
-What a training step takes through train.py, as a user starts it, beside the same step with nothing around it (no Lightning,
-loader, log or checkpoint) and beside its matrix products alone, in turns; medians.
+The time of a training step in train.py, beside the same step bare (no Lightning, loader, log or checkpoint) and beside its
+matrix products alone, in turns; medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
-    --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
-    --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds, and in float32;
-                               --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, which
-                               is in float32, in turns with each (not on Windows)
+    --losses STEPS             the loss after that many steps of one window each, in float32 and bf16-mixed
+    --shakespeare FILE         experiment=shakespeare_char on that text to its end, with three seeds, and in float32;
+                               --nanogpt FOLDER: nanoGPT's CPU recipe, which is in float32, in turns with each of them (a
+                               clone with data/shakespeare_char prepared; not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps, less the bare step; it is
-below 0 where the bare step was slower, which the noise of two measurements can do. The last line is the
-result as JSON; FILE keeps what it says of other parts, and of which commit each is.
+`around_a_step` is the time of a step between two checkpoints, plus a checkpoint's time spread over 500 steps, less the bare
+step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE keeps the parts that are
+not measured now, and the commit of each part.
 """
 
 import argparse
@@ -28,16 +28,17 @@ from typing import Any
 
 from benchmarks import _turns
 from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, read_json
 from rwkv.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
 SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4",
          "data.val_fraction=0.002", "trainer.val_every=100000", "trainer.log_every=1"]
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
-TOKENS = 4 * 512                         # of a step in that shape
+TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
-TURNS = {"32-true": 16.0, "bf16-mixed": 8.0, "shakespeare": 4.0}       # seconds: five steps and more
+TURNS = {"32-true": 16.0, "bf16-mixed": 8.0, "shakespeare": 4.0}       # seconds, at least five steps
 FLOAT32 = ["trainer.precision=32-true"]              # as nanoGPT computes on a CPU
 VARIANTS = {"float32": FLOAT32, "as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"]}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
@@ -48,7 +49,7 @@ Report = dict[str, Any]
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    before = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.exists() else {}
+    before = read_json(args.json) if args.json and args.json.exists() else {}
     machine = hardware.describe("cpu")
     report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
     with tempfile.TemporaryDirectory() as scratch:
@@ -72,7 +73,7 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
 
 
 def throughput(precision: str, out_dir: Path) -> Report:
-    """ms of a step, bare and through train.py, and of its products; tokens per second, and the shares."""
+    """ms of a step in train.py, of the bare step and of its matrix products; tokens per second, and their ratios."""
     command = _train_command(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={STEPS[precision]}",
                              f"trainer.checkpoint_every={SAVED_EVERY}")
     printed = _turns.beside(command, ROOT, _job_command("steps", precision), ROOT, TURNS[precision])
@@ -84,7 +85,7 @@ def throughput(precision: str, out_dir: Path) -> Report:
 
 def _of_throughput(out_dir: Path) -> Report:
     ms = {int(row["step"]): 1000 * TOKENS / float(row["tok_per_sec"]) for row in _metrics(out_dir) if row["tok_per_sec"]}
-    steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]        # a save counts to the next step
+    steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]    # a step includes the save before it
     saves = [ms[step] for step in ms if step > WARM and not (step - 1) % SAVED_EVERY]
     return {"step": median(steps), "saving": (median(saves) - median(steps)) / TrainerConfig().checkpoint_every}
 
@@ -98,7 +99,7 @@ def loss_after(steps: int, precision: str, out_dir: Path) -> float:
 
 
 def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
-    """The whole experiment in its variants, each in turns with nanoGPT's training."""
+    """The whole experiment in each variant, in turns with nanoGPT's training."""
     return {name: _shakespeare(text, nanogpt, scratch / f"shakespeare-{number}", options)
             for number, (name, options) in enumerate(VARIANTS.items())}
 
@@ -122,12 +123,12 @@ def _of_shakespeare(out_dir: Path) -> Report:
 
 
 def _fast(steps: list[float]) -> float:
-    """What the fastest tenth stays below. Ours are means of ten steps, as train.py logs them, and nanoGPT's are single ones."""
+    """The 10th percentile. Our values are means of ten steps, as train.py logs them; nanoGPT's are single steps."""
     return quantiles(steps, n=10)[0]
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
-    """The rows of metrics.csv of a run."""
+    """Trains a run and returns the rows of its metrics.csv."""
     _turns.alone(_train_command(out_dir, *options), ROOT)
     return _metrics(out_dir)
 
@@ -143,7 +144,7 @@ def _metrics(out_dir: Path) -> list[dict[str, str]]:
 
 
 def _middle_of_three(*arguments: str) -> Any:
-    """By peak: some processes take a fifth more."""
+    """The run with the median peak of three: a process may need a fifth more memory than another."""
     return sorted((_job(*arguments) for _ in range(3)), key=lambda found: float(found["peak_mb"]))[1]
 
 
@@ -162,9 +163,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--losses", type=int, metavar="STEPS")
     parser.add_argument("--shakespeare", type=Path, metavar="FILE")
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -1,24 +1,23 @@
-"""python -m kernels.bench OP: verifies each implementation of timex, wkv or another operator, then times it; what is wrong is
-not timed, and the exit status says so.
+"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, softmax, pad), then times it.
+A wrong implementation is not timed, and the exit status is 1.
 
     --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
-    --shape SIZES ...     B,C,T for timex and wkv; what an operator's sizes are is in its subject.py
-    --sweep [SIZE,...]    the first shape at other last sizes too, for a curve: over T
-    --json FILE           the result as a file: what python -m kernels.bench.tables and python -m kernels.bench.plot read
-    --plot FOLDER         the result as figures (kernels/bench/plot.py); with a sweep, since a curve has more than one point
-    --malloc default      the C library's allocator as it comes; tuned: keep large freed blocks (kernels/backends/allocator.py)
+    --shape SIZES ...     B,C,T for timex and wkv4; AXES in kernels/bench/OP.py for another operator
+    --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
+    --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
+    --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
+    --malloc default      the C library's allocator unchanged; tuned: keep large freed blocks (kernels/backends/allocator.py)
 
-Verified: output (and state) and every gradient at the very shape that is timed, all elements, against the float64 reference
-(_subjects.py says how that is affordable). Timed: the operator as a user calls it, autograd included, backward alone on a
-graph that is kept; all implementations, the machine's own two limits, and the copy of one such tensor in turns; medians.
-What would take too long or too much memory, foretold from a small part, is left out and said, unless --only names it.
-GFLOP/s count B*C*T*(T+1) per pass of timex and GB/s the least traffic, so that a share of a limit says how much is left to
-gain. `extra MB` is the memory beyond inputs and outputs at its peak (_memory.py), `launches` how many kernels or torch
-operators a pass takes (_launches.py). The last line of standard output is the result as JSON.
+Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
+(case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
+that is kept. The implementations, the machine's two limits, and the copy of one such tensor take turns; medians are reported.
+An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
+GFLOP/s count B*C*T*(T+1) per pass of timex and GB/s the least traffic, so that a share of a limit shows how much is left to
+gain. `extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch
+operators in a pass (launches.py). The last line of standard output is the result as JSON.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -28,16 +27,20 @@ import torch
 
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware, plot
+from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
-from kernels.bench.subjects import Costs, Pass, Shape, Subject, subject_of
+from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
 from kernels.registry import operators
 
-MATMUL, COPY, COPY_ONE = ("machine", "matrix product"), ("machine", "copy"), ("machine", "copy of one tensor")
-LONGEST_S, LARGEST_GB = 6, {"cpu": 3, "cuda": 16}       # beyond these a shape is measured only for those named
-COLUMNS = {                          # of a result: heading and format
+MATMUL = ("machine", "matrix product")
+COPY = ("machine", "copy")
+COPY_ONE = ("machine", "copy of one tensor")
+MAX_SECONDS = 6                          # a slower or larger implementation is measured only if --only names it
+MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
+COLUMNS = {                              # of a result: heading and format
     "ms": ("ms", ".3f"), "best_ms": ("best", ".3f"), "runs": ("runs", "d"), "gflops": ("GFLOP/s", ".1f"),
     "of_matmul": ("of matmul", ".0%"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"),
     "copies": ("x one copy", ".1f"), "vs_baseline": ("x {baseline}", ".2f"), "launches": ("launches", "d"),
@@ -52,37 +55,35 @@ def main(argv: list[str] | None = None) -> int:
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
         for shape in shapes:
-            report[kind].append(measure(args.op, shape, args.device, args.dtype, args.only, args.seconds))
-            print(table(report, report[kind][-1]), flush=True)
-    line = json.dumps(report)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(line + "\n", encoding="utf-8")
+            measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
+            report[kind].append(measured)
+            print(table(report, measured), flush=True)
+    publish(report, args.json)
     if args.plot:
         plot.draw(args.plot, [report])
-    print(line)
     return 1 if any(measured["wrong"] for measured in report["shapes"] + report["sweep"]) else 0
 
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
-    """Everything about one shape, as plain data: limits, results, and who was skipped or found wrong, with the reasons."""
-    subject: Subject = subject_of(op)(*shape, device, getattr(torch, dtype))
-    names = [name for name in subject.names() if not only or name in only or name == subject.baseline]
-    skipped = {name: reason for name in names if (reason := _why_not(subject, name, asked=name in only))}
-    errors, wrong = _verify(subject, [name for name in names if name not in skipped])
-    passes = {(name, part.name): part for name in errors for part in subject.passes(name)}
-    extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
-    counts = {key: launches(part.run, device) if subject.LAUNCHES else None for key, part in passes.items()}
-    samples, limits = _times(subject, passes, device, budget_s)
-    results = [_result(key, passes[key], samples, limits, subject.baseline)
-               | {"launches": counts[key], "extra_mb": extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
-    return {"shape": dict(zip(subject.AXES, shape, strict=True)), "baseline": subject.baseline, "limits": limits,
+    """One shape's limits and results, and the reason for each implementation that was skipped or found wrong, as plain data."""
+    case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype))
+    names = [name for name in case.names() if not only or name in only or name == case.baseline]
+    skipped = {name: reason for name in names if (reason := _why_not(case, name, named=name in only))}
+    errors, wrong = _verify(case, [name for name in names if name not in skipped])
+    passes = {(name, part.name): part for name in errors for part in case.passes(name)}
+    peak_extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
+    counts = {key: launches(part.run, device) if case.LAUNCHES else None for key, part in passes.items()}
+    samples, limits = _times(case, passes, device, budget_s)
+    results = [_result(key, passes[key], samples, limits, case.baseline)
+               | {"launches": counts[key], "extra_mb": peak_extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
+    return {"shape": dict(zip(case.AXES, shape, strict=True)), "baseline": case.baseline, "limits": limits,
             "results": results, "skipped": skipped, "wrong": wrong}
 
 
 def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
-    """What one shape's data say, for the terminal."""
-    limits, shape = measured["limits"], " ".join(f"{axis}={size}" for axis, size in measured["shape"].items())
+    """One shape's results as text for the terminal."""
+    limits = measured["limits"]
+    shape = " ".join(f"{axis}={size}" for axis, size in measured["shape"].items())
     head = (f"\n{report['op']} {shape} {report['dtype']} on {report['device']}, malloc {report['malloc']}; in the same run:\n"
             f"matrix product {limits['matmul_gflops']:.0f} GFLOP/s, copy {limits['copy_gbs']:.0f} GB/s (read + write), "
             f"copy of one such tensor {limits['copy_one_ms']:.3f} ms")
@@ -95,38 +96,39 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
 
 
 def _grouped(skipped: dict[str, str]) -> list[str]:
-    """Reasons that differ in nothing but the name as one."""
+    """The reasons, those that differ only in the implementation's name as one: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
     return [", ".join(alike) + (":" if alike[1:] else "") + reason for reason, alike in names.items()]
 
 
-def _why_not(subject: Subject, name: str, asked: bool) -> str | None:
-    """The reason why `name` is left out: it cannot run here, or will take longer than anyone wants to wait."""
-    reason = subject.why_not(name)
-    if reason or asked:
+def _why_not(case: BenchCase, name: str, named: bool) -> str | None:
+    """Why `name` is skipped: it cannot run here, or is estimated to exceed MAX_SECONDS or MAX_EXTRA_GB and --only lacks it."""
+    reason = case.why_not(name)
+    if reason or named:
         return reason
     try:
-        reason = _too_much(subject.foretold(name), LARGEST_GB[subject.device])
-    except Exception:                    # verification will meet it too, and say it
+        reason = _too_much(case.estimate(name), MAX_EXTRA_GB[case.device])
+    except Exception:                    # verification raises it again and reports it
         return None
     return f"{name} takes over {reason} at this shape; --only '{name}' measures it" if reason else None
 
 
 def _too_much(costs: Costs, largest_gb: float) -> str | None:
-    if costs.seconds > LONGEST_S:
-        return f"{LONGEST_S} s forward and backward"
-    return f"{largest_gb} GB beside inputs and outputs" if costs.extra > 1e9 * largest_gb else None
+    if costs.seconds > MAX_SECONDS:
+        return f"{MAX_SECONDS} s forward and backward"
+    return f"{largest_gb} GB beside inputs and outputs" if costs.peak_extra > 1e9 * largest_gb else None
 
 
-def _verify(subject: Subject, names: list[str]) -> tuple[dict[str, float], dict[str, str]]:
-    """The worst error of each right implementation, and of each wrong one the reason."""
-    errors, wrong = {}, {}
+def _verify(case: BenchCase, names: list[str]) -> tuple[dict[str, float], dict[str, str]]:
+    """The largest error of each correct implementation, and the reason for each wrong one."""
+    errors: dict[str, float] = {}
+    wrong: dict[str, str] = {}
     for name in names:
         try:
-            found, misses = subject.errors(name)
-        except Exception as error:                  # a kernel that does not compile: said, counted, and the others go on
+            found, misses = case.errors(name)
+        except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others go on
             wrong[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue
         if misses:
@@ -136,11 +138,13 @@ def _verify(subject: Subject, names: list[str]) -> tuple[dict[str, float], dict[
     return errors, wrong
 
 
-def _times(subject: Subject, passes: dict[tuple[str, str], Pass], device: str,
+def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
            budget_s: float) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
-    """Seconds of every pass, and what the machine could do meanwhile."""
-    (matmul, flop), (copy, size) = hardware.matmul(device), hardware.copy(device)
-    source, target = subject.sequence, subject.sequence.clone()
+    """Seconds of every pass, and the machine's limits measured in turns with them."""
+    matmul, flop = hardware.matmul(device)
+    copy, size = hardware.copy(device)
+    source = case.sequence
+    target = source.clone()
     work = {MATMUL: matmul, COPY: copy, COPY_ONE: lambda: target.copy_(source), **{key: passes[key].run for key in passes}}
     samples = interleaved(work, device, budget_s)
     return samples, {"matmul_gflops": flop / median(samples[MATMUL]) / 1e9, "copy_gbs": size / median(samples[COPY]) / 1e9,
@@ -149,23 +153,26 @@ def _times(subject: Subject, passes: dict[tuple[str, str], Pass], device: str,
 
 def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], list[float]], limits: dict[str, float],
             baseline: str) -> dict[str, Any]:
-    seconds, same = median(samples[key]), samples.get((baseline, key[1]))
-    gflops, gbs = part.flop / seconds / 1e9, part.bytes / seconds / 1e9
-    return {"name": key[0], "pass": key[1], "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
+    name, pass_name = key
+    seconds = median(samples[key])
+    gflops = part.flop / seconds / 1e9
+    gbs = part.bytes / seconds / 1e9
+    same_pass = samples.get((baseline, pass_name))
+    return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
             "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "copies": seconds * 1e3 / limits["copy_one_ms"],
-            "vs_baseline": median(same) / seconds if same else None}
+            "vs_baseline": median(same_pass) / seconds if same_pass else None}
 
 
 def _cell(result: dict[str, Any], column: str) -> str:
     return "" if result[column] is None else format(result[column], COLUMNS[column][1])
 
 
-def _sweep(args: argparse.Namespace, subject: type[Subject]) -> list[Shape]:
-    """The lengths asked for, or the operator's own, with the first shape's other sizes; what is measured anyway left out."""
+def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
+    """The first shape with --sweep's last sizes, or the operator's own, without the shapes that are measured anyway."""
     if args.sweep is None and args.plot is None:
         return []
-    shapes = [(*args.shape[0][:-1], length) for length in args.sweep or subject.SWEEP[args.device]]
+    shapes = [(*args.shape[0][:-1], length) for length in args.sweep or case.SWEEP[args.device]]
     return [shape for shape in shapes if shape not in args.shape]
 
 
@@ -173,39 +180,42 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description="Verify and time the kernels.")
     parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", metavar="NAME", help="of the inputs; the operator's first unless given")
+    parser.add_argument("--dtype", metavar="NAME", help="of the inputs; default: float32")
     parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES", help="B,C,T: batch, channels, time steps")
     parser.add_argument("--sweep", type=_sizes, nargs="?", const=(), metavar="SIZE,...",
-                        help="the first shape with these last sizes too")
+                        help="the first shape with these last sizes as well")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
                         help="these and the baseline; python -m kernels lists the names")
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="of measuring each pass of each kernel")
+    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="time spent on each pass of each kernel")
     parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned", help="the C library's allocator")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the result; needs matplotlib")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a CUDA device, and torch sees none")
-    if args.plot and (reason := plot.why_not(args.plot)):
-        parser.error(reason)
-    subject = subject_of(args.op)
-    args.dtype, args.shape = args.dtype or subject.DTYPES[0], args.shape or [*subject.SHAPES[args.device]]
-    if reason := _wrong(args, subject):
-        parser.error(reason)
-    args.sweep = _sweep(args, subject)
+    case = case_of(args.op)
+    args.dtype = args.dtype or case.DTYPES[0]
+    args.shape = args.shape or [*case.SHAPES[args.device]]
+    try:
+        _check(args, case)
+    except ValueError as error:
+        parser.error(str(error))
+    args.sweep = _sweep(args, case)
     return args
 
 
-def _wrong(args: argparse.Namespace, subject: type[Subject]) -> str | None:
-    """What the operator does not know of what was asked."""
-    known, axes = subject.names(), ",".join(subject.AXES)
+def _check(args: argparse.Namespace, case: type[BenchCase]) -> None:
+    """Raises ValueError, before anything is measured, for an option that the machine or the operator does not support."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA device, and torch sees none")
+    if args.dtype not in case.DTYPES:
+        raise ValueError(f"--dtype of {args.op} is {' or '.join(case.DTYPES)}, got {args.dtype}")
     for name in args.only:
-        if name not in known:
-            return f"unknown {args.op} implementation {name!r}; there are: {', '.join(known)}"
+        if name not in case.names():
+            raise ValueError(f"--only: unknown {args.op} implementation {name!r}; there are: {', '.join(case.names())}")
     for shape in args.shape:
-        if len(shape) != len(subject.AXES):
-            return f"--shape of {args.op} is {axes}, got {','.join(map(str, shape))}"
-    return None if args.dtype in subject.DTYPES else f"--dtype of {args.op} is {' or '.join(subject.DTYPES)}, got {args.dtype}"
+        if len(shape) != len(case.AXES):
+            raise ValueError(f"--shape of {args.op} is {','.join(case.AXES)}, got {','.join(map(str, shape))}")
+    if args.plot:
+        plot.check(args.plot)
 
 
 def _sizes(text: str) -> Shape:
@@ -216,4 +226,4 @@ def _sizes(text: str) -> Shape:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -1,14 +1,14 @@
-"""python3 -m kernels.bench.gpu_check OUT_DIR: on a machine with a CUDA device, everything that needs one, in one command.
+"""python3 -m kernels.bench.gpu_check OUT_DIR: everything that needs a CUDA device, in one command.
 
-The conformance tests, every operator's benchmark, and a short training run with each kernel that runs there; train.py is
-started as any user would start it, and nothing of it is imported. Each part has a time limit, and one that fails does not
-stop the others. OUT_DIR gets summary.json (each part: ok or not, seconds, the end of its output), log.txt (everything that the
-parts printed), timex.json, wkv.json and the other operators' (the benchmarks' data: copied to benchmarks/results/ as
-timex-cuda.json and so on, they are in the READMEs' tables), and figures where matplotlib is installed.
-Exit status: 0 all parts ran well, 1 a part failed, 2 no CUDA device.
+The parts are the tests of kernels/, every operator's benchmark, and a short training run with each kernel that runs there;
+train.py is started as a program, and nothing of it is imported. Each part has a time limit; a failing part does not stop the
+others. OUT_DIR gets summary.json (for each part: ok, seconds, the last lines of its output), log.txt (all output), figures if
+matplotlib is installed, and for each operator the benchmark's data OP.json; copied to benchmarks/results/OP-cuda.json, they
+appear in the README's tables.
+Exit status: 0 all parts are ok, 1 a part failed, 2 no CUDA device.
 
---device cpu tries the same on a CPU, --shape with small benchmarks of timex and wkv. --only tests,bench-timex,train runs
-some of the parts; what OUT_DIR's summary.json says of the others stays, so that several short calls add up to one.
+--device cpu tries the same on a CPU, --shape with small benchmarks of timex and wkv4. --only tests,bench-timex,train runs some
+of the parts; summary.json keeps the others' earlier results, so that several short calls add up to one.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from kernels.bench import hardware, plot
-from kernels.bench.subjects import subject_of
+from kernels.bench.case import case_of
+from kernels.bench.results import exit_status
 from kernels.bench.text import aligned
 from kernels.registry import load, operators, why_not
 from kernels.select import folder, selectable
 
 TAIL_LINES = 20
 OVER_TIME = ("B", "C", "T")
-TESTS = ("test_cuda*.py", "test_triton*.py")                 # beside every operator's own
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended, and the lines that it printed."""
+    """How a part ended, and the lines of its output."""
 
     part: str
     ok: bool
@@ -71,16 +71,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | None = None) -> Iterator[Part]:
-    """Every part is a process of its own: Taichi has one arch per process, and a crash takes nothing else along."""
-    python, results = sys.executable, out_dir.absolute()
-    patterns = (*(f"test_{op}.py" for op in operators()), *TESTS)
-    tests = [str(path) for pattern in patterns for path in sorted((hardware.ROOT / "tests").glob(pattern))]
-    yield Part("tests", [python, "-m", "pytest", *tests, "-W", "default",      # that machine's versions may warn of what ours
-                         "--device", device], 560)                             # do not
+    """All parts; each runs in a process of its own, because Taichi has one arch per process and a kernel may crash it."""
+    python = sys.executable
+    results = out_dir.absolute()
+    tests = [python, "-m", "pytest", "tests/kernels", "--device", device]
+    yield Part("tests", [*tests, "-W", "default"], 560)          # other versions of torch may warn where ours does not
     for op in operators():
-        small = ["--shape", shape] if shape and subject_of(op).AXES == OVER_TIME else []
+        small = ["--shape", shape] if shape and case_of(op).AXES == OVER_TIME else []
         bench = [python, "-m", "kernels.bench", op, "--device", device, *(small or ["--sweep"])]
-        figures = [] if plot.why_not(results) else ["--plot", str(results)]
+        figures = ["--plot", str(results)] if plot.available() else []
         yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json", *figures], 560)
     run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": steps,
            "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,
@@ -91,28 +90,28 @@ def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | No
 
 
 def trainable(device: str) -> list[str]:
-    """The kernels that a model can be trained with on `device`."""
+    """The kernels that can train a model on `device`."""
     ops = {name: folder("wkv4", name) for name in selectable("wkv4")}
     return [name for name, op in ops.items() if why_not(op, name, device) is None and load(op, name).REQUIRES.wkv]
 
 
 def outcome(part: Part) -> Outcome:
-    """Runs one part to its end or its limit."""
-    start, limit = time.perf_counter(), part.limit_s
+    """Runs one part until it ends or reaches its limit."""
+    start = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
             code = subprocess.run(part.command, cwd=hardware.ROOT, stdout=output, stderr=subprocess.STDOUT,
-                                  stdin=subprocess.DEVNULL, timeout=limit, check=False).returncode
+                                  stdin=subprocess.DEVNULL, timeout=part.limit_s, check=False).returncode
             status = "ok" if code == 0 else f"failed with status {code}"
         except subprocess.TimeoutExpired:
-            status = f"stopped after {limit:.0f} s"
+            status = f"stopped after {part.limit_s:.0f} s"
         output.seek(0)
         lines = output.read().splitlines()
     return Outcome(part.name, status == "ok", status, time.perf_counter() - start, lines)
 
 
 def report(outcomes: list[Outcome], device: str, out_dir: Path) -> int:
-    """Writes summary.json, prints the parts; the exit status."""
+    """Writes summary.json, prints a table of the parts, and returns the exit status."""
     file = out_dir / "summary.json"
     parts = earlier(file) | {outcome.part: asdict(outcome) | {"output": outcome.output[-TAIL_LINES:]} for outcome in outcomes}
     ok = all(part["ok"] for part in parts.values())
@@ -124,7 +123,7 @@ def report(outcomes: list[Outcome], device: str, out_dir: Path) -> int:
 
 
 def earlier(file: Path) -> dict[str, dict[str, Any]]:
-    """The parts that an earlier call with another --only left in the summary."""
+    """The parts in the summary of an earlier call, perhaps with another --only."""
     return {part["part"]: part for part in json.loads(file.read_text(encoding="utf-8"))["parts"]} if file.exists() else {}
 
 
@@ -140,9 +139,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
                         help="tests, bench, bench-OP, train, train-NAME")
     parser.add_argument("--steps", type=int, default=20, help="steps of each training run")
-    parser.add_argument("--shape", metavar="B,C,T", help="this shape alone of timex and wkv, for a trial")
+    parser.add_argument("--shape", metavar="B,C,T", help="only this shape of timex and wkv4, for a trial")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

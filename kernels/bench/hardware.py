@@ -1,4 +1,4 @@
-"""What a measurement was taken on, and what that machine could do at the same hour: the two limits of every kernel."""
+"""The machine of a measurement, and its two limits for every kernel: the rate of a matrix product and of a copy."""
 
 import importlib.metadata
 import platform
@@ -27,7 +27,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name where Linux tells it, otherwise its architecture."""
+    """The processor's name on Linux, otherwise its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -62,7 +62,7 @@ def matmul(device: str) -> tuple[Callable[[], Any], int]:
 def copy(device: str) -> tuple[Callable[[], Any], int]:
     """A copy too large for any cache, and the bytes that it reads and writes."""
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
-    target = source.clone()              # not empty: its pages are there before the first copy is timed
+    target = source.clone()              # not empty_like: its pages must exist before the first copy is timed
     return lambda: target.copy_(source), 2 * COPY_BYTES[device]
 
 

@@ -1,4 +1,4 @@
-"""How many kernels a function launches on a GPU, or how many operators of torch's do its work on a CPU: by the profiler."""
+"""The number of kernels that a function launches on a GPU, or of torch operators that it runs on a CPU, by the profiler."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", 
 
 
 def launches(run: Callable[[], Any], device: str) -> int:
-    """Kernels, copies and fills among them, that the GPU executes during run(); on a CPU the operators that compute.
+    """Kernels, copies and fills that the GPU executes during run(); on a CPU the operators that compute.
 
-    An operator that calls others stands for these, and views and allocations compute nothing. One that calls none, whatever
-    its back end does inside, is one: as it is for the GPU.
+    An operator that calls other operators counts as those; one that calls none counts as 1, whatever its back end does
+    inside. Views and allocations count as 0.
     """
-    run()                                # what is compiled or cached is not counted
+    run()                                # compilation and first-use work are not counted
     if device == "cuda":
         torch.cuda.synchronize()
     with quiet(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:
@@ -38,7 +38,7 @@ def _computing(event: FunctionEvent) -> int:
 
 
 def _is_operator(event: FunctionEvent) -> bool:
-    """Of torch's or ours, and neither a view nor an allocation."""
+    """Whether the event is an operator of torch or of this project that is neither a view nor an allocation."""
     library, _, name = event.name.partition("::")
     if library != "aten" or event.name in NO_WORK:
         return library == "timemix"

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from kernels import registry
-from kernels.bench.subjects import Costs, Pass, costs
+from kernels.bench.case import Costs, Pass, costs
 from kernels.pad import BrickPadding, cases
 from kernels.registry import why_not
 
 
-class Subject:
-    """Of N tiles (h,w) whose courses are `offset` apart, padded by pad_x columns and pad_y rows on each side."""
+class Case:
+    """N tiles (h,w), each course shifted by `offset` pixels, padded by pad_x columns and pad_y rows on each side."""
 
     AXES = ("N", "h", "w", "offset", "pad_x", "pad_y")
     DTYPES = ("float32", "uint8")
@@ -32,20 +32,20 @@ class Subject:
 
     @property
     def sequence(self) -> Tensor:
-        """The output: its copy is the unit of time."""
+        """The output."""
         return self.reference
 
     def why_not(self, name: str) -> str | None:
         return why_not("pad", name, self.device)
 
-    def foretold(self, name: str) -> Costs:
-        """From some rows at the top; from a few of the formula, which takes microseconds for each pixel."""
+    def estimate(self, name: str) -> Costs:
+        """From an eighth of the rows; for `formula`, which takes microseconds per pixel, from a 512th."""
         pad, (pad_x, pad_y), (height, width) = BrickPadding(name), self.padding, self.reference.shape[-2:]
         rows = -(-height // (512 if name == "formula" else 8))
         return costs(lambda: pad.wall(self.tile, self.offset, pad_y, pad_x, rows, width), self.device).times(height / rows)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        """The share of the pixels that differ: none may."""
+        """The fraction of wrong pixels; any wrong pixel is an error."""
         wrong = float((BrickPadding(name)(self.tile, self.offset, self.padding) != self.reference).float().mean())
         return {"out": wrong}, {"out": f"{wrong:.2%} of the pixels"} if wrong else {}
 

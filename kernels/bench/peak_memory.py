@@ -1,4 +1,4 @@
-"""How much memory a function needs beyond what it is given and what it returns, at its peak."""
+"""Peak memory of a function beyond its inputs and outputs."""
 
 import os
 import sys
@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
-    """The peak of what torch's allocator hands out during run(), less the tensors that run() returns.
+    """Peak bytes that torch's allocator hands out during run(), less the tensors that run() returns.
 
-    What a forward pass saves for its backward pass, beyond its inputs and outputs, counts.
+    Tensors that a forward pass saves for its backward pass count, unless they are inputs or outputs.
     """
     peak, result = (_peak_cuda if device == "cuda" else _peak_cpu)(run)
     return max(0, peak - _size(result))
@@ -30,7 +30,7 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
-    """There is no counter to ask: the profiler notes every allocation and release, and their running sum has a maximum."""
+    """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases."""
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
     events = recorded.profiler.kineto_results.events()
@@ -49,9 +49,10 @@ def _size(result: Any) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The profiler's library tells standard error, from below Python, that it starts and stops."""
+    """Discards what the profiler's C++ library writes to standard error when it starts and stops."""
     sys.stderr.flush()
-    before, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    before = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield

@@ -1,34 +1,33 @@
-"""python -m kernels.bench.plot FOLDER [FILE ...]: figures from the benchmark's JSON (by default benchmarks/results/*.json).
+"""python -m kernels.bench.plot FOLDER [FILE ...]: draws the benchmark's JSON files (default: benchmarks/results/*.json).
 
-    OP-DEVICE-time.png      time against T (or an operator's own last axis) of everyone, with the machine's limits as floors
-    timex-DEVICE-ladder.png the published comparison: Taichi beside CUDA C++, from conv1d over v0 to the last rung
+    OP-DEVICE-time.png      time of every implementation against T (or the operator's last axis), and the machine's limits
+    timex-DEVICE-ladder.png the published comparison at B=32 C=768 T=768: Taichi beside CUDA C++, conv1d and v0 to the last rung
 
-What is drawn is what was measured; a figure whose shapes are not in a file is left out, with a sentence. Colours tell back
-ends apart (Okabe and Ito's palette, which colour-blind readers can tell apart too), shades the rungs of a ladder.
+A figure whose shapes are not in a file is omitted, with a sentence on standard error. The colour shows the back end (Okabe and
+Ito's palette, safe for colour-blind readers), the shade the rung of a ladder.
 """
 
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.results import caption, committed, measured_at, read
+from kernels.bench.results import UnusableFile, caption, check_folder, committed, exit_status, measured_at, read
 from kernels.timex import cases as timex_cases
 
-Points = dict[int, float]                # milliseconds by size: T, or what another operator's last axis is
+Points = dict[int, float]                # milliseconds by the last axis' size, T for timex and wkv4
 PASSES = ("forward", "backward")
 COLOURS = {"taichi": "#0072B2", "cuda": "#D55E00", "triton": "#009E73", "torch": "#CC79A7", "fft": "#E69F00",
            "formula": "#777777", "reference": "#777777"}
 OTHERS, FLOOR = "#222222", "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
-TITLES = {"timex": "TimeX", "wkv4": "WKV"}                # of others, the folder's name
+TITLES = {"timex": "TimeX", "wkv4": "WKV"}                # for other operators the folder's name
 AXES = {"T": "T, time steps"}
 CONVOLUTIONS = {"timex": {"forward": 1, "backward": 2}, "wkv4": {"forward": 2, "backward": 4}}   # B*C*T*(T+1) operations each
 MISSING = {"time": "fewer than two sizes were measured (--sweep)", "ladder": "B=32 C=768 T=768 was not measured"}
-LABEL_GAP = 0.042                        # of an axis' height, so that names do not overlap
+LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 
 def main(arguments: list[str]) -> int:
@@ -36,27 +35,25 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     folder = Path(arguments[0])
-    if reason := why_not(folder):
-        print(reason, file=sys.stderr)
-        return 1
+    check(folder)
     for path in draw(folder, read(arguments[1:] or committed())):
         print(path)
     return 0
 
 
-def why_not(folder: Path) -> str | None:
-    """Makes `folder`; why nothing can be drawn into it here, in one sentence, or None."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "figures need the package matplotlib, which is not installed (pip install matplotlib)"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot make the folder {folder} ({error.strerror}): name one that is there, or that can be made"
-    return None if os.access(folder, os.W_OK) else f"cannot write into the folder {folder}: name another"
+def check(folder: Path) -> None:
+    """Raises UnusableFile where no figure can be written into `folder`; makes the folder."""
+    if not available():
+        raise UnusableFile("figures need the package matplotlib, which is not installed (pip install matplotlib)")
+    check_folder(folder)
+
+
+def available() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
-    """Writes the figures of every report into `folder`, and says what it leaves out; the files."""
+    """Writes the figures of every report into `folder` and returns their files; prints why a figure is omitted."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for report in reports:
@@ -72,7 +69,7 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
 
 
 def time_against_size(report: dict[str, Any]) -> Any | None:
-    """A logarithmic panel for each pass, forward and backward; None where fewer than two sizes were measured."""
+    """A logarithmic panel for each pass; None where fewer than two sizes were measured."""
     measured = _same_width(report)
     if len(measured) < 2:
         return None
@@ -93,13 +90,13 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
         panel.set_xticks(sizes, list(map(str, sizes)))
         panel.minorticks_off()
     panels[0].margins(y=0.1)
-    for panel, part in zip(panels, passes, strict=True):     # the axes, which the panels share, are what they will be
+    for panel, part in zip(panels, passes, strict=True):     # after all curves: they determine the shared axes
         _name_the_curves(panel, curves[part])
     return figure
 
 
 def ladder(report: dict[str, Any]) -> Any | None:
-    """Bars of conv1d and of each rung, Taichi beside CUDA, at the published shape; None where that was not measured."""
+    """Bars of conv1d and of each rung, Taichi beside CUDA, at the published shape; None where it was not measured."""
     shape = dict(zip("BCT", timex_cases.PUBLISHED, strict=True))
     measured = measured_at(report, shape)
     if measured is None:
@@ -119,7 +116,7 @@ def ladder(report: dict[str, Any]) -> Any | None:
 
 def _figure(report: dict[str, Any], title: str, height: float,
             passes: Sequence[str] = PASSES) -> tuple[Any, Sequence[Any]]:
-    """Without pyplot, so that nothing is left behind in the process."""
+    """An empty figure and its panels. Without pyplot, which would keep the figure for the rest of the process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, height), layout="constrained")
@@ -143,7 +140,7 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """By the best rates that the machine showed in this run."""
+    """The least times by the highest rates that the machine reached in this run."""
     gbs, gflops = (max(one["limits"][limit] for one in measured) for limit in ("copy_gbs", "matmul_gflops"))
     least = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}
     memory = {size: result["ms"] * result["gbs"] / gbs for size, result in least.items()}
@@ -164,7 +161,7 @@ def _draw_floors(panel: Any, floors: Mapping[str, Points]) -> None:
 
 
 def _name_the_curves(panel: Any, curves: dict[str, Points]) -> None:
-    """Each name in its curve's colour in a column on the right, as near to the curve's end as the others allow."""
+    """Writes each name in its curve's colour in a column on the right, near the curve's end, without overlaps."""
     panel.autoscale_view()
     to_axes = (panel.transScale + panel.transLimits).transform
     ends = {name: (max(points), points[max(points)]) for name, points in curves.items()}
@@ -177,8 +174,8 @@ def _name_the_curves(panel: Any, curves: dict[str, Points]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights moved apart to at least `gap`: groups that would overlap are centred on where they were."""
-    groups: list[list[float]] = []                           # of original heights, each laid out around its mean
+    """Ascending heights moved apart to at least `gap`; a group that would overlap is centred on its mean."""
+    groups: list[list[float]] = []                           # original heights, each group laid out around its mean
     for height in heights:
         groups.append([height])
         while len(groups) > 1 and _top(groups[-2], gap) + gap > _bottom(groups[-1], gap):
@@ -195,7 +192,7 @@ def _top(group: list[float], gap: float) -> float:
 
 
 def _bars(panel: Any, times: Mapping[str, float], rungs: Sequence[str]) -> None:
-    """conv1d alone, then at each rung a pair: Taichi on the left, CUDA on the right."""
+    """conv1d alone, then for each rung a pair: Taichi on the left, CUDA on the right."""
     aside = 0.2 if any(name.startswith("cuda") for name in times) else 0.0
     places = {"conv1d": 0.0} | {f"{end}_{rung}": index + side for index, rung in enumerate(rungs, start=1)
                                 for end, side in (("taichi", -aside), ("cuda", aside))}
@@ -210,7 +207,7 @@ def _bars(panel: Any, times: Mapping[str, float], rungs: Sequence[str]) -> None:
 
 
 def _ladder_legend(times: Iterable[tuple[str, str]]) -> tuple[list[Any], list[str]]:
-    """A patch for each back end, and a word for the one that is missing."""
+    """A patch and a label for each back end; the label mentions if it was not measured."""
     from matplotlib.patches import Patch
 
     measured = {name.partition("_")[0] for name, _ in times}
@@ -220,7 +217,7 @@ def _ladder_legend(times: Iterable[tuple[str, str]]) -> tuple[list[Any], list[st
 
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everything measured at the first shape's other sizes, B and C, by the last."""
+    """Everything measured at the first shape's sizes but the last (B and C), sorted by the last (T)."""
     def others(one: dict[str, Any]) -> list[int]:
         return list(one["shape"].values())[:-1]
 
@@ -229,7 +226,7 @@ def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _size(one: dict[str, Any]) -> int:
-    """The last axis', over which the curves go."""
+    """The last axis' size, the x axis of the curves."""
     return list(one["shape"].values())[-1]
 
 
@@ -238,7 +235,7 @@ def _family(name: str) -> str:
 
 
 def _colour(name: str) -> str:
-    """The back end's colour, paler on the lower rungs of a ladder."""
+    """The back end's colour, paler for lower rungs of a ladder."""
     from matplotlib.colors import to_hex, to_rgb
 
     rung = re.search(r"_v(\d+)$", name)
@@ -248,4 +245,4 @@ def _colour(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

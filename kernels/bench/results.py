@@ -1,20 +1,88 @@
-"""The benchmark's reports, as python -m kernels.bench --json writes them: reading them back, and what one was measured on."""
+"""The benchmark's reports: writing one, reading them back, and the line with the machine and versions of one."""
 
+import argparse
 import json
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from kernels.bench.hardware import ROOT
 
 Report = dict[str, Any]
+PARTS = {"op", "device", "dtype", "malloc", "machine", "shapes", "sweep"}
 FOLDER = ROOT / "benchmarks" / "results"
 
 
+class UnusableFile(ValueError):
+    """A file or folder of the user's that cannot be read or written; the message is one sentence with the reason."""
+
+
+def exit_status(main: Callable[[], int | None]) -> int:
+    """Runs a program's main and returns its exit status.
+
+    A file's error becomes one sentence and status 2; a closed standard output ends the program quietly with status 1.
+    """
+    try:
+        status = main() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:              # as in: python -m kernels.bench timex | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (OSError, UnusableFile) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return status
+
+
+def publish(report: Report, file: Path | None) -> None:
+    """Prints the report as one line of JSON, and writes that line to `file` as well."""
+    line = json.dumps(report)
+    print(line, flush=True)
+    if file:
+        try:
+            file.write_text(line + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UnusableFile(f"cannot write {file} ({error.strerror}); the result is the last line above") from None
+
+
+def output_file(text: str) -> Path:
+    """An option's value as a path; makes its folder. Raises argparse.ArgumentTypeError where the file cannot be written."""
+    file = Path(text)
+    try:
+        check_folder(file.parent)
+    except UnusableFile as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"cannot write the file {file}: name another")
+    return file
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UnusableFile where no file can be written into `folder`; makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnusableFile(f"cannot make the folder {folder} ({error.strerror}): name another") from None
+    if not os.access(folder, os.W_OK):
+        raise UnusableFile(f"cannot write into the folder {folder}: name another")
+
+
 def read(files: Iterable[str | Path]) -> list[Report]:
-    """The reports in `files`; what else is kept in a folder of results is passed over."""
-    contents = [json.loads(Path(name).read_text(encoding="utf-8")) for name in files]
-    return [content for content in contents if isinstance(content, dict) and "op" in content]
+    """The kernels' reports among `files`, without other JSON. Raises UnusableFile where a file is missing or not JSON."""
+    contents = [read_json(Path(file)) for file in files]
+    return [content for content in contents if isinstance(content, dict) and content.keys() >= PARTS]
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds. Raises UnusableFile where it is missing or not JSON."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnusableFile(f"cannot read {file} ({error.strerror}): name a file that --json has written") from None
+    except ValueError:
+        raise UnusableFile(f"{file} is not JSON: name a file that --json has written") from None
 
 
 def committed() -> list[Path]:
@@ -22,15 +90,15 @@ def committed() -> list[Path]:
 
 
 def caption(report: Report) -> str:
-    """One line that says what a report was measured on."""
+    """One line: the hardware, the versions, the commit and the date of a report."""
     machine = report["machine"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    where = machine["gpu"] if "gpu" in machine else f"{machine['cpu']}, {threads}, malloc {report['malloc']}"
+    hardware = machine["gpu"] if "gpu" in machine else f"{machine['cpu']}, {threads}, malloc {report['malloc']}"
     names = ("torch", "taichi", *(("triton", "cuda-core", "cuda") if "gpu" in machine else ()))
     versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
-    return f"{where}; {versions}; {report['dtype']}; commit {machine['commit']}, {machine['date'][:10]}."
+    return f"{hardware}; {versions}; {report['dtype']}; commit {machine['commit']}, {machine['date'][:10]}."
 
 
 def measured_at(report: Report, shape: dict[str, int]) -> dict[str, Any] | None:
-    """What was measured at one shape, {"B": ..., "C": ..., "T": ...}; None where it was not."""
+    """What was measured at one shape, {"B": ..., "C": ..., "T": ...}; None if it was not."""
     return next((one for one in report["shapes"] + report["sweep"] if one["shape"] == shape), None)

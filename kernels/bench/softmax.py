@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from kernels import compare, registry
-from kernels.bench.subjects import DISTINCT, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, Costs, Pass, costs, errors_of_repeated, repeated
 from kernels.registry import why_not
 from kernels.softmax import Softmax, cases
 
 
-class Subject:
-    """Of x (rows, columns); kernels/bench/subjects.py says what the members are for."""
+class Case:
+    """x (rows, columns); the members are those of BenchCase (case.py)."""
 
     AXES = ("rows", "columns")
     DTYPES = ("float32", "bfloat16", "float16")
@@ -31,26 +31,23 @@ class Subject:
 
     @property
     def sequence(self) -> Tensor:
-        """The tensor whose copy is the unit of time."""
         return self.x.detach()
 
     def why_not(self, name: str) -> str | None:
-        """Why `name` cannot be timed here."""
         return why_not("softmax", name, self.device)
 
-    def foretold(self, name: str) -> Costs:
+    def estimate(self, name: str) -> Costs:
         """From a sixteenth of the rows."""
         softmax, few = Softmax(name), self.sequence[::16]
         return costs(lambda: softmax.backward(softmax.forward(few), few), self.device).times(self.rows / len(few))
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        """The err_ratio of each result, and those that are over their tolerance, in words."""
         found = errors_of_repeated(cases.results(Softmax(name), self.x), self.reference, dim=0)
         return found, compare.misses(found, cases.tolerance(self.dtype, self.x.shape[1]))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone on a graph that is kept, as a user calls them."""
+        """forward, and backward alone, on a graph that is kept."""
         softmax, x, grad_y = Softmax(name), self.x, self.grad_y
-        y, one = softmax(x), x.nbytes
-        return [Pass("forward", lambda: softmax(x), 0, 2 * one),
-                Pass("backward", lambda: torch.autograd.grad(y, x, grad_y, retain_graph=True), 0, 3 * one)]
+        y = softmax(x)
+        return [Pass("forward", lambda: softmax(x), 0, 2 * x.nbytes),
+                Pass("backward", lambda: torch.autograd.grad(y, x, grad_y, retain_graph=True), 0, 3 * x.nbytes)]

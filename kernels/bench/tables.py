@@ -1,64 +1,52 @@
-"""python -m kernels.bench.tables [FILE ...]: the measured numbers in the READMEs, rewritten from the benchmark's JSON files.
+"""python -m kernels.bench.tables [FILE ...]: writes the tables of kernels/OP/README.md from the benchmark's JSON files.
 
-Without arguments: every file in benchmarks/results/, so the same operator on a CPU and on GPUs, each under the line that says
-what it was measured on. A README keeps its numbers between <!-- OP: measured --> and <!-- end of OP: measured -->; what is
-between them belongs to this program, what is around them to its author.
+Default: every file in benchmarks/results/, so that the tables of a CPU and of GPUs stand side by side, each under its machine
+and versions. In a README, this program owns the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
 """
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from kernels.bench.results import caption, committed, read
-from kernels.bench.text import markdown
+from kernels.bench.hardware import ROOT
+from kernels.bench.results import FOLDER, UnusableFile, caption, committed, exit_status, read
+from kernels.bench.text import filled, markdown
 from kernels.registry import operators
-
-ROOT = Path(__file__).parent.parent.parent
-FRONT = "README.md"                      # has room for one shape of each operator and device, in float32
 
 
 def main(files: list[str]) -> int:
     reports = read(files or committed())
     if not reports:
-        print("no results of python -m kernels.bench ... --json FILE to write down", file=sys.stderr)
-        return 1
-    for name in (FRONT, *(f"kernels/{op}/README.md" for op in operators())):
-        readme = ROOT / name
+        raise UnusableFile(f"no result of python -m kernels.bench in {', '.join(files) or FOLDER}: write one with --json FILE")
+    for op in operators():
+        readme = ROOT / "kernels" / op / "README.md"
         if readme.exists():
             before = readme.read_text(encoding="utf-8")
-            after = rewritten(before, front(reports) if name == FRONT else reports)
+            after = rewritten(before, reports)
             readme.write_text(after, encoding="utf-8")
-            print(f"{name}: {'rewritten' if after != before else 'as it was'}")
+            print(f"{readme.relative_to(ROOT)}: {'rewritten' if after != before else 'unchanged'}")
     return 0
 
 
-def front(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [report | {"shapes": report["shapes"][:1]} for report in reports if report["dtype"] == "float32"]
-
-
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with every section that has markers filled from the reports of its operator."""
+    """`text` with the section of every operator that it has markers for and that is among the reports."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
-        start, end = f"<!-- {op}: measured -->", f"<!-- end of {op}: measured -->"
-        sections = [section(report) for report in reports if report["op"] == op]
-        if start in text and end in text:
-            head, _, rest = text.partition(start)
-            text = "\n\n".join((head + start, *sections, end + rest.partition(end)[2]))
+        text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
     return text
 
 
 def section(report: dict[str, Any]) -> str:
-    """One table for each shape, under a line that says what it was measured on, and one for what more steps cost."""
-    shape = {"timex": timex_table, "wkv4": wkv_table}.get(report["op"], bandwidth_table)
+    """The machine, a table for each shape, and for wkv4 how cost grows with T."""
+    table = {"timex": timex_table, "wkv4": wkv_table}.get(report["op"], bandwidth_table)
     growth = growth_table(report["shapes"]) if report["op"] == "wkv4" else None
-    return "\n\n".join((caption(report), *map(shape, report["shapes"]), *filter(None, [growth])))
+    return "\n\n".join((caption(report), *map(table, report["shapes"]), *filter(None, [growth])))
 
 
 def timex_table(measured: dict[str, Any]) -> str:
-    """The passes side by side, each with its share of the machine and its speed relative to the baseline."""
-    passes, results = list(dict.fromkeys(result["pass"] for result in measured["results"])), _by_name(measured)
+    """For each pass the time, its share of the matrix product's rate, and the speed relative to the baseline."""
+    passes = _passes(measured)
+    results = _by_name(measured)
     rows = [["", *passes]]
     rows += [[name, *(_with_notes(parts[part]) if part in parts else "" for part in passes)] for name, parts in results.items()]
     return (f"{_caption(measured)} Milliseconds; in brackets the share of the matrix product and the speed relative to "
@@ -81,8 +69,9 @@ def wkv_table(measured: dict[str, Any]) -> str:
 
 
 def bandwidth_table(measured: dict[str, Any]) -> str:
-    """Of what does little but move data: the passes side by side, with GB/s, the share of a copy, the speed."""
-    passes, results = list(dict.fromkeys(result["pass"] for result in measured["results"])), _by_name(measured)
+    """For an operator bound by memory: for each pass the time, GB/s, their share of a copy's, and the relative speed."""
+    passes = _passes(measured)
+    results = _by_name(measured)
     counted = any(result["launches"] is not None for result in measured["results"])
     rows = [["", *passes, *(["launches"] if counted else []), "extra MB"]]
     for name, parts in results.items():
@@ -94,13 +83,14 @@ def bandwidth_table(measured: dict[str, Any]) -> str:
 
 
 def growth_table(shapes: list[dict[str, Any]]) -> str | None:
-    """The longest T beside the shortest at the first shape's B and C; None where there is but one."""
+    """The cost of the longest T relative to the shortest, at the first shape's B and C; None if there is only one T."""
     B, C = (shapes[0]["shape"][axis] for axis in "BC")
     alike = [one for one in shapes if (one["shape"]["B"], one["shape"]["C"]) == (B, C)]
     alike.sort(key=lambda one: one["shape"]["T"])
     if len(alike) < 2:
         return None
-    (short, long), (first, last) = (alike[0]["shape"]["T"], alike[-1]["shape"]["T"]), map(_by_name, (alike[0], alike[-1]))
+    short, long = (alike[index]["shape"]["T"] for index in (0, -1))
+    first, last = (_by_name(alike[index]) for index in (0, -1))
     rows = [["", "time forward", "time backward", "extra MB forward", "extra MB backward"]]
     for name in (name for name in first if name in last):
         times = [f"x {last[name][part]['ms'] / first[name][part]['ms']:.1f}" for part in ("forward", "backward")]
@@ -111,15 +101,20 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
 
 
 def _caption(measured: dict[str, Any]) -> str:
-    limits, sizes = measured["limits"], ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
+    limits = measured["limits"]
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
     return (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
             f"copy {limits['copy_gbs']:.0f} GB/s.")
 
 
 def _notes(measured: dict[str, Any]) -> str:
-    """Who is missing for what it takes; who cannot run on that device at all is not expected there."""
+    """The implementations skipped for their time or memory; those that cannot run on the device are not listed."""
     slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
     return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
+
+
+def _passes(measured: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(result["pass"] for result in measured["results"]))
 
 
 def _by_name(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -152,9 +147,9 @@ def _ms(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Two digits, or whole numbers; a tenth at least."""
+    """One decimal below 10, none from there."""
     return format(value, ".0f" if value >= 10 else ".1f")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

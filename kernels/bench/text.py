@@ -1,4 +1,4 @@
-"""Rows of text as an aligned table for the terminal, or as a table for a README."""
+"""Rows of text as a table for the terminal or in Markdown, and the place of a generated table in a page."""
 
 from collections.abc import Sequence
 
@@ -18,3 +18,13 @@ def markdown(rows: Rows, left: int = 1) -> str:
     heading, *body = rows
     rule = ["---" if index < left else "---:" for index in range(len(heading))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *body))
+
+
+def filled(text: str, name: str, section: str) -> str:
+    """`text` with `section` between <!-- NAME: measured --> and <!-- end of NAME: measured -->; unchanged without these."""
+    start = f"<!-- {name}: measured -->"
+    end = f"<!-- end of {name}: measured -->"
+    if start not in text or end not in text:
+        return text
+    head, _, rest = text.partition(start)
+    return f"{head}{start}\n\n{section}\n\n{end}{rest.partition(end)[2]}"

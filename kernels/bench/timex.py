@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from kernels import compare, registry
-from kernels.bench.subjects import DISTINCT, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, Costs, Pass, costs, errors_of_repeated, repeated
 from kernels.registry import load, why_not
 from kernels.timex import TimeX, cases
 
 
-class Subject:
-    """Of w (C,T) and k (B,C,T); kernels/bench/subjects.py says what the members are for."""
+class Case:
+    """w (C,T) and k (B,C,T); the members are those of BenchCase (case.py)."""
 
     AXES = ("B", "C", "T")
     DTYPES = ("float32", "bfloat16")
@@ -34,38 +34,37 @@ class Subject:
 
     @property
     def sequence(self) -> Tensor:
-        """The tensor whose copy is the unit of time."""
         return self.k.detach()
 
     def why_not(self, name: str) -> str | None:
-        """Why `name` cannot be timed here at this shape."""
         reason = why_not("timex", name, self.device)
         T_max = None if reason else TimeX(name).requires.T_max
         return f"{name} takes T up to {T_max}" if T_max is not None and self.shape[2] > T_max else reason
 
-    def foretold(self, name: str) -> Costs:
-        """From a few channels."""
+    def estimate(self, name: str) -> Costs:
+        """From DISTINCT channels."""
         timex, (w, k) = TimeX(name), self.narrow
         few = costs(lambda: (timex.forward(w, k), timex.backward(w, k, k)), self.device)
         return few.times(self.shape[1] / w.shape[0])
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        """The err_ratio of each result, and those that are over their tolerance, in words."""
         found = errors_of_repeated(cases.results(TimeX(name), self.w, self.k), self.reference, dim=-2)
         return found, compare.misses(found, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward and backward as a user calls them; each gradient alone where the file has a function of that name."""
+        """forward and backward as a user calls them; grad_w and grad_k alone if the implementation has these functions."""
         timex, w, k, grad_out = TimeX(name), self.w, self.k, self.grad_out
-        out, small, large, flop = timex(w, k), w.nbytes, k.nbytes, cases.flop(*self.shape)
-        whole = [Pass("forward", lambda: timex(w, k), flop, small + 2 * large),
-                 Pass("backward", lambda: torch.autograd.grad(out, (w, k), grad_out, retain_graph=True),
-                      2 * flop, 2 * small + 3 * large)]
-        return whole + self._alone(timex, flop, small + 2 * large)
+        out = timex(w, k)
+        flop = cases.flop(*self.shape)
+        return [Pass("forward", lambda: timex(w, k), flop, w.nbytes + 2 * k.nbytes),
+                Pass("backward", lambda: torch.autograd.grad(out, (w, k), grad_out, retain_graph=True),
+                     2 * flop, 2 * w.nbytes + 3 * k.nbytes),
+                *self._gradients(timex, flop, w.nbytes + 2 * k.nbytes)]
 
-    def _alone(self, timex: TimeX, flop: int, traffic: int) -> list[Pass]:
-        """What an implementation's own grad_w(k, grad_out) and grad_k(w, grad_out) take, where it has them."""
+    def _gradients(self, timex: TimeX, flop: int, traffic: int) -> list[Pass]:
+        """The implementation's own grad_w(k, grad_out) and grad_k(w, grad_out), if it has them."""
         w, k, grad_out = (timex._pad(tensor, torch.float32) for tensor in (self.w, self.k, self.grad_out))
-        inputs, implementation = {"grad_w": (k, grad_out), "grad_k": (w, grad_out)}, load("timex", timex.name)
+        inputs = {"grad_w": (k, grad_out), "grad_k": (w, grad_out)}
+        implementation = load("timex", timex.name)
         return [Pass(gradient, partial(getattr(implementation, gradient), *tensors), flop, traffic)
                 for gradient, tensors in inputs.items() if hasattr(implementation, gradient)]

@@ -9,15 +9,15 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 
-SHORTEST_S = 0.004       # what is measured at once: a short function is repeated until it takes this long
+SHORTEST_S = 0.004       # length of a sample: a shorter function is repeated within it
 MAX_ROUNDS = 21
-SPINNING_S = 0.015       # how long OpenMP's threads spin at most once there is nothing to do (libgomp: 300,000 turns)
+SPINNING_S = 0.015       # the longest that idle OpenMP threads spin (libgomp: 300,000 iterations)
 
 
 def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: float = 1.0) -> dict[Key, list[float]]:
-    """Seconds per call of every function, one sample a round; who has used up its budget sits out the rounds that follow.
+    """Seconds per call of every function, sampled round-robin; a function leaves once its time budget is spent.
 
-    A function has been called right before each sample of it, except where a call takes more than a tenth of its budget.
+    Each sample follows an untimed call of the same function, unless a call takes more than a tenth of the budget.
     """
     once = {key: _seconds_warm(function, device, budget_s) for key, function in work.items()}
     samples: dict[Key, list[float]] = {key: [first] if first > budget_s else [] for key, first in once.items()}
@@ -25,25 +25,25 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
     for _ in range(MAX_ROUNDS):
         for key, function in work.items():
             if sum(samples[key]) * repeats[key] < budget_s:
-                time.sleep(SPINNING_S)   # another's threads, on a core that this function may need
+                time.sleep(SPINNING_S)   # until the previous function's threads have left the cores
                 if once[key] < budget_s / 10:
-                    function()           # another's data is in the caches
+                    function()           # fills the caches with its own data
                 samples[key].append(seconds(function, device, repeats[key]))
     return samples
 
 
 def shortest(function: Callable[[], Any], device: str, calls: int = 2) -> float:
-    """Seconds of the fastest of a few calls, for an estimate; the first may pay for a compilation."""
+    """Seconds of the fastest of a few calls, for an estimate; the first call may include a compilation."""
     return min(seconds(function, device) for _ in range(calls))
 
 
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
-    """Mean seconds of one call out of `repeats`, everything that was launched having finished."""
+    """Mean seconds of one call, over `repeats` calls, including the completion of everything launched."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats
 
 
 def _seconds_warm(function: Callable[[], Any], device: str, budget_s: float) -> float:
-    """The second call, because the first may have paid for a compilation; of a long one the first."""
+    """Seconds of the second call, because the first may include a compilation; of the first if it exceeds the budget."""
     once = seconds(function, device)
     return seconds(function, device) if once < budget_s else once
 

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.subjects import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
 from kernels.wkv4 import WKV, cases
 
 
 def _sizes(shapes: Mapping[str, Iterable[Shape]]) -> dict[str, tuple[Shape, ...]]:
-    """(B,T,C), as the tensors are, as B,C,T."""
+    """The operator's (B,T,C) in the benchmark's order B,C,T."""
     return {device: tuple((B, C, T) for B, T, C in some) for device, some in shapes.items()}
 
 
-class Subject:
-    """Of k and v, (B,T,C) in memory, named B,C,T as TimeX's; parameters and state are float32 always."""
+class Case:
+    """k and v (B,T,C), with sizes given as B,C,T like TimeX's; parameters and state are always float32."""
 
     AXES = ("B", "C", "T")
     DTYPES = ("float32", "bfloat16")
@@ -37,8 +37,8 @@ class Subject:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """As they are selected; a TimeX stands for the convolution form with it inside."""
-        return (Subject.baseline, *selectable("wkv4"))
+        """The names that `select` takes; a TimeX stands for the convolution form with it inside."""
+        return (Case.baseline, *selectable("wkv4"))
 
     @property
     def sequence(self) -> Tensor:
@@ -48,7 +48,7 @@ class Subject:
         plain = name.split()[0]
         return why_not(folder("wkv4", plain), plain, self.device)
 
-    def foretold(self, name: str) -> Costs:
+    def estimate(self, name: str) -> Costs:
         """From an eighth of the steps; the work of a single block grows with the square of its length."""
         steps = -(-self.T // 8)
         time_decay, time_first, *sequences = self.inputs
@@ -64,11 +64,12 @@ class Subject:
         return found, compare.misses(found, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone on a graph that is kept."""
-        wkv, one = self._operator(name, block=self.T), self.sequence.nbytes
+        """forward, and backward alone, on a graph that is kept."""
+        wkv = self._operator(name, block=self.T)
+        nbytes = self.sequence.nbytes
         y = wkv(*self.inputs)[0]
-        return [Pass("forward", lambda: wkv(*self.inputs), 0, 3 * one),
-                Pass("backward", lambda: torch.autograd.grad(y, self.inputs, self.grad_y, retain_graph=True), 0, 5 * one)]
+        return [Pass("forward", lambda: wkv(*self.inputs), 0, 3 * nbytes),
+                Pass("backward", lambda: torch.autograd.grad(y, self.inputs, self.grad_y, retain_graph=True), 0, 5 * nbytes)]
 
     def _operator(self, name: str, block: int) -> WKV:
         return WKV("timex", timex="conv1d", block=block) if name == self.baseline else select("wkv4", name, self.device)

@@ -1,7 +1,4 @@
-"""Two programs in turns, as benchmarks/training.py measures them: never at the same time, and both come to something.
-
-What the table then shows is what was measured, like beside like first.
-"""
+"""Two programs in turns, as benchmarks/training.py runs them: never at the same time; and the tables of docs/benchmarks.md."""
 
 import signal
 import subprocess
@@ -36,8 +33,8 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_neither_is_left_behind_where_the_benchmark_is_ended(name: str, tmp_path: Path) -> None:
-    """Of the two, one runs and one is held. Each has a lock as long as it lives."""
+def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
+    """One of the two runs, the other is suspended; each holds a lock as long as it lives."""
     code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as benchmark:
         while sum(path.stat().st_size for path in tmp_path.iterdir()) < 2:
@@ -51,22 +48,32 @@ def test_neither_is_left_behind_where_the_benchmark_is_ended(name: str, tmp_path
 
 @pytest.mark.parametrize(("main", "other"), [(["-c", "import no_such_thing"], ["-c", "import time; time.sleep(60)"]),
                                              (["-c", "import time; time.sleep(60)"], ["-c", "import no_such_thing"])])
-def test_what_fails_is_said(main: list[str], other: list[str], tmp_path: Path) -> None:
+def test_the_error_of_a_program_that_fails_is_shown(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
         _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
 
 
-def test_the_table_shows_a_share_below_zero_as_it_was_measured() -> None:
+def test_the_table_shows_a_negative_share_as_it_was_measured() -> None:
     one = {"tok_per_sec": 1500.0, "of_matmuls": 0.9, "ms": {"step": 1358.0}, "around_a_step": -0.0216}
     report = {"machine": {"commit": "c"}, "float32": one}
     assert "| -2.2% |" in tables.training(report)
 
 
-def test_what_computes_as_nanogpt_does_stands_first() -> None:
+def test_the_rows_in_float32_stand_first() -> None:
+    """nanoGPT computes in float32 on a CPU."""
     one = {"val_loss": 1.5, "ms": 40.0, "fast_ms": 30.0, "nanogpt_ms": 50.0, "nanogpt_fast_ms": 40.0}
     report = {"machine": {"commit": "c"}, "shakespeare": dict.fromkeys(sorted(training.VARIANTS), one)}
     lines = [line for line in tables.training(report).splitlines() if "1.5000" in line]
     names = [line.split(" | ")[0].removeprefix("| ") for line in lines]
     same = [options for options in map(training.VARIANTS.get, names) if "trainer.precision=32-true" in options]
     assert list(map(training.VARIANTS.get, names))[:len(same)] == same
-    assert "model.n_embd=128" in same[0], "the same shape and the same precision"
+    assert same
+
+
+def test_the_page_holds_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """docs/benchmarks.md is what python -m benchmarks.tables writes."""
+    page = tmp_path / "benchmarks.md"
+    page.write_bytes(tables.PAGE.read_bytes())
+    monkeypatch.setattr(tables, "PAGE", page)
+    tables.main()
+    assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

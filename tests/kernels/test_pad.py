@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from kernels.bench.subjects import subject_of
+from kernels.bench.case import case_of
 from kernels.pad import BrickPad, BrickPadding, cases, sides
 from kernels.pad.cases import Case
 from kernels.registry import KernelUnavailable, names, why_not
@@ -216,8 +216,8 @@ def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> No
 
 
 def test_the_benchmark_notices_one_wrong_pixel(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = subject_of("pad")(3, 6, 5, 2, 9, 7, "cpu", torch.uint8)
-    assert subject.errors("torch_strips") == ({"out": 0.0}, {})
+    case = case_of("pad")(3, 6, 5, 2, 9, 7, "cpu", torch.uint8)
+    assert case.errors("torch_strips") == ({"out": 0.0}, {})
     forward = BrickPadding.forward
 
     def one_wrong(*inputs: object) -> Tensor:
@@ -226,7 +226,7 @@ def test_the_benchmark_notices_one_wrong_pixel(monkeypatch: pytest.MonkeyPatch) 
         return out
 
     monkeypatch.setattr(BrickPadding, "forward", one_wrong)
-    assert subject.errors("torch_strips")[1] == {"out": "0.07% of the pixels"}
+    assert case.errors("torch_strips")[1] == {"out": "0.07% of the pixels"}
 
 
 def test_the_example_writes_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

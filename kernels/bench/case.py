@@ -1,0 +1,108 @@
+"""What the benchmark needs of an operator: BenchCase, which kernels/bench/OP.py implements as its class Case.
+
+Where channels do not depend on each other, the inputs repeat every DISTINCT of them. The float64 reference is then computed for
+DISTINCT channels only, and every element of an implementation's results, at the full shape, is compared with it.
+DISTINCT is odd so that a kernel which mixes up the channels of its tiles is caught.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import compare
+from kernels.bench import timing
+from kernels.bench.peak_memory import extra_bytes
+
+DISTINCT = 7
+Shape = tuple[int, ...]              # one size for each of a case's AXES
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A function to time, with its floating-point operations (0: not counted) and the least bytes that it must move."""
+
+    name: str
+    run: Callable[[], Any]
+    flop: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A forward and a backward pass together: seconds, and peak bytes beyond inputs and outputs."""
+
+    seconds: float
+    peak_extra: float
+
+    def times(self, size: float, work: float | None = None) -> "Costs":
+        """The costs of `size` times the memory and `work` (by default `size`) times the time."""
+        return Costs(self.seconds * (work or size), self.peak_extra * size)
+
+
+class BenchCase(Protocol):
+    """An operator at one shape, constructed as Case(*sizes, device, dtype).
+
+    AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default shapes by device; the
+    first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device; may be empty.
+    LAUNCHES: whether launches are counted (launches.py).  baseline: the name that all others are compared with.
+    """
+
+    AXES: ClassVar[tuple[str, ...]]
+    DTYPES: ClassVar[tuple[str, ...]]
+    SHAPES: ClassVar[Mapping[str, tuple[Shape, ...]]]
+    SWEEP: ClassVar[Mapping[str, Shape]]
+    LAUNCHES: ClassVar[bool]
+    baseline: ClassVar[str]
+    device: str
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Everything that can be timed, including what cannot run here."""
+
+    @property
+    def sequence(self) -> Tensor:
+        """The tensor whose copy is the unit of time."""
+
+    def why_not(self, name: str) -> str | None:
+        """Why `name` cannot be timed here at this shape; None if it can."""
+
+    def estimate(self, name: str) -> Costs:
+        """The costs of all passes, extrapolated from a small part of the work."""
+
+    def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
+        """The err_ratio of each result, and a sentence for each result that exceeds its tolerance."""
+
+    def passes(self, name: str) -> list[Pass]:
+        """What to time: "forward" first, then "backward" if there is one."""
+
+
+def case_of(op: str) -> Any:
+    """The class kernels.bench.OP.Case of an operator, a BenchCase."""
+    return importlib.import_module(f"kernels.bench.{op}").Case
+
+
+def costs(passes: Callable[[], Any], device: str) -> Costs:
+    """Measures a function that runs every pass once; the time is the shorter of two calls."""
+    peak_extra = extra_bytes(passes, device)
+    return Costs(timing.shortest(passes, device), peak_extra)
+
+
+def repeated(tensor: Tensor, C: int, dim: int) -> Tensor:
+    """C channels along `dim`, which repeat those of `tensor`."""
+    return tensor.index_select(dim, torch.arange(C, device=tensor.device) % tensor.shape[dim])
+
+
+def errors_of_repeated(results: Mapping[str, Tensor], reference: Mapping[str, Tensor], dim: int) -> dict[str, float]:
+    """The err_ratio of results whose channels, along `dim`, repeat the reference's.
+
+    Compared one result after the other, because a float64 reference at the full shape is large.
+    """
+    found: dict[str, float] = {}
+    for name, exact in reference.items():
+        actual = results[name]
+        found |= compare.errors({name: actual}, {name: repeated(exact, actual.shape[dim], dim)})
+    return found
