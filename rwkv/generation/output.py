@@ -8,8 +8,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -49,7 +49,7 @@ SEPARATOR = "---\n"                      # between two texts on standard output
 
 
 def check_config(config: GenerateConfig) -> None:
-    """Raises UserError where options are wrong or do not fit each other: before the model is loaded."""
+    """Raises UserError where an option is wrong or two do not fit each other. Needs no model."""
     if config.prompt is not None and config.prompts is not None:
         raise UserError("prompt= and prompts= are both given: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
@@ -62,12 +62,12 @@ def check_config(config: GenerateConfig) -> None:
 
 
 def stopping_from(config: GenerateConfig) -> StoppingCriteria:
-    """Raises UserError for a value out of range."""
+    """When the texts end. Raises UserError for a value out of range."""
     return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
 
 
 def sampling_from(config: GenerateConfig) -> Sampling:
-    """The options of the same names. Raises UserError for a value out of range."""
+    """How tokens are chosen. Raises UserError for a value out of range."""
     options = {option.name: getattr(config, option.name) for option in fields(Sampling)}
     options["logit_bias"] = dict(_logit_bias(text) for text in config.logit_bias)
     return Sampling(**options)
@@ -92,11 +92,12 @@ def prompts_from(config: GenerateConfig) -> list[str]:
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None) -> bool:
-    """Generates and writes num_samples texts for each prompt. Returns False if Ctrl-C ended it, after writing them so far."""
+    """Generates and writes num_samples texts for each prompt. Ctrl-C ends it: it writes the texts so far and returns False."""
     stopping = stopping_from(config)
     sampling = sampling_from(config)
     jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]
-    with _json_file(config.out) as out, Interrupt() as interrupt:
+    json_file = Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext()
+    with json_file as out, Interrupt() as interrupt:
         for first in range(0, len(jobs), config.batch_size):
             batch, seeds = zip(*jobs[first:first + config.batch_size], strict=True)
             started = time.perf_counter()
@@ -150,16 +151,6 @@ def _report_speed(engine: Engine, read_s: float, written_s: float) -> None:
     written = sum(len(sample.tokens) for sample in engine.samples)
     print(f"read {read} tokens in {read_s:.2f} s ({read / read_s:.0f} tokens/s), wrote {written} in {written_s:.2f} s "
           f"({written / max(written_s, 1e-9):.0f} tokens/s)", file=sys.stderr)
-
-
-@contextmanager
-def _json_file(path: str | None) -> Iterator[TextIO | None]:
-    """The open file of out=, or None."""
-    if path is None:
-        yield None
-        return
-    with Path(path).open("w", encoding="utf-8") as file:
-        yield file
 
 
 def _logit_bias(text: str) -> tuple[int, float]:

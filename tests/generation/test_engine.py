@@ -1,4 +1,4 @@
-"""Text from a model: a text depends on its prompt, its seed and the options alone; it is streamed whole, at constant cost."""
+"""The engine: a text depends only on its prompt, its seed and the options; its pieces are the whole text, at constant cost."""
 
 import sys
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def model_for(tokenizer: Tokenizer, kernel: str = "conv1d") -> RWKV:
 
 
 def constant(model: RWKV, token: int) -> RWKV:
-    """The model, made to say `token` whatever it reads."""
+    """The model, changed to predict `token` after every input."""
     with torch.no_grad():
         model.ln_out.weight.zero_()
         model.ln_out.bias.fill_(1)
@@ -47,7 +47,7 @@ def constant(model: RWKV, token: int) -> RWKV:
 
 
 def saying(*rows: str) -> RWKV:
-    """A byte model that, after each character of a row, says the next one."""
+    """A byte model that predicts, after each character of a row, the next one."""
     model = constant(model_for(BYTES), ord("."))
     with torch.no_grad():
         model.head.weight.zero_()
@@ -78,7 +78,7 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
 
 
 class Adapter(nn.Module):
-    """As LoRA's: the layer that it stands for, whose weight it shows, and a change of what that gives."""
+    """Like LoRA's: it has the weight of the layer it replaces, and computes something else."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ CHANGES = {"adapter": adapt, "subclass": subclass, "bias": add_bias, "own forwar
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
-def test_what_changes_a_module_counts_for_every_token(change: Callable[[RWKV], Any]) -> None:
+def test_a_changed_module_acts_on_every_token(change: Callable[[RWKV], Any]) -> None:
     """The text is that of a loop over model(token, state), and differs from the unchanged model's."""
     model = small_model("reference", vocab_size=256)
     options = {"temperature": 0.0, "logit_bias": {0: -1e9}}             # 0 would end the text
@@ -174,7 +174,7 @@ def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]
 @given(st.sampled_from(KERNELS), st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=6),
        st.integers(0, 40_000))
 @settings(max_examples=40, deadline=None)
-def test_a_prefix_cache_changes_the_cost_alone(kernel: str, prompts: list[str], max_bytes: int) -> None:
+def test_a_prefix_cache_changes_no_result(kernel: str, prompts: list[str], max_bytes: int) -> None:
     model, cache = MODELS[kernel], PrefixCache(max_bytes)
     for prompt in prompts:
         assert_close(read_prompts(model, [[*prompt.encode()]], cache=cache), prefill(model, torch.tensor([[*prompt.encode()]])))
@@ -252,7 +252,7 @@ def test_rows_end_on_their_own() -> None:
     assert (third.text, third.finish_reason, third.tokens) == ("23456", "length", [*b"23456"])
 
 
-def test_a_stop_that_was_none_is_shown_at_the_end() -> None:
+def test_the_beginning_of_a_stop_string_is_shown_at_the_end() -> None:
     assert list(generate(saying("abcdef"), BYTES, "a", 3, stop=["cdefg"], temperature=0)) == ["b", "cd"]
 
 
@@ -292,6 +292,18 @@ def test_logprobs_are_kept_for_each_token() -> None:
     for entry, row in zip(sample.logprobs, expected, strict=True):
         assert entry["logprob"] == pytest.approx(float(row[entry["token"]]), abs=1e-4)
         assert [other["token"] for other in entry["top"]] == row.topk(3).indices.tolist()
+
+
+def test_an_iteration_that_was_left_can_be_continued() -> None:
+    options = {"repetition_penalty": 1.5, "temperature": 0.5}
+    engine = Engine(MODELS["conv1d"], BYTES, ["ab", "c"], [0, 1], StoppingCriteria(12), Sampling(**options))
+    for _ in engine.step():
+        pass
+    for _, _ in engine:
+        break
+    for _ in engine:
+        pass
+    assert engine.samples == generate_batch(MODELS["conv1d"], BYTES, ["ab", "c"], 12, seeds=[0, 1], **options)
 
 
 def test_pieces_come_before_the_text_is_finished() -> None:

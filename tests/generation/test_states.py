@@ -1,4 +1,4 @@
-"""Contexts in files: what comes back is what was saved, in the model that it belongs to and in no other."""
+"""Saved states: a file gives back what was saved, for its own model and tokenizer only."""
 
 from pathlib import Path
 
