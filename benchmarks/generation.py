@@ -31,7 +31,7 @@ from kernels.bench.text import aligned
 from kernels.select import select
 from rwkv.config import ModelConfig
 from rwkv.generation.decoder import Decoder
-from rwkv.generation.prefill import read
+from rwkv.generation.prefill import prefill
 from rwkv.model.quantized import Int8Linear
 from rwkv.pretrained import RWKV
 
@@ -64,13 +64,13 @@ def measure(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> li
     model = RWKV.from_pretrained(checkpoint, dtype=dtype)
     load_s = time.perf_counter() - began
     tokens = torch.randint(model.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
-    read(model, tokens[:, :8])           # compiles the kernels
+    prefill(model, tokens[:, :8])        # compiles the kernels
     began = time.perf_counter()
-    Decoder(model, read(model, tokens).state).step(tokens[:, 0])
+    Decoder(model, prefill(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
     peak_mib = _peak_mib()               # before the inputs of the matrix products exist
     rows = [_row(f"decode, batch {B}", dtype, B, *_rates(_decode(model, B), _products(model, B), B)) for B in batches]
-    rates = _rates(lambda: read(model, tokens), _prefill_products(model, prompt), prompt)
+    rates = _rates(lambda: prefill(model, tokens), _prefill_products(model, prompt), prompt)
     rows.append(_row(f"prefill {prompt}", dtype, 1, *rates))
     return [row | {"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib} for row in rows]
 

@@ -1,14 +1,14 @@
-"""How well a model predicts a text with the state carried along, and the last words of many texts.
+"""Evaluation: the loss of a model on a text with the state carried along, and its accuracy on the last words of many texts.
 
-A text is one sequence after the end-of-text token: every token of it is predicted exactly once, from all before it, and so
-every byte of the file counts. Neither the file nor its tokens are in memory as a whole (Tokenizer.encode_stream).
+A text is one sequence after the end-of-text token: each of its tokens is predicted once, from all tokens before it, so bits per
+byte count every byte of the file. Neither the file nor its tokens are in memory as a whole (Tokenizer.encode_stream).
 
-A last word is what follows the last space. It is right where each of its tokens is the likeliest after the context and those
-before it; the perplexity over words is exp of the mean negative log-likelihood of a whole word. Sources: LAMBADA, Paperno et
-al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness, lm_eval/tasks/lambada (split, accuracy, perplexity);
-BlinkDL/ChatRWKV, v2/benchmark.py (the word encoded apart from its context; it begins each text with a newline: start="\\n").
+A last word is the text after the last space. It is right if each of its tokens is the most likely one after the context and
+the word's tokens before it; the perplexity over words is exp of the mean negative log-likelihood of a word. Sources: LAMBADA,
+Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness, lm_eval/tasks/lambada (split, accuracy, perplexity);
+BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its context; each text begins with a newline: start="\\n").
 
-Legend: B rows, T positions, C channels, N predictions.
+Legend: B rows, T positions, C channels, N predictions, V vocabulary.
 """
 
 import math
@@ -25,12 +25,12 @@ from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LOGITS = 1 << 22                         # at a time: 16 MiB in float32
+MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """Of `tokens` predictions, which make up `bytes` of UTF-8; `nats` is the sum of their negative log-likelihoods."""
+    """A text of `tokens` predicted tokens and `bytes` of UTF-8; `nats` is the sum of their negative log-likelihoods."""
 
     tokens: int
     bytes: int
@@ -44,7 +44,7 @@ class TextScore:
 
 @dataclass(frozen=True)
 class WordScore:
-    """Of `words` last words: how many were `right`, and the sum of their negative log-likelihoods."""
+    """`words` last words, `right` of them predicted; `nats` is the sum of their negative log-likelihoods."""
 
     words: int
     right: int
@@ -56,20 +56,20 @@ class WordScore:
 
 @dataclass(frozen=True)
 class LastWord:
-    """Ids: `context`, never empty, and `word`, what is to be predicted after it."""
+    """The ids of a context, at least one, and of the word to predict after it."""
 
     context: list[int]
     word: list[int]
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The text of a file, piece by piece. Raises ValueError where it cannot be read or is not UTF-8, with the place."""
+    """Yields the text of a file in pieces. Raises UserError where it cannot be read or, with the place, is not UTF-8."""
     _require_file(path)
     return chunks(path)
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path) -> int:
-    """How many tokens score_text will predict. Raises ValueError for what would stop it: other encodings, no text at all."""
+    """The number of tokens that score_text will predict. Raises UserError where the file is empty, or as `read_text` does."""
     tokens = sum(len(ids) for ids in tokenizer.encode_stream(read_text(path)))
     if not tokens:
         raise UserError(f"data.path={path} is empty: there is nothing to predict")
@@ -78,80 +78,87 @@ def count_tokens(tokenizer: Tokenizer, path: Path) -> int:
 
 def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
                chunk_len: int) -> Iterator[tuple[int, float]]:
-    """Passes of at most `chunk_len` predictions: how many, and the sum of their nats. `start`: ids before the first one."""
-    state, before = None, list(start)
+    """Yields for each pass, of at most chunk_len predictions, their number and the sum of their nats.
+
+    start: the ids before the first predicted token, at least one.
+    """
+    state = None
+    before = list(start)
     for ids in _regrouped(tokenizer.encode_stream(read_text(path)), chunk_len):
         tokens = torch.tensor([before + ids], device=model.emb.weight.device)        # (1,T+1)
         with torch.no_grad():
             hidden, state = model.hidden(tokens[:, :-1], state)                      # (1,T,C)
-            nats, _ = predicted(model, hidden[0, len(before) - 1:], tokens[0, len(before):])
+            nats, _ = score_targets(model, hidden[0, len(before) - 1:], tokens[0, len(before):])
         yield len(ids), nats.sum().item()
         before = ids[-1:]
 
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[LastWord]:
-    """The texts of a file with one {"text": ...} on each line. Raises ValueError with the number of the first wrong line."""
+    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first line that is wrong."""
     _require_file(path)
     with open_file(path) as file:
-        found = [_last_word(tokenizer, line, f"line {number} of data.path={path}", start)
+        words = [_last_word(tokenizer, line, f"line {number} of data.path={path}", start)
                  for number, line in enumerate(file, start=1) if line.strip()]
-    if not found:
+    if not words:
         raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
-    return found
+    return words
 
 
 def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, chunk_len: int) -> Iterator[WordScore]:
-    """The score of one batch after the other, texts of similar length together."""
+    """Yields the score of each batch; texts of similar length are in one batch."""
     ordered = sorted(words, key=lambda word: len(word.context) + len(word.word))
-    for at in range(0, len(ordered), batch_size):
-        nats, right = _score_batch(model, ordered[at:at + batch_size], chunk_len)
+    for first in range(0, len(ordered), batch_size):
+        nats, right = _score_batch(model, ordered[first:first + batch_size], chunk_len)
         yield WordScore(len(nats), int(right.sum()), nats.sum().item())
 
 
-def predicted(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of targets (N,) after hidden (N,C): nats (N,) float64, and whether the target is the likeliest (N,) bool.
+def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The nats of targets (N,) after hidden (N,C), (N,) float64, and whether each is the most likely token, (N,) bool.
 
-    The logits (N,V) exist for some rows at a time.
+    The logits are computed for a part of the rows at a time.
     """
-    nats, likeliest = [], []
-    rows = max(1, LOGITS // model.vocab_size)
-    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = model.head(part).float()
-        nats.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none").double())
-        likeliest.append(logits.argmax(-1) == wanted)
-    return torch.cat(nats), torch.cat(likeliest)
+    nats, right = [], []
+    rows = max(1, MAX_LOGITS // model.vocab_size)
+    for some_hidden, some_targets in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = model.head(some_hidden).float()                                     # (rows,V)
+        nats.append(torch.nn.functional.cross_entropy(logits, some_targets, reduction="none").double())
+        right.append(logits.argmax(-1) == some_targets)
+    return torch.cat(nats), torch.cat(right)
 
 
 @torch.no_grad()
 def _score_batch(model: Model, words: Sequence[LastWord], chunk_len: int) -> tuple[Tensor, Tensor]:
-    """The nats of each word (B,), and whether it is right (B,).
+    """The nats of each word (B,), and whether it is right (B,). A pass reads at most chunk_len positions.
 
-    Rows are filled up on the right, where nothing that counts can see it; passes take at most chunk_len positions.
+    Rows are padded on the right, which changes nothing before it: the model is causal.
     """
     device = model.emb.weight.device
-    tokens, counts = _padded(words)
-    nats, right = torch.zeros(tokens[:, 1:].shape, dtype=torch.float64), torch.ones(tokens[:, 1:].shape, dtype=torch.bool)
+    tokens, in_word = _padded(words)
+    targets = tokens[:, 1:]
+    nats = torch.zeros(targets.shape, dtype=torch.float64)
+    right = torch.ones(targets.shape, dtype=torch.bool)
     state = None
-    for at in range(0, nats.shape[1], chunk_len):
-        part = slice(at, min(at + chunk_len, nats.shape[1]))
+    for first in range(0, targets.shape[1], chunk_len):
+        part = slice(first, min(first + chunk_len, targets.shape[1]))
         hidden, state = model.hidden(tokens[:, part].to(device), state)
-        here = counts[:, part]
-        if here.any():
-            found = predicted(model, hidden[here.to(device)], tokens[:, 1:][:, part][here].to(device))
-            nats[:, part][here], right[:, part][here] = (each.cpu() for each in found)
+        mask = in_word[:, part]
+        if mask.any():
+            word_nats, word_right = score_targets(model, hidden[mask.to(device)], targets[:, part][mask].to(device))
+            nats[:, part][mask] = word_nats.cpu()
+            right[:, part][mask] = word_right.cpu()
     return nats.sum(1), right.all(1)
 
 
 def _padded(words: Sequence[LastWord]) -> tuple[Tensor, Tensor]:
-    """Tokens (B,T+1), and where the prediction of the next token counts (B,T)."""
+    """Tokens (B,T+1), and whether the token that follows each of the first T is in the word, (B,T) bool."""
     longest = max(len(word.context) + len(word.word) for word in words)
     tokens = torch.zeros(len(words), longest, dtype=torch.long)
-    counts = torch.zeros(len(words), longest - 1, dtype=torch.bool)
+    in_word = torch.zeros(len(words), longest - 1, dtype=torch.bool)
     for row, word in enumerate(words):
         ids = word.context + word.word
         tokens[row, :len(ids)] = torch.tensor(ids)
-        counts[row, len(word.context) - 1:len(ids) - 1] = True
-    return tokens, counts
+        in_word[row, len(word.context) - 1:len(ids) - 1] = True
+    return tokens, in_word
 
 
 def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[int]) -> LastWord:
@@ -165,12 +172,13 @@ def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[in
 
 
 def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """The same ids in lists of `size`, the last one perhaps shorter."""
+    """The same ids in lists of `size`; the last list may be shorter."""
     rest: list[int] = []
     for part in parts:
         rest += part
         whole = len(rest) - len(rest) % size
-        yield from (rest[at:at + size] for at in range(0, whole, size))
+        for first in range(0, whole, size):
+            yield rest[first:first + size]
         rest = rest[whole:]
     if rest:
         yield rest
@@ -182,5 +190,5 @@ def _require_file(path: Path) -> None:
 
 
 def _exp(value: float) -> float | None:
-    """None where it is beyond a float's range: JSON has no infinity."""
+    """exp(value), or None where that is beyond a float's range, because JSON has no infinity."""
     return math.exp(value) if value < 700 else None

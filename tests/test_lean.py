@@ -1,7 +1,6 @@
-"""Memory: loading peaks at no more than 1.3 times the weights, converting at one tensor; each in a process of its own.
+"""Memory: loading peaks at 1.3 times the weights at most, converting at one tensor; each in a process of its own.
 
-The resident set is read as Linux counts it: VmHWM with the pages of the mapped file in it, and private memory, RssAnon,
-without them.
+Linux reports the peak of the resident set, with the pages of the mapped file, as VmHWM, and without them as RssAnon.
 """
 
 import json
@@ -12,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rwkv.checkpoint import rwkv4
 from rwkv.checkpoint.files import checkpoint_of, write_checkpoint
 from rwkv.config import ModelConfig
+from rwkv.model.base import n_parameters
+from rwkv.model.rwkv4 import shapes
 
 ROOT = Path(__file__).parent.parent
 MIB = 2 ** 20
@@ -25,7 +25,7 @@ import json, sys, threading, time
 sys.path.insert(0, {root!r})
 import torch
 from rwkv import RWKV
-from rwkv.checkpoint import read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 
 def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -36,8 +36,8 @@ def action(source):
     if not {targets!r}:
         return RWKV.from_pretrained(source, "reference", dtype={dtype!r})
 
-action({small!r})                                                     # what the first call imports is no part of it
-open("/proc/self/clear_refs", "w").write("5")                         # VmHWM begins anew
+action({small!r})                                                     # imports are not measured
+open("/proc/self/clear_refs", "w").write("5")                         # resets VmHWM
 before, private, most, done = memory("VmRSS"), memory("RssAnon"), 0, False
 
 def watch():
@@ -55,8 +55,8 @@ print(json.dumps({{"peak": memory("VmHWM") - before, "private": max(most, memory
 
 
 def weights(n_layer: int, n_embd: int, vocab_size: int) -> dict[str, torch.Tensor]:
-    shapes = rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
-    return {name: torch.full(shape, 0.01) for name, shape in shapes.items()}
+    sizes = ModelConfig(n_layer=n_layer, n_embd=n_embd)
+    return {name: torch.full(shape, 0.01) for name, shape in shapes(sizes, vocab_size).items()}
 
 
 def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, int]:
@@ -70,15 +70,14 @@ def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 MiB in float32, no tensor more than a tenth of it; float16 in the file."""
+    """60 MiB in float32, no tensor more than a tenth of that; the file is in float16."""
     path = tmp_path_factory.mktemp("lean") / "model.pth"
     write_checkpoint(checkpoint_of(weights(8, 384, 2000)), path, "float16")
     return path
 
 
 def bytes_in(dtype: str, n_layer: int = 8, n_embd: int = 384, vocab_size: int = 2000) -> int:
-    shapes = rwkv4.shapes(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size)
-    return sum(torch.Size(shape).numel() for shape in shapes.values()) * getattr(torch, dtype).itemsize
+    return n_parameters(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size) * getattr(torch, dtype).itemsize
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,25 +1,26 @@
-"""What generate.py writes: one text as it comes, or many, each when it is finished; as text or as lines of JSON.
+"""What generate.py does around the engine: checks the options, reads the prompts, and writes the texts.
 
-The text alone goes to standard output, with the prompt before it; out=FILE gets one JSON object per text.
+Standard output gets the text alone, each prompt before its continuation: one text as it is generated, several in the order of
+their prompts. out=FILE gets one JSON object per text, standard error the speed.
 """
 
 import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
 from rwkv.config import GenerateConfig, whole_number
 from rwkv.errors import UserError
-from rwkv.generation.engine import LARGEST_SEED, Writer
-from rwkv.generation.prefill import Context
+from rwkv.generation.engine import LARGEST_SEED, Engine, Sample
+from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.states import require_file, save_context
-from rwkv.generation.stopping import Ending
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.signals import StopRequest
 from rwkv.io.utf8 import decode
@@ -29,55 +30,112 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
-def check(config: GenerateConfig) -> tuple[Ending, Sampling]:
-    """The options that say when a text ends and how tokens are chosen. Raises ValueError for those that do not fit."""
+def check_config(config: GenerateConfig) -> None:
+    """Raises UserError where an option is wrong or two do not fit each other. Needs no model."""
     if config.prompt is not None and config.prompts is not None:
         raise UserError("prompt= and prompts= are both given: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
-        raise UserError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
+        raise UserError("save_state= saves the state of one text: use it with one prompt and num_samples=1")
     if config.state:
         require_file(config.state)
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
-    ending = Ending(config.max_new_tokens, config.stop, config.stop_tokens)
-    return ending, Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty,
-                            config.presence_penalty, config.frequency_penalty, dict(map(_bias, config.logit_bias)),
-                            tuple(config.banned), config.order)
+    stopping_from(config)
+    sampling_from(config)
 
 
-def prompts_of(config: GenerateConfig) -> list[str]:
-    """prompt=, `-` for standard input; or what prompts=FILE holds: one per line, or {"prompt": ...} per line of a .jsonl."""
+def stopping_from(config: GenerateConfig) -> StoppingCriteria:
+    """When the texts end. Raises UserError for a value out of range."""
+    return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
+
+
+def sampling_from(config: GenerateConfig) -> Sampling:
+    """How tokens are chosen. Raises UserError for a value out of range."""
+    options = {option.name: getattr(config, option.name) for option in fields(Sampling)}
+    options["logit_bias"] = dict(_logit_bias(text) for text in config.logit_bias)
+    return Sampling(**options)
+
+
+def prompts_from(config: GenerateConfig) -> list[str]:
+    """prompt=TEXT (`-`: standard input), or those of prompts=FILE: one per line, or {"prompt": ...} per line of a .jsonl.
+
+    Raises UserError where the file is missing, holds no prompt, or has a line that is not one.
+    """
     if config.prompts is None:
         return [sys.stdin.read() if config.prompt == "-" else config.prompt or ""]
     path = Path(config.prompts)
     if not path.is_file():
         raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
     content = path.read_bytes()
-    prompts = _from_json(content, path) if path.suffix == ".jsonl" else _from_text(content, path)
+    prompts = _json_prompts(content, path) if path.suffix == ".jsonl" else _text_prompts(content, path)
     if not prompts:
         raise UserError(f"{path} holds no prompt: write one on each line")
     return prompts
 
 
-def write(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
-          how: tuple[Ending, Sampling], context: Context | None = None) -> bool:
-    """Writes every text that the options ask for; False where Ctrl-C ended it, with what there was written."""
+def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
+                   context: PrefillResult | None = None) -> bool:
+    """Generates and writes num_samples texts for each prompt. Ctrl-C ends it: it writes the texts so far and returns False."""
+    stopping = stopping_from(config)
+    sampling = sampling_from(config)
     jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]
-    with _output(config.out) as out, StopRequest((signal.SIGINT,)) as stop:
-        for start in range(0, len(jobs), config.batch_size):
-            some_prompts, seeds = zip(*jobs[start:start + config.batch_size], strict=True)
-            began = time.perf_counter()
-            writer = Writer(model, tokenizer, some_prompts, seeds, *how, context, n_logprobs=config.logprobs)
-            read_s = time.perf_counter() - began
-            _show(writer, config.stream and len(jobs) == 1, start, stop)
-            _report(writer, config, out, read_s, time.perf_counter() - began - read_s)
+    with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
+          StopRequest((signal.SIGINT,)) as stop):
+        for first in range(0, len(jobs), config.batch_size):
+            batch, seeds = zip(*jobs[first:first + config.batch_size], strict=True)
+            started = time.perf_counter()
+            engine = Engine(model, tokenizer, batch, seeds, stopping, sampling, context, n_logprobs=config.logprobs)
+            prefilled = time.perf_counter()
+            if config.stream and len(jobs) == 1:
+                _stream(engine, stop)
+            else:
+                _write_texts(engine, stop, first)
+            finished = time.perf_counter()
+            _write_json(engine.samples, out or (sys.stderr if config.logprobs else None))
+            _report_speed(engine, prefilled - started, finished - prefilled)
             if config.save_state:
-                save_context(config.save_state, writer.context(), model, tokenizer)
+                save_context(config.save_state, engine.context(), model, tokenizer)
             if stop.requested:
                 return False
     return True
 
 
-def _bias(text: str) -> tuple[int, float]:
+def _stream(engine: Engine, stop: StopRequest) -> None:
+    """Writes the only text as it is generated."""
+    print(engine.samples[0].prompt, end="", flush=True)
+    for _, piece in engine:
+        if piece:
+            print(piece, end="", flush=True)
+        if stop.requested:
+            break
+    print()
+
+
+def _write_texts(engine: Engine, stop: StopRequest, first: int) -> None:
+    """Generates all texts, then writes them; `first` is the number of texts written before."""
+    for _ in engine:
+        if stop.requested:
+            break
+    for number, sample in enumerate(engine.samples, start=first):
+        print((SEPARATOR if number > 0 else "") + sample.prompt + sample.text, flush=True)
+
+
+def _write_json(samples: Sequence[Sample], file: TextIO | None) -> None:
+    if file is None:
+        return
+    for sample in samples:
+        entry = {"prompt": sample.prompt, "seed": sample.seed, "text": sample.text, "finish": sample.finish_reason,
+                 "tokens": sample.tokens, "logprobs": sample.logprobs}
+        print(json.dumps(entry, ensure_ascii=False), file=file, flush=True)
+
+
+def _report_speed(engine: Engine, read_s: float, written_s: float) -> None:
+    read = engine.prompt_tokens
+    written = sum(len(sample.tokens) for sample in engine.samples)
+    print(f"read {read} tokens in {read_s:.2f} s ({read / read_s:.0f} tokens/s), wrote {written} in {written_s:.2f} s "
+          f"({written / max(written_s, 1e-9):.0f} tokens/s)", file=sys.stderr)
+
+
+def _logit_bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition(":")
     try:
         return int(token), float(bias)
@@ -85,52 +143,15 @@ def _bias(text: str) -> tuple[int, float]:
         raise UserError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
 
 
-def _show(writer: Writer, stream: bool, start: int, stop: StopRequest) -> None:
-    """Texts on standard output, in the order of their prompts; where Ctrl-C ends them, as far as they came."""
-    if stream:
-        print(writer.samples[0].prompt, end="", flush=True)
-    for _, piece in writer:
-        if stream and piece:
-            print(piece, end="", flush=True)
-        if stop.requested:
-            break
-    if stream:
-        print()
-        return
-    for index, sample in enumerate(writer.samples, start):
-        print(SEPARATOR * (index > 0) + sample.prompt + sample.text, flush=True)
-
-
-def _report(writer: Writer, config: GenerateConfig, out: TextIO | None, read_s: float, written_s: float) -> None:
-    for sample in writer.samples:
-        line = json.dumps(asdict(sample), ensure_ascii=False)
-        if out is not None:
-            print(line, file=out, flush=True)
-        elif config.logprobs:
-            print(line, file=sys.stderr)
-    read, written = writer.prompt_tokens, sum(len(sample.tokens) for sample in writer.samples)
-    print(f"read {read} tokens in {read_s:.2f} s ({read / read_s:.0f} tokens/s), wrote {written} in {written_s:.2f} s "
-          f"({written / max(written_s, 1e-9):.0f} tokens/s)", file=sys.stderr)
-
-
-@contextmanager
-def _output(path: str | None) -> Iterator[TextIO | None]:
-    if path is None:
-        yield None
-        return
-    with Path(path).open("w", encoding="utf-8") as file:
-        yield file
-
-
-def _from_json(content: bytes, path: Path) -> list[str]:
-    found = []
+def _json_prompts(content: bytes, path: Path) -> list[str]:
+    prompts = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            found.append(text_of(parse(line, where), "prompt", where))
-    return found
+            prompts.append(text_of(parse(line, where), "prompt", where))
+    return prompts
 
 
-def _from_text(content: bytes, path: Path) -> list[str]:
+def _text_prompts(content: bytes, path: Path) -> list[str]:
     lines = (line.removesuffix("\r") for line in decode(content, str(path)).split("\n"))
     return [line for line in lines if line]

@@ -1,8 +1,10 @@
-"""From logits to the next token: what may come, how likely, and a draw with a random number of the row's own.
+"""From logits to the next token: the filters, and one draw per row with a random number of its own.
 
-The order, `hf` (Hugging Face's): logit bias and bans; repetition, presence and frequency penalties; temperature; top_k;
-top_p, of what top_k left; min_p; the draw. `rwkv` (ChatRWKV's): top_p, top_k and min_p of the probabilities before the
-temperature, which then acts on what is left.
+The steps with order=hf (as in Hugging Face's transformers): logit bias and banned tokens; repetition, presence and frequency
+penalties; temperature; top_k; top_p, as a share of the probability that top_k left; min_p; the draw. With order=rwkv (as in
+ChatRWKV) top_p, top_k and min_p filter the probabilities before the temperature, which then acts on the tokens left.
+
+Legend: B rows, V vocabulary, N candidates after the filters.
 """
 
 import math
@@ -18,20 +20,20 @@ from rwkv.config import whole_number, whole_numbers
 from rwkv.errors import UserError
 
 ORDERS = ("hf", "rwkv")
-SMALL, LARGE = 1e-30, 1e30               # logits divided or multiplied by what lies between stay within float32
-SHORTLIST = 256                          # candidates looked at first: sorting a whole vocabulary costs milliseconds
+SMALL, LARGE = 1e-30, 1e30               # limits of options, so that logits stay within float32
+SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises ValueError for a value that means nothing, or of another type.
+    """How tokens are chosen. Raises UserError for a value out of range or of another type; integers may be NumPy's or torch's.
 
     temperature 0 takes the most likely token; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0
-    are off. top_p keeps the fewest most likely tokens that add up to it, at least one; min_p those at least so likely as
-    that share of the likeliest. repetition_penalty (CTRL, arXiv 1909.05858) divides the positive and multiplies the
-    negative logits of tokens in the prompt or the text; presence_ and frequency_penalty (OpenAI's API) are subtracted once,
-    and once per occurrence, for tokens of the text. logit_bias is added by token id; banned token ids never come. Integers of
-    NumPy and torch are integers here too.
+    are off. top_p keeps the fewest most likely tokens whose probabilities add up to it, at least one. min_p keeps the tokens
+    with at least that share of the largest probability. repetition_penalty (CTRL, arXiv 1909.05858) divides positive and
+    multiplies negative logits of tokens in the prompt or the text. presence_penalty and frequency_penalty (OpenAI's API) are
+    subtracted from the logits of tokens in the text, once and once per occurrence. logit_bias is added by token id. Tokens in
+    `banned` are never drawn. order: hf | rwkv, as above.
     """
 
     temperature: float = 0.8
@@ -63,40 +65,43 @@ class Sampling:
         object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
 
     @property
-    def penalises(self) -> bool:
+    def needs_counts(self) -> bool:
+        """Whether a penalty is on, which needs TokenCounts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises ValueError where a biased or banned token is outside the vocabulary, or none is left."""
+        """Raises UserError where a biased or banned token is outside the vocabulary, or all tokens are banned."""
         for name, ids in (("logit_bias", self.logit_bias), ("banned", self.banned)):
             for token in ids:
                 _require(0 <= token < vocab_size, name, f"token ids from 0 to {vocab_size - 1}", token)
         _require(len(set(self.banned)) < vocab_size, "banned", "fewer tokens than the vocabulary has", len(self.banned))
 
 
-class Seen:
-    """Which tokens each of B rows has had in its prompt, and how often in its text: what penalties need."""
+class TokenCounts:
+    """For the penalties: whether each token is in the prompt of each of B rows, and how often it is in the row's text."""
 
     def __init__(self, prompts: list[list[int]], vocab_size: int) -> None:
-        self.prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
-        self.count = torch.zeros(len(prompts), vocab_size)
+        self.in_prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)       # (B,V)
+        self.in_text = torch.zeros(len(prompts), vocab_size)                            # (B,V)
         for row, ids in enumerate(prompts):
-            self.prompt[row, ids] = True
+            self.in_prompt[row, ids] = True
 
     def add(self, tokens: Tensor) -> None:
-        """One more token (B,) of each row's text."""
-        self.count[torch.arange(len(tokens)), tokens] += 1
+        """Counts one more token (B,) in each row's text."""
+        self.in_text[torch.arange(len(tokens)), tokens] += 1
 
     def keep(self, rows: list[int]) -> None:
-        self.prompt, self.count = self.prompt[rows], self.count[rows]
+        """Drops all rows but these and puts them in this order."""
+        self.in_prompt = self.in_prompt[rows]
+        self.in_text = self.in_text[rows]
 
 
-def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, seen: Seen | None = None) -> Tensor:
-    """The next token of each row, (B,) int64, of logits (B,V) and uniform (B,), random numbers from [0, 1).
+def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: TokenCounts | None = None) -> Tensor:
+    """The next token of each row, (B,) int64, from logits (B,V) and uniform (B,), random numbers from [0, 1).
 
-    Raises ValueError where the logits are not finite.
+    Raises UserError where the logits are not finite.
     """
-    logits = adjusted(logits.float().cpu(), options, seen)
+    logits = adjusted(logits.float().cpu(), options, counts)
     if options.temperature == 0:
         return logits.argmax(-1)
     ids, probabilities = distribution(logits, options)
@@ -104,12 +109,12 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, seen: Seen |
     return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 
-def adjusted(logits: Tensor, options: Sampling, seen: Seen | None) -> Tensor:
-    """The logits (B,V) after bias, bans and penalties, less the largest of their row: at most 0."""
+def adjusted(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> Tensor:
+    """The logits (B,V) after bias, bans and penalties, minus the largest of their row, so that none is above 0."""
     if options.logit_bias or options.banned:
         logits = _biased(logits, options)
-    if seen is not None and options.penalises:
-        logits = _penalised(logits, options, seen)
+    if counts is not None and options.needs_counts:
+        logits = _penalised(logits, options, counts)
     largest = logits.amax(-1, keepdim=True)
     if not largest.isfinite().all():
         raise UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
@@ -117,12 +122,15 @@ def adjusted(logits: Tensor, options: Sampling, seen: Seen | None) -> Tensor:
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids (B,N) that may come, None for the whole vocabulary in its order, and their probabilities (B,N)."""
-    before = logits / options.temperature if options.order == "hf" else logits
-    ids, kept = _keep_likeliest(before, options)
+    """The candidates' ids (B,N), or None for the whole vocabulary in its order, and their probabilities (B,N)."""
+    if options.order == "hf":
+        logits = logits / options.temperature
+    ids, kept = _keep_likeliest(logits, options)
     if options.min_p > 0:
         kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + math.log(options.min_p), -torch.inf)
-    return ids, torch.softmax(kept if options.order == "hf" else kept / options.temperature, -1)
+    if options.order == "rwkv":
+        kept = kept / options.temperature
+    return ids, torch.softmax(kept, -1)
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -133,14 +141,18 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The model's own log-probabilities, before any option: those of tokens (B,), and the ids and those of the n likeliest."""
+    """Log-probabilities before any option: those of tokens (B,); the ids (B,n) of the n likeliest, and theirs (B,n)."""
     every = torch.log_softmax(logits.float().cpu(), -1)
     likeliest = every.topk(min(n, every.shape[-1]))
-    return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), likeliest.indices, likeliest.values
+    of_tokens = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return of_tokens, likeliest.indices, likeliest.values
 
 
 def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """ids and logits (B,N) after top_k and top_p, most likely first; what is dropped is -inf."""
+    """The ids and logits (B,N) that top_k and top_p leave, most likely first; -inf marks a token that top_p drops.
+
+    The ids are None, and the logits as they were, where both options are off.
+    """
     V = logits.shape[-1]
     top_k = min(options.top_k or V, V)
     if top_k == V and options.top_p >= 1:
@@ -148,19 +160,21 @@ def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, T
     if options.order == "hf" and top_k < V:
         kept, ids = logits.topk(top_k)
         return ids, _keep_top_p(kept, kept.logsumexp(-1, keepdim=True), options.top_p)
-    total, N = logits.logsumexp(-1, keepdim=True), SHORTLIST if options.top_p < 1 else top_k
-    while True:                          # until the shortlist holds all that top_p keeps, or all that top_k does
+    log_total = logits.logsumexp(-1, keepdim=True)
+    N = SHORTLIST if options.top_p < 1 else top_k
+    while True:                          # until the N likeliest hold all tokens that top_p or top_k keeps
         kept, ids = logits.topk(min(N, top_k))
-        if N >= top_k or bool(((kept - total).exp().sum(-1) >= options.top_p).all()):
-            return ids, _keep_top_p(kept, total, options.top_p)
+        if N >= top_k or bool(((kept - log_total).exp().sum(-1) >= options.top_p).all()):
+            return ids, _keep_top_p(kept, log_total, options.top_p)
         N *= 8
 
 
-def _keep_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
+def _keep_top_p(ordered: Tensor, log_total: Tensor, top_p: float) -> Tensor:
+    """The logits (B,N), most likely first, with -inf where the tokens before have a probability of top_p already."""
     if top_p >= 1:
         return ordered
-    probabilities = (ordered - total).exp()
-    before = probabilities.cumsum(-1) - probabilities       # what the more likely tokens already add up to
+    probabilities = (ordered - log_total).exp()
+    before = probabilities.cumsum(-1) - probabilities
     return ordered.masked_fill(before >= top_p, -torch.inf)
 
 
@@ -172,11 +186,11 @@ def _biased(logits: Tensor, options: Sampling) -> Tensor:
     return logits
 
 
-def _penalised(logits: Tensor, options: Sampling, seen: Seen) -> Tensor:
-    written = seen.count > 0
+def _penalised(logits: Tensor, options: Sampling, counts: TokenCounts) -> Tensor:
+    in_text = counts.in_text > 0
     repeated = torch.where(logits > 0, logits / options.repetition_penalty, logits * options.repetition_penalty)
-    logits = torch.where(written | seen.prompt, repeated, logits)
-    return logits - options.presence_penalty * written - options.frequency_penalty * seen.count
+    logits = torch.where(in_text | counts.in_prompt, repeated, logits)
+    return logits - options.presence_penalty * in_text - options.frequency_penalty * counts.in_text
 
 
 def _require_number(name: str, value: Any, least: float, most: float, or_zero: bool = False) -> None:

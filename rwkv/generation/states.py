@@ -1,10 +1,9 @@
-"""What a model has read, as a file: continued later it gives the text that would have followed without the break.
+"""Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation continues as without a break.
 
-A safetensors file: the state's five parts and the logits, with the hashes of the model and the tokenizer that they belong to.
+A safetensors file: the parts of the state and the logits, with the hashes of the model and the tokenizer they belong to.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rwkv.errors import UserError
-from rwkv.generation.prefill import Context
+from rwkv.generation.prefill import PrefillResult
 from rwkv.io.atomic import write_file
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -20,32 +19,42 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 FORMAT = "timemix-state-1"
 
 
-def save_context(path: str | Path, context: Context, model: Model, tokenizer: Tokenizer) -> None:
-    """Writes `path`, whole or not at all. Raises OSError where that cannot be done."""
+def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
+    """Writes the file, whole or not at all. Raises OSError where it cannot be written."""
     tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
     content = save(tensors, metadata=_identity(model, tokenizer))
     write_file(Path(path), lambda file: file.write(content))
 
 
-def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> Context:
-    """The context in a file. Raises ValueError where it is missing, damaged, or of another model or tokenizer."""
+def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
+    """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
     require_file(path)
     try:
         with safe_open(path, framework="pt", device=str(model.emb.weight.device)) as file:
-            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read as a state file: it is damaged, or not one that save_state= wrote") from error
     _require_same(path, metadata, _identity(model, tokenizer))
-    return _context(path, tensors, model)
+    expected = _parts(PrefillResult(torch.empty(1, model.vocab_size), model.empty_state(1)))
+    if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
+        raise UserError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")
+    return PrefillResult(tensors.pop("logits"), model.generation.State(**tensors))
 
 
 def require_file(path: str | Path) -> None:
-    """Raises ValueError where there is no file, which can be said before the model is loaded."""
+    """Raises UserError where there is no file: a check that needs no model."""
     if not Path(path).is_file():
         raise UserError(f"no state file at {path}: write one with save_state={path}")
 
 
+def _parts(context: PrefillResult) -> dict[str, Tensor]:
+    """The tensors of a file, by name."""
+    return {"logits": context.logits, **context.state.named()}
+
+
 def _identity(model: Model, tokenizer: Tokenizer) -> dict[str, str]:
+    """The metadata of a file."""
     return {"format": FORMAT, "model": model.fingerprint(), "tokenizer": tokenizer.hash}
 
 
@@ -53,18 +62,7 @@ def _require_same(path: str | Path, found: dict[str, str], expected: dict[str, s
     if found.get("format") != FORMAT:
         raise UserError(f"{path} is not a state file of this version: expected the format {FORMAT}, "
                         f"found {found.get('format', 'none')}")
-    for what in ("model", "tokenizer"):
-        if found.get(what) != expected[what]:
-            raise UserError(f"{path} was written with another {what} (its hash is {str(found.get(what))[:12]}, this one's "
-                            f"{expected[what][:12]}): a state means nothing to it; use the {what} that it was saved with")
-
-
-def _parts(context: Context) -> dict[str, Tensor]:
-    return {"logits": context.logits, **context.state.named()}
-
-
-def _context(path: str | Path, tensors: dict[str, Tensor], model: Model) -> Context:
-    expected: dict[str, Any] = _parts(Context(torch.empty(1, model.vocab_size), model.empty_state(1)))
-    if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-        raise UserError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")
-    return Context(tensors.pop("logits"), model.generation.State(**tensors))
+    for part in ("model", "tokenizer"):
+        if found.get(part) != expected[part]:
+            raise UserError(f"{path} was written with another {part} (its hash is {str(found.get(part))[:12]}, this one's "
+                            f"{expected[part][:12]}): use the {part} that the state was saved with")

@@ -1,4 +1,4 @@
-"""Stop strings: a text is shown up to the first one, and what may yet become one is held back until it is certain."""
+"""When a text ends: a limit of tokens, stop tokens, and stop strings, which are found however the text is cut into pieces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,50 +7,11 @@ from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 
 
-class StopStrings:
-    """Text in pieces of any size in, text to show out: the same text however it is cut into pieces.
-
-    The stop string that is complete first ends the text; of two that end together, the longer one. Raises ValueError for
-    an empty stop string, and for what is not a list of strings.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = strings("stop", stops)
-        if "" in self._stops:
-            raise UserError("stop holds an empty string, which would end every text at once: leave it out")
-        self._held = ""
-        self.found: str | None = None    # the stop string that ended the text
-
-    def push(self, piece: str) -> str:
-        """What can be shown now."""
-        assert self.found is None, "the text has ended"
-        text = self._held + piece
-        ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
-        if ends:
-            _, start, self.found = min(ends)
-            self._held = ""
-            return text[:start]
-        shown = len(text) - self._undecided(text)
-        self._held = text[shown:]
-        return text[:shown]
-
-    def flush(self) -> str:
-        """What was held back, at the end of a text that no stop string ended."""
-        held, self._held = self._held, ""
-        return held
-
-    def _undecided(self, text: str) -> int:
-        """The length of the longest end of `text` with which a stop string begins."""
-        longest = max(map(len, self._stops), default=1) - 1
-        return next((n for n in range(min(longest, len(text)), 0, -1)
-                     if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
-
-
 @dataclass(frozen=True)
-class Ending:
-    """When a text ends: after max_new_tokens, before the first stop string or stop token, or at the end-of-text token.
+class StoppingCriteria:
+    """A text ends after max_new_tokens, before the first stop string or stop token, or at the end-of-text token.
 
-    Raises ValueError for a value that means nothing, or of another type.
+    Raises UserError for a value out of range or of another type.
     """
 
     max_new_tokens: int = 200
@@ -61,4 +22,44 @@ class Ending:
         object.__setattr__(self, "max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
         object.__setattr__(self, "stop_tokens", whole_numbers("stop_tokens", self.stop_tokens))
         object.__setattr__(self, "stop", strings("stop", self.stop))
-        StopStrings(self.stop)
+        if "" in self.stop:
+            raise UserError("stop holds an empty string, which would end every text at once: leave it out")
+
+
+class StopStrings:
+    """Finds stop strings in a text that comes in pieces. The text returned does not depend on how it is cut into pieces.
+
+    The stop string that is complete first ends the text; if two end at the same character, the longer one does.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""                  # the end of the text so far, which may be the beginning of a stop string
+        self.found: str | None = None    # the stop string that ended the text
+
+    def push(self, piece: str) -> str:
+        """Appends `piece` and returns the text that can be shown now: no stop string and no beginning of one is in it."""
+        assert self.found is None, "the text has ended"
+        text = self._held + piece
+        matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if matches:
+            _, start, self.found = min(matches)
+            self._held = ""
+            return text[:start]
+        shown = len(text) - self._partial_match(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """Returns the text held back, at the end of a text that no stop string ended."""
+        held = self._held
+        self._held = ""
+        return held
+
+    def _partial_match(self, text: str) -> int:
+        """The length of the longest suffix of `text` that is a proper prefix of a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

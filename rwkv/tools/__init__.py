@@ -1,1 +1,1 @@
-"""What runs as `python -m rwkv.tools.NAME`."""
+"""The programs that run as `python -m rwkv.tools.NAME`."""

@@ -1,6 +1,6 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT]: RWKV weights from any format into any other.
 
-Tensor by tensor, so that a model of any size needs the memory of its largest tensor; OUT appears whole or not at all.
+It converts one tensor at a time, in the memory of the largest tensor; OUT is written whole or not at all.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
 from rwkv.model.base import generation, n_parameters
 
-WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats with no room for it
+WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 
-EPILOG = """IN is recognised by what it holds: .pth, .ckpt, .safetensors, rwkv.cpp's ggmf, a Hugging Face or a run's directory.
+EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, rwkv.cpp's ggmf, a Hugging Face directory or a run's.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; none for a Hugging Face directory.
 time_decay and time_first are float32 whatever the dtype; ggmf takes float32 and float16, and keeps vectors in float32."""
 
@@ -29,25 +29,29 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None) -> None:
-    """Raises ValueError where `source` cannot be read, or `target` cannot be written in that format and dtype."""
+    """Writes the checkpoint at `source` to `target`; dtype None keeps each tensor's, format None takes that of the suffix.
+
+    Raises UserError where `source` cannot be read, or `target` cannot be written in that format and dtype.
+    """
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]
     checkpoint = read_checkpoint(source)
-    _say(f"{checkpoint.path}: {_described(checkpoint)}")
+    _log(f"{checkpoint.path}: {_description(checkpoint)}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
             bar.update(count)
 
         write_checkpoint(checkpoint, target, dtype, name, progress)
-    _say(f"written: {target} ({name})")
+    _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
-        _say(f"the tokenizer that {checkpoint.path} carries is not in it: {name} has no room for one")
+        _log(f"the tokenizer that {checkpoint.path} holds is not in {target}: the format {name} cannot hold one")
 
 
-def _described(checkpoint: Checkpoint) -> str:
-    config, n = checkpoint.config, n_parameters(checkpoint.config, checkpoint.vocab_size)
-    return (f"{generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, {n:,} parameters, "
+def _description(checkpoint: Checkpoint) -> str:
+    config = checkpoint.config
+    weights = n_parameters(config, checkpoint.vocab_size)
+    return (f"{generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, {weights:,} parameters, "
             f"vocabulary {checkpoint.vocab_size}")
 
 
@@ -56,12 +60,12 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", type=Path)
     parser.add_argument("target", metavar="OUT", type=Path)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="as IN has it where left out")
-    parser.add_argument("--format", choices=formats.names(), help="where OUT's suffix does not say it")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default each tensor keeps its own")
+    parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
     return parser
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr)
 
 

@@ -42,42 +42,54 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
-    evaluate = last_words if path.suffix == ".jsonl" else text
-    score = evaluate(config, tokenizer, start, lambda: RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype))
+    def load() -> Model:
+        return RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
+
+    if path.suffix == ".jsonl":
+        score = evaluate_last_words(path, tokenizer, start, config.batch_size, config.chunk_len, load)
+    else:
+        score = evaluate_text(path, tokenizer, start, config.chunk_len, load)
     result = {"data": str(path), "checkpoint": str(checkpoint.path), "tokenizer": tokenizer.kind,
               "tokenizer_hash": tokenizer.hash, "kernel": wkv.name, "device": device, "dtype": config.dtype, **score}
-    written = json.dumps(result, allow_nan=False) + "\n"
-    print(written, end="", flush=True)
+    text = json.dumps(result, allow_nan=False) + "\n"
+    print(text, end="", flush=True)
     if out:
-        _write(out, written)
+        _write(out, text)
 
 
-def text(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], Model]) -> dict[str, Any]:
-    """The whole file is tokenised once before the model is loaded, so that what is wrong with it is said at once."""
-    path = Path(str(config.data.path))
-    model_tokens, size = count_tokens(tokenizer, path), path.stat().st_size
-    model, nats, since = load(), 0.0, time.perf_counter()
-    with _bar(model_tokens, "token") as bar:
-        for count, more in score_text(model, tokenizer, path, start, config.chunk_len):
-            nats += more
+def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int,
+                  load: Callable[[], Model]) -> dict[str, Any]:
+    """Tokenises the whole file once before it loads the model, so that errors in the file are found first."""
+    tokens = count_tokens(tokenizer, path)
+    size = path.stat().st_size
+    model = load()
+    started = time.perf_counter()
+    nats = 0.0
+    with _bar(tokens, "token") as bar:
+        for count, pass_nats in score_text(model, tokenizer, path, start, chunk_len):
+            nats += pass_nats
             _advance(bar, count, f"loss {nats / (bar.n + count):.4f}")
-    return {"task": "text", **TextScore(model_tokens, size, _finite(nats)).as_dict(), "seconds": time.perf_counter() - since}
+    _require_finite(nats)
+    return {"task": "text", **TextScore(tokens, size, nats).as_dict(), "seconds": time.perf_counter() - started}
 
 
-def last_words(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], Model]) -> dict[str, Any]:
-    """All texts are read and tokenised before the model is loaded."""
-    words = read_last_words(tokenizer, Path(str(config.data.path)), start)
-    model, total, since = load(), WordScore(0, 0, 0.0), time.perf_counter()
+def evaluate_last_words(path: Path, tokenizer: Tokenizer, start: Sequence[int], batch_size: int, chunk_len: int,
+                        load: Callable[[], Model]) -> dict[str, Any]:
+    """Tokenises all texts before it loads the model, so that errors in the file are found first."""
+    words = read_last_words(tokenizer, path, start)
+    model = load()
+    started = time.perf_counter()
+    total = WordScore(0, 0, 0.0)
     with _bar(len(words), "text") as bar:
-        for score in score_last_words(model, words, config.batch_size, config.chunk_len):
+        for score in score_last_words(model, words, batch_size, chunk_len):
             total = WordScore(total.words + score.words, total.right + score.right, total.nats + score.nats)
             _advance(bar, score.words, f"accuracy {total.right / total.words:.3f}")
-    _finite(total.nats)
-    return {"task": "last_word", **total.as_dict(), "seconds": time.perf_counter() - since}
+    _require_finite(total.nats)
+    return {"task": "last_word", **total.as_dict(), "seconds": time.perf_counter() - started}
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """What is read and, perhaps, written. Raises ValueError where there is nothing to read, or no folder to write into."""
+    """The paths of data.path= and out=. Raises UserError where no data is given, or `out` has no folder or is one."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')
@@ -87,15 +99,15 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
     return Path(config.data.path), out
 
 
-def _write(out: Path, written: str) -> None:
+def _write(out: Path, text: str) -> None:
     try:
-        out.write_text(written, encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write out={out}: {error.strerror}; the result is on standard output alone") from error
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """On standard error; every half minute a line where that is no terminal."""
+    """A progress bar on standard error; where that is no terminal, a line every half minute."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, unit=unit, mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
 
@@ -105,10 +117,9 @@ def _advance(bar: tqdm, count: int, shown: str) -> None:
     bar.update(count)
 
 
-def _finite(nats: float) -> float:
+def _require_finite(nats: float) -> None:
     if not math.isfinite(nats):
         raise UserError("the model's predictions are not finite numbers: its training diverged, or its weights are damaged")
-    return nats
 
 
 if __name__ == "__main__":

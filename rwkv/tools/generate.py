@@ -26,11 +26,12 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
     from kernels.select import select
     from rwkv.checkpoint.files import read_checkpoint
-    from rwkv.generation.output import check, prompts_of, write
+    from rwkv.generation.output import check_config, prompts_from, run_generation
     from rwkv.generation.states import load_context
     from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
-    how, prompts = check(config), prompts_of(config)
+    check_config(config)
+    prompts = prompts_from(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     wkv = select("wkv4", config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
@@ -40,7 +41,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     files = config.out or config.save_state
     with redirect_stdout(unread(sys.stdout)) if files else nullcontext():        # these are to be whole, whoever reads
         try:
-            whole = write(model, tokenizer, config, prompts, how, context)
+            whole = run_generation(model, tokenizer, config, prompts, context)
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rwkv.generation.sampling import SHORTLIST, Sampling, Seen, adjusted, distribution, logprobs, next_tokens
+from rwkv.generation.sampling import SHORTLIST, Sampling, TokenCounts, adjusted, distribution, logprobs, next_tokens
 
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
 DRAWS = 20_000
@@ -140,13 +140,13 @@ def test_banned_tokens_never_come_and_biased_ones_more_often() -> None:
 
 def test_penalties_by_their_definitions() -> None:
     """Token 0 in the prompt alone, token 1 twice in the text, token 2 once in the text, token 3 never."""
-    seen = Seen([[0]], 4)
+    counts = TokenCounts([[0]], 4)
     for token in (1, 2, 1):
-        seen.add(torch.tensor([token]))
+        counts.add(torch.tensor([token]))
     logits = torch.tensor([[2.0, 3.0, -1.0, 4.0]])
 
     def after(**options: Any) -> list[float]:
-        values = adjusted(logits, Sampling(**options), seen)[0]
+        values = adjusted(logits, Sampling(**options), counts)[0]
         return [round(float(value - values[3] + 4), 5) for value in values]
 
     assert after(repetition_penalty=2.0) == [1.0, 1.5, -2.0, 4.0]
@@ -167,7 +167,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> None:
-    with pytest.raises(ValueError, match="the model's logits are not finite"):
+    with pytest.raises(ValueError, match="logits"):
         next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling())
 
 
@@ -178,7 +178,7 @@ def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> Non
                                      {"logit_bias": {0: 1e39}}, {"temperature": "hot"}, {"top_k": 2.5}, {"logit_bias": [0]},
                                      {"logit_bias": {"0": 1.0}}, {"banned": "ab"}, {"banned": 3}, {"banned": (1.5,)}], ids=str)
 def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"^{next(iter(options))} is .*; got "):
+    with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
         Sampling(**options)
 
 
@@ -195,5 +195,5 @@ def test_integers_of_numpy_are_integers() -> None:
 
 def test_ids_outside_the_vocabulary_are_one_sentence() -> None:
     for options in ({"banned": (7,)}, {"logit_bias": {-1: 1.0}}, {"banned": (0, 1, 2)}):
-        with pytest.raises(ValueError, match=f"^{next(iter(options))} is "):
+        with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
             Sampling(**options).check_ids(3)

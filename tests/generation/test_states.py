@@ -1,4 +1,4 @@
-"""Contexts in files: what comes back is what was saved, in the model that it belongs to and in no other."""
+"""Saved states: a file gives back what was saved, for its own model and tokenizer only."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import small_model
 
-from rwkv.generation.prefill import read
+from rwkv.generation.prefill import prefill
 from rwkv.generation.states import load_context, save_context
 from rwkv.model.quantized import to_int8
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
@@ -17,13 +17,13 @@ BYTES = ByteTokenizer()
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     model = small_model(vocab_size=256)
-    save_context(tmp_path / "state.safetensors", read(model, torch.tensor([[1, 2, 3]])), model, BYTES)
+    save_context(tmp_path / "state.safetensors", prefill(model, torch.tensor([[1, 2, 3]])), model, BYTES)
     return tmp_path / "state.safetensors"
 
 
 def test_a_context_comes_back_to_the_bit(saved: Path) -> None:
     model = small_model(vocab_size=256)
-    expected, found = read(model, torch.tensor([[1, 2, 3]])), load_context(saved, model, BYTES)
+    expected, found = prefill(model, torch.tensor([[1, 2, 3]])), load_context(saved, model, BYTES)
     assert torch.equal(found.logits, expected.logits)
     assert all(map(torch.equal, found.state, expected.state))
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
@@ -41,18 +41,18 @@ def test_the_hash_is_of_the_weights_whatever_their_dtype() -> None:
 
 
 def test_a_file_of_another_model_or_tokenizer_is_refused(saved: Path) -> None:
-    with pytest.raises(ValueError, match="was written with another model"):
+    with pytest.raises(ValueError, match=r"safetensors .*\bmodel\b"):
         load_context(saved, small_model(vocab_size=256, seed=1), BYTES)
-    with pytest.raises(ValueError, match="was written with another tokenizer"):
+    with pytest.raises(ValueError, match=r"safetensors .*\btokenizer\b"):
         load_context(saved, small_model(vocab_size=256), CharTokenizer("abc"))
 
 
 def test_a_missing_or_damaged_file_is_one_sentence(saved: Path) -> None:
     model = small_model(vocab_size=256)
-    with pytest.raises(ValueError, match="no state file at"):
+    with pytest.raises(ValueError, match="none"):
         load_context(saved.with_name("none"), model, BYTES)
     whole = saved.read_bytes()
     for damaged in (b"", whole[:100], whole[:-10], b"\0" * 100):
         saved.write_bytes(damaged)
-        with pytest.raises(ValueError, match="cannot be read as a state file"):
+        with pytest.raises(ValueError, match=r"state\.safetensors"):
             load_context(saved, model, BYTES)

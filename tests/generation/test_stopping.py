@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv.generation.stopping import StopStrings
+from rwkv.generation.stopping import StoppingCriteria, StopStrings
 
 TEXTS = st.text("abc", max_size=30)
 
@@ -45,10 +45,10 @@ def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
 
 
 def test_an_empty_stop_string_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="stop holds an empty string"):
-        StopStrings(["a", ""])
+    with pytest.raises(ValueError, match="stop"):
+        StoppingCriteria(stop=["a", ""])
 
 
 def test_one_string_is_not_several_stops_of_a_letter() -> None:
-    with pytest.raises(ValueError, match="stop is a list"):
-        StopStrings("abc")
+    with pytest.raises(ValueError, match="stop"):
+        StoppingCriteria(stop="abc")

@@ -1,8 +1,8 @@
 """make parity: our model under every kernel beside a float64 NumPy RWKV-4, PyPI's `rwkv` and transformers' RwkvForCausalLM.
 
-Random checkpoints of several shapes are written as files; every program reads them and answers with its logits at all
-positions, its state and a greedy continuation. The tables say how far the answers are apart; exit status 1 if a bound is
-broken, or if a weight that is off goes unnoticed. The peers run in .venv-peers, because their packages have the names of ours.
+Random checkpoints of several shapes are written as files; each program reads them and computes the logits at all positions,
+the state and a greedy continuation. The tables show the differences; exit status 1 if one exceeds its bound, or if a changed
+weight does not exceed it. The peers run in .venv-peers, because their packages have the names of ours.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from models import reasons
 from parity.cases import CASES, STATE, TO_FLOAT64, TO_PEER
-from parity.comparison import Answers, Cell, Row, files_apart, forms_apart, greedy_apart, logits_apart, state_apart, worst
-from parity.exchange import EXCHANGED, OFFICIAL, ask, versions, write_checkpoints
+from parity.comparison import Cell, Outputs, Row, files_apart, forms_apart, greedy_apart, logits_apart, state_apart, worst
+from parity.exchange import EXCHANGED, OFFICIAL, run_peer, versions, write_checkpoints
 from parity.ours import float64, ours
 from parity.report import Tables, as_json, passed, report
 
-Asked = dict[tuple[str, str, str], Answers]          # by case, program and file
+AllOutputs = dict[tuple[str, str, str], Outputs]        # by case, program and file
 PEERS = ("rwkv", "transformers")
 
 
@@ -37,42 +37,43 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(folder: Path) -> Tables:
-    """The rows by case and kernel, by file exchanged, and of checkpoints with one weight off."""
+    """The rows by case and kernel, by file exchanged, and of checkpoints with one weight changed."""
     write_checkpoints(folder)
-    asked: Asked = {(name, "float64", OFFICIAL): float64(case) for name, case in CASES.items()}
+    outputs: AllOutputs = {(name, "float64", OFFICIAL): float64(case) for name, case in CASES.items()}
     for peer in PEERS:
-        asked |= {(name, peer, file): answers for (name, file), answers in ask(peer, folder).items()}
-    asked |= {(name, "ours", file): ours(case, folder / name / file, "reference")
+        outputs |= {(name, peer, file): found for (name, file), found in run_peer(peer, folder).items()}
+    outputs |= {(name, "ours", file): ours(case, folder / name / file, "reference")
               for name, case in CASES.items() for file in (OFFICIAL, "theirs", "control.pth")}
-    return {"kernels": [row for name in CASES for row in by_kernel(folder, name, asked)],
-            "files": [exchanged(file, reader, asked) for file, reader in EXCHANGED.items()],
-            "control": [against_all((name, "reference"), asked[name, "ours", "control.pth"], name, asked) for name in CASES]}
+    return {"kernels": [row for name in CASES for row in by_kernel(folder, name, outputs)],
+            "files": [exchanged(file, reader, outputs) for file, reader in EXCHANGED.items()],
+            "control": [against_all((name, "reference"), outputs[name, "ours", "control.pth"], name, outputs)
+                        for name in CASES]}
 
 
-def by_kernel(folder: Path, name: str, asked: Asked) -> Iterator[Row]:
-    """Ours under every kernel that runs here; then how far the peers are from float64 themselves."""
+def by_kernel(folder: Path, name: str, outputs: AllOutputs) -> Iterator[Row]:
+    """Ours under every kernel that runs on this CPU, then the peers' own difference from float64."""
     for kernel in (kernel for kernel, reason in reasons().items() if reason is None):
-        answers = ours(CASES[name], folder / name / OFFICIAL, kernel)
-        row = against_all((name, kernel), answers, name, asked)
-        yield Row(row.labels, row.cells | forms_apart(answers))
+        found = ours(CASES[name], folder / name / OFFICIAL, kernel)
+        row = against_all((name, kernel), found, name, outputs)
+        yield Row(row.labels, row.cells | forms_apart(found))
     for peer in PEERS:
-        theirs, exact = asked[name, peer, OFFICIAL], asked[name, "float64", OFFICIAL]
+        theirs, exact = outputs[name, peer, OFFICIAL], outputs[name, "float64", OFFICIAL]
         yield Row((name, f"({peer})"), {"float64": Cell(logits_apart(theirs, exact), TO_PEER),
                                         "state": Cell(state_apart(theirs, exact), STATE)})
 
 
-def against_all(labels: tuple[str, ...], answers: Answers, name: str, asked: Asked) -> Row:
-    """The logits beside each of the three, the state and the greedy continuation beside all."""
-    others = {program: asked[name, program, OFFICIAL] for program in ("float64", *PEERS)}
-    logits = {program: Cell(logits_apart(answers, other), TO_FLOAT64 if program == "float64" else TO_PEER)
+def against_all(labels: tuple[str, ...], found: Outputs, name: str, outputs: AllOutputs) -> Row:
+    """The difference of the logits from each of the three, of the state and the greedy continuation from all."""
+    others = {program: outputs[name, program, OFFICIAL] for program in ("float64", *PEERS)}
+    logits = {program: Cell(logits_apart(found, other), TO_FLOAT64 if program == "float64" else TO_PEER)
               for program, other in others.items()}
-    state = Cell(max(state_apart(answers, other) for other in others.values()), STATE)
-    return Row(labels, logits | {"state": state, "greedy": greedy_apart(answers, *others.values())})
+    state = Cell(max(state_apart(found, other) for other in others.values()), STATE)
+    return Row(labels, logits | {"state": state, "greedy": greedy_apart(found, *others.values())})
 
 
-def exchanged(file: str, reader: str, asked: Asked) -> Row:
-    """What `reader` answers from a file that another program wrote, beside what it answers from the official one."""
-    rows = [Row((), files_apart(asked[name, reader, file], asked[name, reader, OFFICIAL])) for name in CASES]
+def exchanged(file: str, reader: str, outputs: AllOutputs) -> Row:
+    """The difference between `reader`'s outputs from a file that another program wrote and from the official one."""
+    rows = [Row((), files_apart(outputs[name, reader, file], outputs[name, reader, OFFICIAL])) for name in CASES]
     return worst((file, reader), rows)
 
 

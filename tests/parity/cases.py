@@ -1,4 +1,4 @@
-"""The checkpoints that the parity comparison is made on: random ones in which every parameter matters.
+"""The random checkpoints of the parity comparison, in which every parameter matters.
 
     B rows, T tokens, V vocabulary, C n_embd, A n_att, F n_ffn, L layers
 """
@@ -12,13 +12,13 @@ from numpy import ndarray
 from rwkv.config import ModelConfig
 
 B = 2
-GREEDY = 64                              # tokens of the continuation that all must agree on
+GREEDY = 64                              # tokens of the continuation, which must be the same for all
 # Bounds on the largest |difference|.
 TO_FLOAT64, TO_PEER, STATE = 1e-5, 2e-5, 1e-4
 
 
 class Case(NamedTuple):
-    """A model's sizes, how many tokens it reads, and the chunks that it reads them in the second time."""
+    """A model's sizes, the number of tokens it reads, and the chunks for reading them in chunks."""
 
     L: int
     C: int
@@ -61,7 +61,7 @@ def sizes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(case: Case, seed: int = 0) -> dict[str, ndarray]:
-    """float32 weights, none of them at a value where it does nothing, scaled for logits of a few units."""
+    """float32 weights, none at a value where it has no effect, scaled for logits of a few units."""
     rng = np.random.default_rng(seed)
     return {name: draw(rng, name, size).astype(np.float32) for name, size in sizes(case).items()}
 

@@ -1,4 +1,4 @@
-"""How far two models' answers are apart, as a table of cells, each with its bound.
+"""The differences between two models' outputs, as a table of cells, each with its bound.
 
 A difference is the largest |difference| over all rows, positions, channels and forms (whole, chunked, one by one).
 """
@@ -14,13 +14,13 @@ from parity.peers import FORMS
 
 from kernels.bench.text import aligned
 
-Answers = Mapping[str, ndarray]
+Outputs = Mapping[str, ndarray]
 PARTS = ("att_x", "a/b", "p + log b", "ffn_x")       # of a state
 
 
 @dataclass
 class Cell:
-    """A difference and what it may be at most; a value that is not a number is out of bounds."""
+    """A difference and its bound; NaN is out of bounds."""
 
     value: float
     bound: float
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """One line of the table: what was compared, and how far it was off."""
+    """One line of the table: what was compared, and the differences."""
 
     labels: tuple[str, ...]
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -57,29 +57,29 @@ def difference(one: ndarray, other: ndarray) -> float:
     return float(np.abs(one.astype(np.float64) - other).max())
 
 
-def logits_apart(found: Answers, expected: Answers) -> float:
+def logits_apart(found: Outputs, expected: Outputs) -> float:
     """Every form of `found` against `expected` read whole."""
     return max(difference(found[f"{form}: logits"], expected["whole: logits"]) for form in FORMS)
 
 
-def state_apart(found: Answers, expected: Answers) -> float:
+def state_apart(found: Outputs, expected: Outputs) -> float:
     return max(difference(found[f"{form}: {part}"], expected[f"whole: {part}"]) for form in FORMS for part in PARTS)
 
 
-def forms_apart(found: Answers) -> dict[str, Cell]:
+def forms_apart(found: Outputs) -> dict[str, Cell]:
     """A model against itself: chunked and one by one against whole."""
     return {"forms": Cell(logits_apart(found, found), TO_FLOAT64), "forms, state": Cell(state_apart(found, found), STATE)}
 
 
-def files_apart(found: Answers, expected: Answers) -> dict[str, Cell]:
-    """A program's answers from two files, form by form: the same weights give the same numbers."""
+def files_apart(found: Outputs, expected: Outputs) -> dict[str, Cell]:
+    """The differences, form by form, between a program's outputs from two files of the same weights."""
     apart = {name: difference(found[name], expected[name]) for name in expected if name != "greedy"}
     logits = max(value for name, value in apart.items() if name.endswith("logits"))
     return {"logits": Cell(logits, TO_PEER), "state": Cell(max(apart.values()), STATE), "greedy": greedy_apart(found, expected)}
 
 
-def greedy_apart(found: Answers, *others: Answers) -> Cell:
-    """In how many of the continuation's tokens `found` differs from any of the others."""
+def greedy_apart(found: Outputs, *others: Outputs) -> Cell:
+    """The number of tokens of the continuation in which `found` differs from the others, summed over them."""
     return Cell(float(sum((found["greedy"] != other["greedy"]).sum() for other in others)), 0)
 
 
@@ -91,7 +91,7 @@ def table(heads: tuple[str, ...], rows: list[Row]) -> str:
 
 
 def worst(labels: tuple[str, ...], rows: list[Row]) -> Row:
-    """One row for many: the largest difference of each column."""
+    """One row for `rows`: the largest difference of each column."""
     columns = dict.fromkeys(name for row in rows for name in row.cells)
     cells = {name: [row.cells[name] for row in rows if name in row.cells] for name in columns}
     return Row(labels, {name: max(found, key=lambda cell: (not cell.ok, cell.value)) for name, found in cells.items()})

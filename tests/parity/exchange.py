@@ -1,7 +1,7 @@
-"""Checkpoints as files, and what each program answers that reads them.
+"""Checkpoints as files, and the outputs of each program that reads them.
 
 For each case one folder: official.pth, RWKV-LM's layout, written by torch.save alone; control.pth, the same with one weight
-slightly off; ours.pth and ours/, written by save_pretrained; theirs/, written by transformers.
+slightly changed; ours.pth and ours/, written by save_pretrained; theirs/, written by transformers.
 """
 
 import json
@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from parity import peers
 from parity.cases import CASES, GREEDY, Case, random_tokens, random_weights
-from parity.comparison import Answers
+from parity.comparison import Outputs
 
 from rwkv.pretrained import RWKV
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 OFFICIAL = "official.pth"
-EXCHANGED = {"ours.pth": "rwkv", "ours": "transformers", "theirs": "ours"}       # and who reads it
+EXCHANGED = {"ours.pth": "rwkv", "ours": "transformers", "theirs": "ours"}       # and its reader
 PACKAGES = ("torch", "numpy", "rwkv", "transformers")
 # Read by the peers alone: no compilation, no network, no progress bars.
 ENVIRONMENT = {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-CONTROL, OFF = "blocks.0.att.value.weight", 1e-3         # the weight that is off in control.pth, and by how much
+CONTROL, OFF = "blocks.0.att.value.weight", 1e-3         # the weight changed in control.pth, and by how much
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -41,8 +41,8 @@ def write_checkpoints(folder: Path) -> None:
         np.save(folder / name / "tokens.npy", random_tokens(case))
 
 
-def ask(peer: str, folder: Path) -> dict[tuple[str, str], Answers]:
-    """What `peer` answers, by case and file. Writes theirs/ in passing where it is transformers."""
+def run_peer(peer: str, folder: Path) -> dict[tuple[str, str], Outputs]:
+    """The outputs of `peer`, by case and file. transformers also writes theirs/."""
     jobs = [job(peer, folder / name, case, file) for name, case in CASES.items() for file in reads(peer)]
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     in_peers_environment(peers.__file__, peer, "jobs.json", cwd=folder)
@@ -56,11 +56,11 @@ def reads(peer: str) -> list[str]:
 def job(peer: str, folder: Path, case: Case, file: str) -> dict[str, Any]:
     saves = {"save": str(folder / "theirs")} if (peer, file) == ("transformers", OFFICIAL) else {}
     return saves | {"model": str(folder / file), "tokens": str(folder / "tokens.npy"), "chunks": case.chunks,
-                    "greedy": GREEDY, "answers": str(folder / f"{peer} {file}.npz")}
+                    "greedy": GREEDY, "outputs": str(folder / f"{peer} {file}.npz")}
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed in the peers' environment."""
+    """The versions of PACKAGES in the peers' environment."""
     program = f"import importlib.metadata as m, json; print(json.dumps({{name: m.version(name) for name in {PACKAGES}}}))"
     return json.loads(in_peers_environment("-c", program))
 

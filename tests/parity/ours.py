@@ -1,4 +1,4 @@
-"""Our model and the float64 one, asked what the peers are asked."""
+"""The outputs of our model and of the float64 one, in the form of the peers' outputs."""
 
 from pathlib import Path
 
@@ -7,14 +7,14 @@ import torch
 from numpy import ndarray
 from numpy_rwkv4 import LayerState, NumpyRWKV4
 from parity.cases import GREEDY, Case, random_tokens, random_weights
-from parity.peers import answers, state_values
+from parity.peers import outputs, state_values
 
 from rwkv.model.rwkv4 import State
 from rwkv.pretrained import RWKV
 
 
 def ours(case: Case, path: Path, kernel: str) -> dict[str, ndarray]:
-    """What the checkpoint at `path` answers under `kernel`."""
+    """The outputs from the checkpoint at `path` under `kernel`."""
     model = RWKV.from_pretrained(path, kernel)
 
     def forward(tokens: ndarray, state: State | None) -> tuple[ndarray, State]:
@@ -22,7 +22,7 @@ def ours(case: Case, path: Path, kernel: str) -> dict[str, ndarray]:
             logits, state = model(torch.tensor(tokens), state)
         return logits.numpy(), state
 
-    return answers(forward, of_ours, random_tokens(case), list(case.chunks), GREEDY)
+    return outputs(forward, of_ours, random_tokens(case), list(case.chunks), GREEDY)
 
 
 def of_ours(state: State) -> dict[str, ndarray]:
@@ -30,8 +30,8 @@ def of_ours(state: State) -> dict[str, ndarray]:
 
 
 def float64(case: Case) -> dict[str, ndarray]:
-    """What NumPy answers in float64 for the same weights."""
-    return answers(NumpyRWKV4(random_weights(case)), of_numpy, random_tokens(case), list(case.chunks), GREEDY)
+    """NumPy's outputs in float64 for the same weights."""
+    return outputs(NumpyRWKV4(random_weights(case)), of_numpy, random_tokens(case), list(case.chunks), GREEDY)
 
 
 def of_numpy(state: list[LayerState]) -> dict[str, ndarray]:

@@ -1,8 +1,8 @@
-"""What every model is asked, and the two peers that run in an environment of their own: PyPI's `rwkv` and transformers.
+"""The outputs that are compared, and the two peers, which run in an environment of their own: PyPI's `rwkv` and transformers.
 
     python -I peers.py rwkv|transformers JOBS.json
 
-A job names a model (an official .pth, or for transformers also a directory), its tokens (.npy), the file for its answers
+A job names a model (an official .pth, or for transformers also a directory), its tokens (.npy), the file for its outputs
 (.npz), and for transformers a directory to save itself to. This file imports nothing of ours: there, `rwkv` is another package.
 """
 
@@ -24,11 +24,11 @@ RENAMED = (("emb.", "rwkv.embeddings."), ("blocks.", "rwkv.blocks."), ("ln_out."
            ("time_mix_v", "time_mix_value"), ("time_mix_r", "time_mix_receptance"))
 
 
-def answers(forward: Forward, values: Callable[[Any], dict[str, ndarray]], tokens: ndarray, chunks: list[int],
+def outputs(forward: Forward, values: Callable[[Any], dict[str, ndarray]], tokens: ndarray, chunks: list[int],
             n_greedy: int) -> dict[str, ndarray]:
     """The logits (B,T,V) and the state after reading `tokens` (B,T) in each form, and a greedy continuation (B,n_greedy).
 
-    forward(tokens (B,t), state or None) -> (logits (B,t,V), state); values(state) -> what all forms of one state share.
+    forward(tokens (B,t), state or None) -> (logits (B,t,V), state); values(state) -> its parts in the form of `state_values`.
     """
     found = {}
     for form, lengths in zip(FORMS, ([tokens.shape[1]], chunks, [1] * tokens.shape[1]), strict=True):
@@ -55,18 +55,18 @@ def greedy(forward: Forward, logits: ndarray, state: Any, n: int) -> ndarray:
 
 
 def state_values(att_x: ndarray, a: ndarray, b: ndarray, p: ndarray, ffn_x: ndarray) -> dict[str, ndarray]:
-    """(a, b, p) has many forms, a/b and p + log b one."""
+    """The parts of a state to compare: many (a, b, p) are the same state, a/b and p + log b are unique."""
     return {"att_x": att_x, "a/b": a / b, "p + log b": p + np.log(b), "ffn_x": ffn_x}
 
 
 class RwkvPackage:
     """PyPI's `rwkv`: one row at a time; its state is a list of att_x, a, b, p, ffn_x for each layer, which it changes.
 
-    With n_att != n_embd it reads token by token here: for several it keeps n_att numbers where there is room for n_embd.
+    With n_att != n_embd it reads token by token here: its code for several tokens stores n_att numbers in n_embd places.
     """
 
     def __init__(self, path: Path) -> None:
-        from rwkv.pretrained import RWKV
+        from rwkv.model import RWKV  # the package's, not ours
 
         self.model = RWKV(model=str(path), strategy="cpu fp32", verbose=False)
 
@@ -129,7 +129,7 @@ def renamed(name: str) -> str:
 
 
 def by_rows(peer: Any) -> tuple[Forward, Callable[[Any], dict[str, ndarray]]]:
-    """`answers`' forward and values for a model that reads one row: the state of several is a list."""
+    """`outputs`' forward and values for a model that reads one row: the state of several is a list."""
     def forward(tokens: ndarray, states: list[Any] | None) -> tuple[ndarray, list[Any]]:
         read = [peer.row(row, state) for row, state in zip(tokens, states or [None] * len(tokens), strict=True)]
         return np.stack([logits for logits, _ in read]), [state for _, state in read]
@@ -144,7 +144,7 @@ def work(peer: type, job: dict[str, Any]) -> None:
     model = peer(Path(job["model"]))
     if "save" in job:
         model.model.save_pretrained(job["save"])
-    np.savez(job["answers"], **answers(*by_rows(model), np.load(job["tokens"]), job["chunks"], job["greedy"]))
+    np.savez(job["outputs"], **outputs(*by_rows(model), np.load(job["tokens"]), job["chunks"], job["greedy"]))
 
 
 if __name__ == "__main__":

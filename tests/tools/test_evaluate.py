@@ -6,25 +6,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from models import small_model
+from programs import Run, one_sentence
 
-from rwkv import cli, evaluation
-from rwkv.config import EvaluateConfig
+from rwkv import evaluation
 from rwkv.data.sources import files
+from rwkv.errors import UserError
 from rwkv.evaluation import LastWord, count_tokens, read_last_words, read_text, score_last_words, score_text
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
-from rwkv.tools import evaluate
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "def main(self):\n    return 'naïve café', \"你好, 世界\"  # 😀\n" * 3
 SPACED = CharTokenizer("ab ")
-Run = Callable[..., tuple[int, str, str]]
+EVALUATED = ("checkpoint=model.ckpt", "kernel=conv1d")
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +36,11 @@ def words_model() -> RWKV:
     return small_model("conv1d", SPACED.vocab_size, seed=3)
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """run("data.path=FILE", ...) -> exit status, standard output, standard error, beside model.ckpt and text.txt."""
-    monkeypatch.chdir(tmp_path)
-    small_model("conv1d", SPACED.vocab_size).save_pretrained("model.ckpt", SPACED)
-    Path("text.txt").write_text("ab ba aabb " * 9)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=model.ckpt", "kernel=conv1d", *arguments])
-        status = 0
-        try:
-            cli.run(evaluate.main, EvaluateConfig, "evaluate")
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return call
+@pytest.fixture(autouse=True)
+def checkpoint(tmp_path: Path) -> None:
+    """Files for `run`, which starts programs in tmp_path."""
+    small_model("conv1d", SPACED.vocab_size).save_pretrained(tmp_path / "model.ckpt", SPACED)
+    (tmp_path / "text.txt").write_text("ab ba aabb " * 9)
 
 
 def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
@@ -74,7 +61,7 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(files, "CHUNK", 13)
-    monkeypatch.setattr(evaluation, "LOGITS", 1000)
+    monkeypatch.setattr(evaluation, "MAX_LOGITS", 1000)
     expected = nats(model, [0], tokenizer.encode(TEXT))
     scores = list(score_text(model, tokenizer, path, [0], chunk_len))
     assert sum(tokens for tokens, _ in scores) == count_tokens(tokenizer, path) == len(expected)
@@ -90,7 +77,7 @@ def test_what_stands_before_a_text_is_not_predicted(model: RWKV, tmp_path: Path)
 
 
 def test_the_result_is_one_line_of_json(run: Run) -> None:
-    status, output, error = run("data.path=text.txt", "out=a,b=c.json", "chunk_len=10")
+    status, output, error = run("evaluate", *EVALUATED, "data.path=text.txt", "out=a,b=c.json", "chunk_len=10")
     result = json.loads(output.splitlines()[-1])
     assert (status, json.loads(Path("a,b=c.json").read_text())) == (0, result)
     assert "loss " in error
@@ -98,16 +85,17 @@ def test_the_result_is_one_line_of_json(run: Run) -> None:
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
     assert {key: result[key] for key in ("task", "tokens", "bytes", "tokenizer_hash", "kernel")} == {
         "task": "text", "tokens": 99, "bytes": 99, "tokenizer_hash": SPACED.hash, "kernel": "conv1d"}
-    again = json.loads(run("data.path=text.txt", "kernel=reference")[1])
+    again = json.loads(run("evaluate", *EVALUATED, "data.path=text.txt", "kernel=reference")[1])
     assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_full_disk_costs_the_file_and_not_the_result(run: Run) -> None:
-    status, output, error = run("data.path=text.txt", "out=/dev/full")
+    status, output, error = run("evaluate", *EVALUATED, "data.path=text.txt", "out=/dev/full")
     assert status == 2
     assert json.loads(output)["tokens"] == 99
-    assert "error: cannot write out=/dev/full: No space left on device" in error
+    assert "error: " in error
+    assert "out=/dev/full" in error
     assert "Traceback" not in error
 
 
@@ -126,7 +114,7 @@ def test_a_model_that_has_diverged_is_said(run: Run) -> None:
     with torch.no_grad():
         broken.head.weight.fill_(3e38)
     broken.save_pretrained("model.ckpt", SPACED)
-    status, output, error = run("data.path=text.txt")
+    status, output, error = run("evaluate", *EVALUATED, "data.path=text.txt")
     assert (status, output) == (2, "")
     assert "not finite" in error
 
@@ -177,15 +165,16 @@ def test_a_word_that_the_model_would_write_is_right(words_model: RWKV) -> None:
 
 def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
     write_texts(tmp_path / "texts.jsonl", [*TEXTS, "a b  \n"])
-    status, output, error = run("data.path=texts.jsonl")
+    status, output, error = run("evaluate", *EVALUATED, "data.path=texts.jsonl")
     result = json.loads(output)
     assert status == 0
     assert (result["task"], result["words"]) == ("last_word", len(TEXTS) + 1)
     assert 0 <= result["accuracy"] <= 1 < result["perplexity"]
     assert "accuracy " in error
     write_texts(tmp_path / "texts.jsonl", [*TEXTS, "a b"])
-    assert json.loads(run("data.path=texts.jsonl")[1])["perplexity"] == pytest.approx(result["perplexity"]), "spaces at the end"
-    shifted = json.loads(run("data.path=texts.jsonl", "start=ab a")[1])
+    stripped = json.loads(run("evaluate", *EVALUATED, "data.path=texts.jsonl")[1])
+    assert stripped["perplexity"] == pytest.approx(result["perplexity"]), "spaces at the end"
+    shifted = json.loads(run("evaluate", *EVALUATED, "data.path=texts.jsonl", "start=ab a")[1])
     assert shifted["perplexity"] != pytest.approx(result["perplexity"])
 
 
@@ -193,60 +182,56 @@ def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
 
 GOOD = b'{"text": "a b"}\n'
 WRONG_TEXTS = {
-    "empty": (b"", "data.path=.*x.txt is empty"),
-    "not UTF-8": (b"ab\xffab", "x.txt is not UTF-8: its byte 2 is 0xff"),
-    "cut": ("abé".encode()[:-1], "x.txt is not UTF-8: its byte 2 is 0xc3"),
-    "foreign": (b"ab zebra", "'e', 'r', 'z': not among the 3 characters"),
+    "empty": (b"", r"x\.txt"),
+    "not UTF-8": (b"ab\xffab", r"x\.txt.*byte 2.*0xff"),
+    "cut": ("abé".encode()[:-1], r"x\.txt.*byte 2.*0xc3"),
+    "foreign": (b"ab zebra", "'e', 'r', 'z'"),
 }
 WRONG_LINES = {
-    "no texts": (b"\n\n", "x.jsonl is empty"),
-    "not JSON": (GOOD * 2 + b"{text: a}\n", "line 3 of data.path=.*x.jsonl is not JSON"),
-    "no text": (GOOD + b'\n{"txt": "a b"}', "line 3 of data.path=.*x.jsonl"),
-    "a list": (b'["a b"]', "line 1 of data.path="),
-    "a number": (b'{"text": 3}', "line 1 of data.path="),
-    "bad bytes": (GOOD + b'{"text": "a \xff"}', "line 2 of data.path="),
-    "nested": (b"[" * 99999, "line 1 of data.path="),
-    "one word": (GOOD + b'{"text": "ab"}', "line 2 of .* has no word before its last one"),
-    "spaces": (b'{"text": "  "}', "line 1 of .* has no word before its last one"),
-    "foreign": (GOOD + b'{"text": "a z"}', "line 2 of .*: 'z': not among the 3 characters"),
+    "no texts": (b"\n\n", r"x\.jsonl"),
+    "not JSON": (GOOD * 2 + b"{text: a}\n", r"line 3 .*x\.jsonl"),
+    "no text": (GOOD + b'\n{"txt": "a b"}', r"line 3 .*x\.jsonl"),
+    "a list": (b'["a b"]', "line 1 "),
+    "a number": (b'{"text": 3}', "line 1 "),
+    "bad bytes": (GOOD + b'{"text": "a \xff"}', "line 2 "),
+    "nested": (b"[" * 99999, "line 1 "),
+    "one word": (GOOD + b'{"text": "ab"}', "line 2 "),
+    "spaces": (b'{"text": "  "}', "line 1 "),
+    "foreign": (GOOD + b'{"text": "a z"}', "line 2 .*'z'"),
 }
 
 
-@pytest.mark.parametrize(("content", "said"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
-def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+@pytest.mark.parametrize(("content", "named"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "x.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=named):
         count_tokens(SPACED, tmp_path / "x.txt")
 
 
-@pytest.mark.parametrize(("content", "said"), WRONG_LINES.values(), ids=WRONG_LINES)
-def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, said: str) -> None:
+@pytest.mark.parametrize(("content", "named"), WRONG_LINES.values(), ids=WRONG_LINES)
+def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=named):
         read_last_words(SPACED, tmp_path / "x.jsonl", [0])
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ((), "give data.path=FILE"),
-    (("data.path=absent.txt",), "cannot read data.path=absent.txt: No such file"),
-    (("data.path=absent.jsonl",), "cannot read data.path=absent.jsonl: No such file"),
-    (("data.path=.",), "data.path=. is not a file"),
-    (("data.path=text.txt", "out=absent/x.json"), "there is no folder absent"),
-    (("data.path=text.txt", "chunk_len=0"), "chunk_len is at least 1; got 0"),
-    (("path=text.txt",), "unknown option path; did you mean data.path?"),
-    (("data.path=text.txt", "tokenizer=byte"), "tokenizer=byte is not the tokenizer that model.ckpt was trained with"),
+@pytest.mark.parametrize(("arguments", "named"), [
+    ((), "data.path"),
+    (("data.path=absent.txt",), "data.path=absent.txt"),
+    (("data.path=absent.jsonl",), "data.path=absent.jsonl"),
+    (("data.path=.",), "data.path=."),
+    (("data.path=text.txt", "out=absent/x.json"), "absent"),
+    (("data.path=text.txt", "chunk_len=0"), "chunk_len"),
+    (("path=text.txt",), "data.path"),
+    (("data.path=text.txt", "tokenizer=byte"), "tokenizer=byte"),
 ])
-def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], said: str) -> None:
-    status, output, error = run(*arguments)
-    assert (status, output) == (2, "")
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert said in error
+def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
+    one_sentence(run("evaluate", *EVALUATED, *arguments), named)
 
 
 def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: Run) -> None:
     Path("x.txt").write_text("a")
-    result = json.loads(run("data.path=x.txt")[1])
+    result = json.loads(run("evaluate", *EVALUATED, "data.path=x.txt")[1])
     assert (result["tokens"], result["bytes"]) == (1, 1)
     assert result["loss"] == pytest.approx(nats(small_model("conv1d", SPACED.vocab_size), [0], SPACED.encode("a"))[0], rel=1e-5)
 
@@ -262,6 +247,7 @@ def hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.programs
 def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
     small_model("conv1d", 256).save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
     (tmp_path / "text.txt").write_text("some text " * 100_000)
