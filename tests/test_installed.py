@@ -34,7 +34,8 @@ def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a network, from a copy: setuptools writes into its source."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    listed = subprocess.run(["git", "ls-files", "kernels", "rwkv", "configs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["git", "ls-files", "kernels", "rwkv", "configs"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in (*listed.stdout.split(), "pyproject.toml", "README.md", "LICENSE", "train.py", "generate.py"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())

@@ -230,7 +230,7 @@ def _from_plain(plain: dict[str, Any]) -> TrainConfig:
     values: dict[str, Any] = {}
     for name, value in plain.items():
         group: Any = type(getattr(defaults, name))
-        if is_dataclass(group):
+        if is_dataclass(getattr(defaults, name)):
             value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})
         values[name] = value
     return TrainConfig(**values)
