@@ -1,4 +1,4 @@
-"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), against the tests of test_wkv4.py and test_conformance.py."""
+"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), against the properties of every scan."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -49,7 +49,8 @@ def test_the_first_step_is_its_own_v(scan: WKV, first: float) -> None:
     properties.test_finite_at_extreme_parameters, properties.test_y_lies_between_the_smallest_and_the_largest_v,
     properties.test_range_of_the_convolution_form, properties.test_whole_is_chunks_is_steps,
     properties.test_a_k_of_minus_infinity_weighs_nothing,
-    properties.test_one_state_has_many_forms, properties.test_a_state_is_left_as_it_was, properties.test_causality_within_a_block], ids=lambda test: test.__name__)
+    properties.test_one_state_has_many_forms, properties.test_a_state_is_left_as_it_was,
+    properties.test_causality_within_a_block], ids=lambda test: test.__name__)
 def test_properties(scan: WKV, test: Callable[[WKV, str], None]) -> None:
     test(scan, "cpu")
 
