@@ -1,10 +1,11 @@
-"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), is held to the tests of test_wkv4.py."""
+"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), against the properties of every scan."""
 
 import math
 from collections.abc import Callable, Iterator
 
 import pytest
-import test_wkv4 as conformance
+import test_conformance as conformance
+import test_wkv4 as properties
 import torch
 from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
 
@@ -30,47 +31,55 @@ def test_output_state_and_gradients(scan: WKV, shape: tuple[int, int, int], spre
     k_spread = (cases.SPREADS | cases.WIDE_SPREADS)[spread]
     time_decay, time_first, k, v, state = cases.inputs(*shape, k_spread, with_state)
     inputs = time_decay, time_first, k, v, state if with_state else None
-    found = errors(cases.results(scan, inputs), conformance.reference(inputs))
+    found = errors(cases.results(scan, inputs), properties.reference(inputs))
     assert max(found.values()) <= ALLOWED[spread], found
 
 
 @pytest.mark.parametrize("of", ["y", "state"])
 def test_gradients_of_each_output_alone(scan: WKV, of: str) -> None:
-    conformance.test_gradients_of_each_output_alone(scan, of, "cpu")
+    properties.test_gradients_of_each_output_alone(scan, of, "cpu")
 
 
 @pytest.mark.parametrize("first", [0.0, -200.0])
 def test_the_first_step_is_its_own_v(scan: WKV, first: float) -> None:
-    conformance.test_the_first_step_is_its_own_v(scan, first, "cpu")
+    properties.test_the_first_step_is_its_own_v(scan, first, "cpu")
 
 
 @pytest.mark.parametrize("test", [
-    conformance.test_finite_at_extreme_parameters, conformance.test_y_lies_between_the_smallest_and_the_largest_v,
-    conformance.test_range_of_the_convolution_form, conformance.test_whole_is_chunks_is_steps,
-    conformance.test_a_k_of_minus_infinity_weighs_nothing,
-    conformance.test_one_state_has_many_forms, conformance.test_a_state_is_left_as_it_was, conformance.test_causality,
-    conformance.test_the_same_bits_twice, conformance.test_strided_inputs], ids=lambda test: test.__name__)
-def test_conforms(scan: WKV, test: Callable[[WKV, str], None]) -> None:
+    properties.test_finite_at_extreme_parameters, properties.test_y_lies_between_the_smallest_and_the_largest_v,
+    properties.test_range_of_the_convolution_form, properties.test_whole_is_chunks_is_steps,
+    properties.test_a_k_of_minus_infinity_weighs_nothing,
+    properties.test_one_state_has_many_forms, properties.test_a_state_is_left_as_it_was,
+    properties.test_causality_within_a_block], ids=lambda test: test.__name__)
+def test_properties(scan: WKV, test: Callable[[WKV, str], None]) -> None:
     test(scan, "cpu")
+
+
+@pytest.mark.parametrize("test", [
+    conformance.test_causality, conformance.test_the_same_bits_twice, conformance.test_strided_inputs,
+    conformance.test_dtypes_are_those_of_the_inputs], ids=lambda test: test.__name__)
+def test_conforms(scan: WKV, test: Callable[[tuple[object, WKV], str], None]) -> None:
+    test((conformance.ADAPTERS["wkv4"], scan), "cpu")
 
 
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_shows_from_its_step_on(scan: WKV, where: str, value: float) -> None:
-    conformance.test_what_is_not_finite_shows_from_its_step_on(scan, where, value, "cpu")
+    properties.test_what_is_not_finite_shows_from_its_step_on(scan, where, value, "cpu")
 
 
 def test_finite_at_any_spread(scan: WKV) -> None:
-    conformance.test_finite_at_any_spread(scan, "+-1e7", "cpu")
+    properties.test_finite_at_any_spread(scan, "+-1e7", "cpu")
 
 
-def test_half_precision_in_and_out(scan: WKV) -> None:
-    conformance.test_half_precision_in_and_out(scan, torch.bfloat16, "cpu")
+def test_half_precision(scan: WKV) -> None:
+    of = conformance.ADAPTERS["wkv4"]
+    assert not conformance.wrong(of, scan, of.inputs((3, 63, 4), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
 def test_a_slow_decay_over_many_chunks(scan: WKV) -> None:
     """The decay of one step, rounded to float32 and raised to the 3000th power, would be off by 1e-4."""
     _, time_first, k, v, state = cases.inputs(1, 3000, 2)
     inputs = torch.full((2,), -9.0), time_first, k, v, state
-    found = errors(cases.results(scan, inputs), conformance.reference(inputs))
+    found = errors(cases.results(scan, inputs), properties.reference(inputs))
     assert max(found.values()) <= 5e-6, found
