@@ -223,9 +223,9 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         mounts: tuple[str, ...]
         if controllers == "":
-            mounts, files = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), CGROUP_V2
+            mounts, files = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], CGROUP_V2
         elif "memory" in controllers.split(","):
-            mounts, files = ("sys/fs/cgroup/memory",), CGROUP_V1
+            mounts, files = ["sys/fs/cgroup/memory"], CGROUP_V1
         else:
             continue
         for mount in (root / mount for mount in mounts):

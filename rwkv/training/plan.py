@@ -61,8 +61,7 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
     yield "model", (f"{task.model.generation.NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
-        yield "weights", (f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser begins "
-                          "anew")
+        yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads of each {torch.get_num_threads()}', *threads.settings()])}")
     yield from _memory(config, V, device, used)
@@ -113,9 +112,7 @@ def _duration(config: TrainConfig, steps: int, device: torch.device, task: Langu
 
 
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
-    """The time of forward and backward passes of an optimiser step, from one batch; it compiles the kernels and changes
-    nothing.
-    """
+    """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing."""
     x = torch.zeros(config.data.batch_size // world_size(), config.model.ctx_len, dtype=torch.long, device=device)
     dtype = dtype_for(config.trainer.precision)
     task.to(device)

@@ -229,8 +229,9 @@ def _from_plain(plain: dict[str, Any]) -> TrainConfig:
     defaults = TrainConfig()
     values: dict[str, Any] = {}
     for name, value in plain.items():
-        group: Any = type(getattr(defaults, name))
-        if is_dataclass(getattr(defaults, name)):
+        default = getattr(defaults, name)
+        if is_dataclass(default):
+            group: Any = type(default)
             value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})
         values[name] = value
     return TrainConfig(**values)

@@ -61,9 +61,7 @@ class LanguageModel(lightning.LightningModule):
         return self._head_loss(self.model.forward_features(x), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
-        """The loss of a batch, weighted so that the mean over the processes and accumulated batches of a step is the mean
-        over all its targets that count.
-        """
+        """The batch's loss, weighted: its mean over a step's processes and batches is that over all targets that count."""
         hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)

@@ -119,7 +119,7 @@ def test_what_will_happen_is_said_before_and_the_result_after(whole: Done) -> No
                  "200 steps of 64 tokens: 12,800 tokens, about 0.", "minutes", "val/loss", "val/bpb", "gzip -9",
                  "python generate.py checkpoint=whole prompt="):
         assert said in whole.error
-    assert re.search(r"median [\d.]+ ms a step of 64 tokens, of which the matrix products alone take \d+%\n", whole.error)
+    assert re.search(r"median [\d.]+ ms a step of 64 tokens", whole.error)
     assert "Warning" not in whole.error
 
 
