@@ -96,8 +96,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     stopping = stopping_from(config)
     sampling = sampling_from(config)
     jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]
-    json_file = Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext()
-    with json_file as out, Interrupt() as interrupt:
+    with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out, Interrupt() as interrupt):
         for first in range(0, len(jobs), config.batch_size):
             batch, seeds = zip(*jobs[first:first + config.batch_size], strict=True)
             started = time.perf_counter()
