@@ -20,8 +20,8 @@ ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 READS_ENVIRONMENT = ROOT / "kernels" / "backends" / "threads.py"       # sets what libgomp reads, unless the user has set it
 
 # Each part of rwkv/ and the height of its floor: a part imports parts below it, and others on its own floor without a circle.
-FLOORS = {"__main__": 6, "tools": 5, "training": 4, "__init__": 3, "report": 3, "generation": 3, "evaluation": 3, "pretrained": 2,
-          "cli": 2, "checkpoint": 1, "data": 1, "tokenizer": 1, "model": 1, "help": 1, "config": 0, "io": 0, "errors": 0,
+FLOORS = {"__main__": 6, "tools": 5, "training": 4, "__init__": 3, "report": 3, "generation": 3, "evaluation": 3,
+          "pretrained": 2, "cli": 2, "checkpoint": 1, "data": 1, "tokenizer": 1, "model": 1, "help": 1, "config": 0, "io": 0, "errors": 0,
           "distributed": 0}
 
 OPERATORS = "|".join(operators())
@@ -53,7 +53,8 @@ RULES = (
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"rwkv\.model\b.*", r"kernels\.select"),                # the model is given its operator
-    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate))", r"torch|lightning|hydra|numpy", at_import_only=True),
+    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate))", r"torch|lightning|hydra|numpy",
+         at_import_only=True),
 )
 
 
