@@ -1,7 +1,7 @@
 """How well a checkpoint predicts a file: its loss, or the accuracy of last words.
 
   python -m rwkv.tools.evaluate data.path=FILE.txt
-  python -m rwkv.tools.evaluate checkpoint=FILE.pth tokenizer=world data.path=FILE.txt
+  python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word of
