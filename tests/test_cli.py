@@ -207,6 +207,7 @@ def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str,
 HEAVY = ("torch", "lightning", "hydra", "wandb", "taichi")
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("program", "argument", "status", "heavy"), [
     ("train", "kernel=nope", 2, HEAVY), ("train", "optim.lrr=1", 2, HEAVY), ("generate", "kernel=nope", 2, HEAVY),
     ("train", "model.n_layer=two", 2, ("torch", "lightning")), ("train", "--help", 0, ("torch", "lightning")),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_runs import ENVIRONMENT, SMALL, TEXT
 
-from rwkv.__main__ import COMMANDS
+from rwkv.tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +25,7 @@ def test_every_folder_of_the_product_is_a_package() -> None:
 
 @pytest.mark.parametrize(("arguments", "status"), [((), 0), (("--help",), 0), (("nope",), 2)])
 def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int) -> None:
-    done = subprocess.run([sys.executable, "-m", "rwkv", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "rwkv.tools", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == status
     assert all(name in done.stdout + done.stderr for name in COMMANDS)
 
@@ -34,9 +34,9 @@ def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built without a network, from a copy: setuptools writes into its source."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    command = ["git", "ls-files", "kernels", "rwkv", "configs"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in (*listed.stdout.split(), "pyproject.toml", "README.md", "LICENSE", "train.py", "generate.py"):
+    listed = subprocess.run(["git", "ls-files", "kernels", "rwkv", "configs", "*.py", "pyproject.toml", "README.md", "LICENSE"],
+                            cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in listed:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index",

@@ -20,10 +20,9 @@ ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 READS_ENVIRONMENT = ROOT / "kernels" / "backends" / "threads.py"       # sets what libgomp reads, unless the user has set it
 
 # Each part of rwkv/ and its floor: a part imports parts below it, and others on its own floor without a circle.
-FLOORS = {"__main__": 6, "tools": 5, "training": 4, "__init__": 3, "report": 3, "generation": 3, "evaluation": 3,
-          "pretrained": 2, "cli": 2, "checkpoint": 1, "data": 1, "tokenizer": 1, "model": 1, "help": 1, "config": 0, "io": 0,
-          "errors": 0,
-          "distributed": 0}
+FLOORS = {"tools": 5, "training": 4, "__init__": 3, "report": 3, "generation": 3, "evaluation": 3,
+          "pretrained": 2, "cli": 2, "checkpoint": 1, "data": 1, "tokenizer": 1, "model": 1, "help": 1,
+          "config": 0, "io": 0, "errors": 0, "distributed": 0}
 
 OPERATORS = "|".join(operators())
 IMPLEMENTATIONS = "|".join(rf"kernels\.{op}\.({'|'.join(names(op))})" for op in operators())

@@ -41,7 +41,8 @@ class Softmax(Operator):
     def _forward(self, x: Tensor) -> Tensor:
         return _like(x, self._implementation.forward(self._rows(x)))
 
-    def _backward(self, y: Tensor, grad_y: Tensor) -> Tensor:
+    def _backward(self, *saved_and_gradients: Tensor) -> Tensor:
+        y, grad_y = saved_and_gradients
         return _like(y, self._implementation.backward(self._rows(y), self._rows(grad_y)))
 
     def _rows(self, x: Tensor) -> Tensor:

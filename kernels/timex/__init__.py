@@ -43,7 +43,8 @@ class TimeX(Operator):
         out: Tensor = self._implementation.forward(self._pad(w, dtype), self._pad(k, dtype), eps)
         return _crop(out, like=k)
 
-    def _backward(self, w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
+        w, k, grad_out = saved_and_gradients
         """(grad_w (C,T) summed over B, grad_k (B,C,T)) for grad_out (B,C,T)."""
         dtype = self._compute_dtype(w, k)
         grad_w, grad_k = self._implementation.backward(*(self._pad(tensor, dtype) for tensor in (w, k, grad_out)))

@@ -1,15 +1,14 @@
 """How well a checkpoint predicts a file: its loss, or the accuracy of last words.
 
   python -m rwkv.tools.evaluate data.path=FILE.txt
-  python -m rwkv.tools.evaluate checkpoint=FILE.pth tokenizer=world data.path=FILE.txt
+  python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
 
-FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word of
-each, as in LAMBADA. Any other file: loss in nats per token, perplexity per
-token and bits per byte of its text, with the state carried along (rwkv/evaluation.py).
-The last line of standard output is the result as JSON, which out=FILE gets too.
-Texts and paths are taken verbatim: commas, quotes and equals signs need no
-escaping.
+FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
+of each, as in LAMBADA. Any other file: loss in nats per token, perplexity per
+token and bits per byte of its text, with the state carried along. The last line
+of standard output is the result as JSON, which out=FILE gets too. Texts and
+paths are taken verbatim: commas, quotes and equals signs need no escaping.
 """
 
 import json

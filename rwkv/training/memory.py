@@ -221,7 +221,6 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        mounts: tuple[str, ...]
         if controllers == "":
             mounts, files = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], CGROUP_V2
         elif "memory" in controllers.split(","):

@@ -1,4 +1,4 @@
-"""`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv COMMAND ...`: every program, under one name.
+"""`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: every program, under one name.
 
 A command is a file in rwkv/tools; kernels and bench are `python -m kernels` and `python -m kernels.bench`.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kernels.backends import threads
 
-TOOLS = Path(__file__).parent / "tools"
+TOOLS = Path(__file__).parent
 COMMANDS = {path.stem: f"rwkv.tools.{path.stem}" for path in sorted(TOOLS.glob("[a-z]*.py"))}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
 UNKNOWN = 2                              # exit status
