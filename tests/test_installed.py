@@ -25,7 +25,8 @@ def test_every_folder_of_the_product_is_a_package() -> None:
 
 @pytest.mark.parametrize(("arguments", "status"), [((), 0), (("--help",), 0), (("nope",), 2)])
 def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int) -> None:
-    done = subprocess.run([sys.executable, "-m", "rwkv.tools", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "rwkv.tools", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == status
     assert all(name in done.stdout + done.stderr for name in COMMANDS)
 

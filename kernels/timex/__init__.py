@@ -44,8 +44,8 @@ class TimeX(Operator):
         return _crop(out, like=k)
 
     def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """(grad_w (C,T) summed over B, grad_k (B,C,T)) for w, k and grad_out (B,C,T)."""
         w, k, grad_out = saved_and_gradients
-        """(grad_w (C,T) summed over B, grad_k (B,C,T)) for grad_out (B,C,T)."""
         dtype = self._compute_dtype(w, k)
         grad_w, grad_k = self._implementation.backward(*(self._pad(tensor, dtype) for tensor in (w, k, grad_out)))
         return _crop(grad_w, like=w), _crop(grad_k, like=k)
