@@ -66,9 +66,12 @@ class Carried:
     def state_dict(self) -> dict[str, Tensor]:
         """The same in every process. All processes must call it, since it gathers their states."""
         ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
-        parts = [type(state)(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
-                 for state, of_ranks in zip(self._parts.values(), zip(*ranks, strict=True), strict=True)]
-        return State.cat(parts).named() if parts else {}
+        if not self._parts:
+            return {}
+        kind = type(next(iter(self._parts.values())))
+        parts = [kind(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
+                 for of_ranks in zip(*ranks, strict=True)]
+        return kind.cat(parts).named()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parts, self._loaded = {}, state_dict

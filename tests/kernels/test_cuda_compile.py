@@ -141,7 +141,7 @@ def test_what_a_launch_hands_over(source: Source, nvrtc: str, monkeypatch: pytes
     monkeypatch.setattr(contextlib.nullcontext, "set_current", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
-    monkeypatch.setattr(cuda, "_kernel", lambda source, name, device, shared: f"{name}, {shared}")
+    monkeypatch.setattr("kernels.backends.cuda._kernel", lambda source, name, device, shared: f"{name}, {shared}")
     x = torch.zeros(3)
     source.launch("second", 5, (32, 2), x, 7, 0.5, shared=64)
     ((stream, config, kernel, *args),) = calls

@@ -1,13 +1,14 @@
 """Every CUDA implementation of TimeX, executed on the CPU under sanitizers (tests/cuda_host): its own Python, its own .cu.
 
-What test_timex.py asks of every implementation is asked here of those, with a block's threads in two orders.
+They are held to the conformance suite's properties, with a block's threads in two orders.
 """
 
 from collections.abc import Callable, Iterator
 
 import cuda_host
 import pytest
-import test_timex as conformance
+import test_conformance as conformance
+import test_timex as properties
 import torch
 from cuda_host import ORDERS, Host, LaunchError, on_the_cpu
 
@@ -21,6 +22,7 @@ CUDA = [name for name in names("timex") if name.startswith("cuda_")]
 SHAPES = (*cases.SHAPES[:-1], (3, 2, 256), (33, 1, 300), (1, 2, 1030))
 BROKEN = Source(cuda_host.__file__, "broken.cu")
 N = 32
+OF = conformance.ADAPTERS["timex"]
 
 
 @pytest.fixture(params=CUDA)
@@ -34,14 +36,19 @@ def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
 @pytest.mark.parametrize("name", CUDA)
 def test_output_and_gradients(name: str, shape: tuple[int, int, int], order: str, host: Host) -> None:
     with on_the_cpu(host, order):
-        conformance.test_output_and_gradients(TimeX(name), shape, torch.float32, "cpu")
+        assert not conformance.wrong(OF, TimeX(name), OF.inputs(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("test", [
-    conformance.test_eps_is_added_to_every_element, conformance.test_causality, conformance.test_strided_inputs,
-    conformance.test_inputs_are_left_as_they_were, conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
-def test_conforms(timex: TimeX, test: Callable[[TimeX, str], None]) -> None:
-    test(timex, "cpu")
+    conformance.test_causality, conformance.test_strided_inputs,
+    conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
+    conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
+def test_conforms(timex: TimeX, test: Callable[[tuple[object, TimeX], str], None]) -> None:
+    test((OF, timex), "cpu")
+
+
+def test_eps_is_added_to_every_element(timex: TimeX) -> None:
+    properties.test_eps_is_added_to_every_element(timex, "cpu")
 
 
 @pytest.mark.parametrize("name", CUDA)
@@ -55,11 +62,11 @@ def test_the_same_bits_in_every_order(name: str, host: Host) -> None:
 
 def test_inputs_inside_a_larger_buffer(timex: TimeX) -> None:
     """At an address that no float4 load takes."""
-    conformance.test_inputs_inside_a_larger_buffer(timex, 1, "cpu")
+    conformance.test_inputs_inside_a_larger_buffer((OF, timex), 1, "cpu")
 
 
 def test_half_precision(timex: TimeX) -> None:
-    conformance.test_output_and_gradients(timex, (3, 5, 11), torch.bfloat16, "cpu")
+    assert not conformance.wrong(OF, timex, OF.inputs((3, 5, 11), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
 def broken(host: Host, kernel: str, order: str = "ascending", *args: object) -> torch.Tensor:

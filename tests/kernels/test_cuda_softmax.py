@@ -1,15 +1,17 @@
-"""cuda_v0, executed on the CPU under sanitizers (tests/cuda_host), is held to what test_softmax.py asks of every softmax."""
+"""cuda_v0, executed on the CPU under sanitizers (tests/cuda_host), is held to the properties of every softmax."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
-import test_softmax as conformance
+import test_conformance as conformance
+import test_softmax as properties
 import torch
 from cuda_host import ORDERS, Host, on_the_cpu
 
 from kernels.softmax import Softmax, cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+OF = conformance.ADAPTERS["softmax"]
 BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # a warp's longest row; a block of 3 warps, of 32 that go round twice
 
 
@@ -24,29 +26,34 @@ def softmax(host: Host) -> Iterator[Softmax]:
 def test_output_and_gradient(shape: tuple[int, ...], order: str, host: Host) -> None:
     """Rows that start at any multiple of 4 bytes, more rows than a block has, and less."""
     with on_the_cpu(host, order):
-        conformance.test_output_and_gradient(Softmax("cuda_v0"), shape, torch.float32, "cpu")
+        assert not conformance.wrong(OF, Softmax("cuda_v0"), OF.inputs(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("M", [8, 100, 1030])
 def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int) -> None:
-    conformance.test_what_is_not_finite_is_as_in_torch(softmax, M, torch.float32, "cpu")
+    properties.test_what_is_not_finite_is_as_in_torch(softmax, M, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("M", [63, 1030])
 def test_an_input_inside_a_larger_buffer(softmax: Softmax, M: int) -> None:
-    conformance.test_an_input_inside_a_larger_buffer(softmax, 1, M, "cpu")
+    properties.test_an_input_inside_a_larger_buffer(softmax, 1, M, "cpu")
 
 
-@pytest.mark.parametrize("test", [
-    conformance.test_a_nan_stays_in_its_row, conformance.test_a_strided_input, conformance.test_the_input_is_left_as_it_was,
-    conformance.test_an_expanded_gradient, conformance.test_the_result_may_be_written_to,
-    conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
-def test_conforms(softmax: Softmax, test: Callable[[Softmax, str], None]) -> None:
+@pytest.mark.parametrize("test", [properties.test_a_nan_stays_in_its_row, properties.test_the_result_may_be_written_to],
+                         ids=lambda test: test.__name__)
+def test_properties(softmax: Softmax, test: Callable[[Softmax, str], None]) -> None:
     test(softmax, "cpu")
 
 
+@pytest.mark.parametrize("test", [
+    conformance.test_strided_inputs, conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
+    conformance.test_an_expanded_gradient, conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
+def test_conforms(softmax: Softmax, test: Callable[[tuple[object, Softmax], str], None]) -> None:
+    test((OF, softmax), "cpu")
+
+
 def test_half_precision(softmax: Softmax) -> None:
-    conformance.test_output_and_gradient(softmax, (5, 63), torch.bfloat16, "cpu")
+    assert not conformance.wrong(OF, softmax, OF.inputs((5, 63), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("M", [100, 5000])

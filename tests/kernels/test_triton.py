@@ -42,7 +42,7 @@ def start(command: list[Any], folder: Path, interpret: bool) -> subprocess.Popen
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
-    return subprocess.Popen([sys.executable, *map(str, command)], cwd=TESTS.parent, env=environment, text=True,
+    return subprocess.Popen([sys.executable, *map(str, command)], cwd=TESTS.parent.parent, env=environment, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

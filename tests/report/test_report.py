@@ -169,7 +169,6 @@ def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_las
         line = cli.split(["experiment=kernel_ablation", *arguments], TrainConfig)
         return cli.jobs(line, TrainConfig, "train")
 
-    cli.ConfigStore.instance().store(name="train_schema", node=TrainConfig)
     everything = jobs("data=text", "data.path=a, b=c")
     assert len(everything) == 18
     assert len({sweep.name_of(job) for job in everything}) == 18
