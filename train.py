@@ -20,9 +20,9 @@ from rwkv.training import build_trainer, kernel_for, leave_report, say, say_resu
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
     if processes.launched():
         with processes.connected():
-            train(processes.agreed(lambda: open_run(config, line.keys)))
+            train(processes.agreed(lambda: open_run(config, line.keys, line.chosen)))
     else:
-        run = open_run(config, line.keys)
+        run = open_run(config, line.keys, line.chosen)
         count = process_count(run.config)
         if count > 1:
             run.lock.release()           # the first of the processes takes it

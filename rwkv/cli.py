@@ -50,6 +50,12 @@ class CommandLine:
         """What the user set, by dotted key; a group's name where a whole group was chosen."""
         return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
 
+    @property
+    def chosen(self) -> list[str]:
+        """The options that the chosen groups set, by dotted key: of trainer=cpu, trainer.accelerator."""
+        pairs = [override.partition("=")[::2] for override in self.overrides]
+        return [option for group, choice in pairs for option in _set_by(group.lstrip("+"), choice)]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -187,6 +193,19 @@ def check_override(override: str, schema: type) -> None:
         close = get_close_matches(key, options, n=1) or [option for option in options if option.endswith(f".{key}")]
         hint = f"did you mean {close[0]}?" if close else "--help lists them all"
         raise UsageError(f"unknown option {key}; {hint}")
+
+
+def _set_by(group: str, choice: str) -> list[str]:
+    """The options that the file of a group's choice sets; none where there is no such file, as for debug=null."""
+    file = CONFIGS / group / f"{choice}.yaml"
+    if not file.is_file():
+        return []
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    if group not in OPTIONAL:
+        return [f"{group}.{name}" for name in content]
+    overridden = [pair for entry in content.pop("defaults", []) for pair in entry.items()]
+    found = [option for key, value in overridden for option in _set_by(key.removeprefix("override /"), value)]
+    return found + [f"{key}.{name}" for key, options in content.items() if key != "hydra" for name in options]
 
 
 def _check_choice(group: str, choice: str) -> None:

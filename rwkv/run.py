@@ -4,7 +4,7 @@ Also what a run continues from, and what it may not change when it does.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from math import ceil
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from rwkv.checkpoint import Checkpoint, follow, read_checkpoint
-from rwkv.config import TrainConfig
+from rwkv.config import SCALED, TrainConfig
 from rwkv.finetune import begin
 from rwkv.formats._atomic import write_file
 from rwkv.lock import NAME, RunLock
@@ -24,6 +24,10 @@ from rwkv.tokenizer import Tokenizer
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 FREE = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # what may change when a run is continued
+FIXED = ("model", "data", "seed",        # what may not: options, and whole groups of them
+         "optim.name", "optim.weight_decay", "optim.matrix_every",            # the optimiser's state is of these
+         *(f"optim.{name}_lr_scale" for name in SCALED),
+         "trainer.accumulate")           # the place in the data is counted in batches
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,18 @@ class Run:
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
 
-def open_run(config: TrainConfig, given: Collection[str] = ()) -> Run:
-    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line.
+def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
+    """A new run's directory, or the one that `resume` names. `given`: the keys that the user set on the command line;
+    `chosen`: the options that the groups among them set.
 
     Raises ValueError where the directory exists and is not empty, where there is nothing to resume from, where another
-    process is training that run, and where a given key of model or data differs from the run's, or from the file that
-    `init_from` names.
+    process is training that run, where one of the FIXED options differs from the run's, and where a given key of model or
+    data differs from the file that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise ValueError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
     if config.resume is not None:
-        resumed = _resumed(config, given)
+        resumed = _resumed(config, [*given, *_not_overruled(chosen, given)])
         if resumed is not None:
             return resumed
     out_dir = Path(config.out_dir) if config.out_dir else RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -165,29 +170,25 @@ def _begin_again(config: TrainConfig, given: Collection[str], out_dir: Path) -> 
 def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
     """The run's own configuration, with what the user gave anew, save what would make it another run."""
     merged = TrainConfig(**{name: _restore(getattr(config, name), value) for name, value in saved.items()})
-    for key in _options_given(given):
+    for key in _options_given(config, given):
         old, new = _look_up(merged, key), _look_up(config, key)
-        if key.split(".")[0] in ("model", "data", "seed") and key not in FREE and old != new:
-            raise ValueError(f"{key} differs from that of the run in {out_dir}: leave it out to resume, or start a new run")
-        for option in _set_by(key, new):
-            _put(merged, option, _look_up(config, option))
-    return decided(replace(merged, resume=config.resume, out_dir=str(out_dir)), given)
+        if old != new and key not in FREE and not {key, key.split(".")[0]}.isdisjoint(FIXED):
+            raise ValueError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
+                             "that sets it; or start a new run")
+        _put(merged, key, new)
+    checked = TrainConfig(**{name: _restore(getattr(merged, name), value) for name, value in asdict(merged).items()})
+    return decided(replace(checked, resume=config.resume, out_dir=str(out_dir)), given)
 
 
-def _options_given(given: Collection[str]) -> list[str]:
-    """The keys to compare or take anew; an experiment= or debug= sets options of every group but the kernel and the logger."""
-    if any(key in ("experiment", "debug") for key in given):
-        given = ["model", "data", "optim", "trainer", *given]
-    return [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
+    """The options to compare or take anew, without the groups that set some of them."""
+    options = [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+    return [key for key in options if not is_dataclass(_look_up(config, key))]
 
 
-def _set_by(key: str, value: Any) -> list[str]:
-    """The key itself; of a group, as in trainer=cpu, its options that are not what they are by default."""
-    if not is_dataclass(value):
-        return [key]
-    kind: Any = type(value)
-    default = kind()
-    return [f"{key}.{item.name}" for item in fields(value) if getattr(value, item.name) != getattr(default, item.name)]
+def _not_overruled(chosen: Collection[str], given: Collection[str]) -> list[str]:
+    """The tokens that a user gives stand in the place of the steps of an experiment."""
+    return [option for option in chosen if option != "trainer.max_steps" or "trainer.max_tokens" not in given]
 
 
 def _restore(default: Any, value: Any) -> Any:

@@ -108,6 +108,22 @@ def test_free_text_is_taken_as_it_is(text: str) -> None:
     assert config.prompt == config.checkpoint == text
 
 
+@pytest.mark.parametrize(("arguments", "chosen"), [
+    (["optim=adamw", "logger.name=csv"], {"optim.name"}),
+    (["trainer=auto", "seed=1", "debug=null"], {"trainer.accelerator"}),
+    (["+debug=overfit"], {
+        "model.n_layer", "model.n_embd", "model.ctx_len", "data.tokenizer", "data.batch_size", "optim.warmup_steps",
+        "trainer.max_steps", "trainer.val_every", "trainer.checkpoint_every", "trainer.overfit_batches"}),
+])
+def test_a_chosen_group_sets_what_is_in_its_file(arguments: list[str], chosen: set[str]) -> None:
+    assert set(cli.split(arguments, TrainConfig).chosen) == chosen
+
+
+def test_an_experiment_sets_what_its_groups_do_too() -> None:
+    assert {"data.name", "optim.name", "optim.matrix_lr"} < set(cli.split(["experiment=shakespeare_char"], TrainConfig).chosen)
+    assert not [key for key in cli.split(["experiment=kernel_ablation"], TrainConfig).chosen if key.startswith("hydra")]
+
+
 @pytest.mark.parametrize("key", ["data.path", "out_dir", "data.tokenizer", "logger.run_name"])
 def test_paths_and_names_are_free_text_too(key: str) -> None:
     config = compose("train", f"{key}=a,b=${{c}} 'd'")

@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import Run, one_sentence
 from training_runs import (
     ENVIRONMENT,
     ROOT,
@@ -32,13 +35,15 @@ from training_runs import (
 )
 
 from rwkv.checkpoint import read_checkpoint
-from rwkv.config import TrainConfig, TrainerConfig
-from rwkv.run import open_run
+from rwkv.config import LoggerConfig, TrainConfig, TrainerConfig
+from rwkv.run import as_plain, open_run
 from rwkv.saving import RandomState, VerifiedFiles, newest_sound, settle
 
 STEPS = 150
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
        "data.num_workers=2", f"trainer.max_steps={STEPS}", "trainer.val_every=20", "trainer.checkpoint_every=10")
+SHORT = (*SMALL, "logger=csv", "kernel=torch_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
+         "optim.min_lr=1e-3", "trainer.max_steps=2", "trainer.sample_every=0", "trainer.sample_tokens=0")
 FULL_DISK = """
 import resource, runpy, signal, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
@@ -94,6 +99,50 @@ def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
     done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
     assert done.status == 0, done.error
     assert (list(losses(folder / "stopped")), list(losses(folder / "stopped", "val/loss"))) == ([1, 2, 3, 4, 5, 6], [3, 6])
+
+
+# Options given at a resume
+
+
+@pytest.fixture(scope="module")
+def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run by Muon that was begun, and in which nothing may change."""
+    folder = tmp_path_factory.mktemp("muons")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    done = finish(start(folder, "train", *SHORT, "optim=muon", "out_dir=run"))
+    assert done.status == 0, done.error
+    return folder
+
+
+@pytest.mark.parametrize(("argument", "named"), [
+    ("optim=adamw", "optim.name"), ("optim.name=normuon", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
+    ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("optim.time_decay_lr_scale=1", "optim.time_decay_lr_scale"),
+    ("optim.time_first_lr_scale=1", "optim.time_first_lr_scale"), ("optim.matrix_every=2", "optim.matrix_every"),
+    ("trainer.accumulate=1", "trainer.accumulate"), ("trainer.accumulate=4", "trainer.accumulate"),
+    ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"),
+])
+def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muons: Path, argument: str, named: str,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(muons)
+    before = {path: path.stat().st_mtime_ns for path in muons.rglob("*")}
+    one_sentence(run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", argument), named)
+    assert before == {path: path.stat().st_mtime_ns for path in muons.rglob("*")}
+
+
+def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> None:
+    before = TrainConfig(logger=LoggerConfig("csv"), trainer=TrainerConfig(accelerator="cpu", max_steps=7))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
+    config = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), ["logger", "trainer"],
+                      ["logger.name", "trainer.accelerator"]).config
+    assert (config.logger.name, config.trainer.accelerator, config.trainer.max_steps) == ("wandb", "auto", 7)
+
+
+def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path) -> None:
+    asked = TrainConfig(trainer=TrainerConfig(max_tokens=1e5))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(asked)), encoding="utf-8")
+    config = open_run(replace(asked, resume="auto", out_dir=str(tmp_path)), ["experiment", "trainer.max_tokens"],
+                      ["trainer.max_steps"]).config
+    assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
 
 
 # Damage and full disks

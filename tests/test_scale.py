@@ -13,7 +13,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rwkv.config import DataConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.precision import with_precision
 from rwkv.processes import agreed, gathered, in_turn, rank, summed, world_size
-from rwkv.run import _set_by
 from rwkv.scale import precision_for, prepare_blocks, process_count, share
 from rwkv.task import LanguageModel
 
@@ -150,8 +149,3 @@ def test_precision_auto_is_what_is_faster_here(faster: bool, precision: str, mon
     assert decided.trainer.precision == precision
     asked = TrainConfig(trainer=TrainerConfig(precision="fp16-mixed"))
     assert with_precision(asked) is asked
-
-
-def test_a_group_named_in_resuming_changes_what_it_sets_alone() -> None:
-    assert _set_by("trainer", TrainerConfig(accelerator="cpu")) == ["trainer.accelerator"]
-    assert _set_by("trainer.max_steps", 5) == ["trainer.max_steps"]

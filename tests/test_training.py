@@ -135,7 +135,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(folder: Path, who
 
 @pytest.mark.parametrize(("argument", "said"), [
     ("model.n_layer=2", "model.n_layer differs from that of the run"),
-    ("model=small", "model differs from that of the run"),
+    ("model=small", "model.n_layer differs from that of the run"),
     ("data.batch_size=5", "data.batch_size differs"),
     ("data.path=other.txt", "data.path differs"),
     ("seed=1", "seed differs"),
