@@ -97,6 +97,17 @@ class LanguageModel(lightning.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def on_train_start(self) -> None:
+        """What Lightning loads from a checkpoint has the options of the run before: those of this one take their place."""
+        optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        configured = parameter_groups(self.model, self.optim)
+        schedule.base_lrs = [options["lr"] for options in configured]
+        factor = lr_factor(self.optim, self.max_steps)(schedule.last_epoch)
+        for group, options in zip(optimizer.param_groups, configured, strict=True):
+            parameters = group["params"]
+            group.update(options, params=parameters, initial_lr=options["lr"], lr=options["lr"] * factor)
+
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
         """By norm. Lightning's own refuses a fused optimiser in mixed precision, for a loss scaling that bf16 does not have.
@@ -136,7 +147,8 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     theirs = {"orthogonal": True, "momentum": optim.matrix_momentum, "iterations": optim.matrix_iterations,
               "every": optim.matrix_every}
-    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else {})
+    adamws = {"betas": optim.betas, "eps": optim.eps}
+    return [{"params": parameters, "lr": lr, "weight_decay": decay} | (theirs if orthogonal else adamws)
             for (lr, decay, orthogonal), parameters in groups.items()]
 
 

@@ -34,10 +34,13 @@ from training_runs import (
     wait_for,
 )
 
+from kernels.select import select
 from rwkv.checkpoint import read_checkpoint
-from rwkv.config import LoggerConfig, TrainConfig, TrainerConfig
+from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.model import RWKV
 from rwkv.run import as_plain, open_run
 from rwkv.saving import RandomState, VerifiedFiles, newest_sound, settle
+from rwkv.task import lr_factor, parameter_groups
 
 STEPS = 150
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
@@ -102,6 +105,44 @@ def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
 
 
 # Options given at a resume
+
+
+def begin(run: Run, *options: str) -> None:
+    """Two steps of two accumulated batches, in ./run."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    status, _, error = run("train", *SHORT, *options, "out_dir=run")
+    assert status == 0, error
+
+
+@pytest.mark.parametrize(("begun", "options"), [
+    ("adamw", {"lr": 1e-2, "min_lr": 1e-3, "schedule": "linear", "warmup_steps": 1, "betas": (0.5, 0.75), "eps": 1e-3}),
+    ("muon", {"lr": 1e-2, "eps": 1e-3, "matrix_lr": 0.1, "matrix_momentum": 0.5, "matrix_iterations": 2}),
+])
+def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, begun: str, options: dict[str, Any]) -> None:
+    begin(run, f"optim={begun}")
+    given = [f"optim.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in options.items()]
+    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", *given)
+    assert status == 0, error
+    optim = OptimConfig(begun, **options)
+    expected = parameter_groups(RWKV(ModelConfig(1, 32, ctx_len=16), 256, select("torch_scan")), optim)
+    factor = lr_factor(optim, 4)
+    logged = losses(Path("run"), "lr")
+    assert [logged[3], logged[4]] == [expected[0]["lr"] * factor(2), expected[0]["lr"] * factor(3)]
+    content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    for group, configured in zip(content["optimizer_states"][0]["param_groups"], expected, strict=True):
+        assert group["initial_lr"] == configured["lr"]
+        assert group["lr"] == configured["lr"] * factor(4)
+        for name in configured.keys() & {"betas", "eps", "weight_decay", "momentum", "iterations"}:
+            assert group[name] == pytest.approx(configured[name])
+
+
+def test_at_a_rate_of_nothing_no_weight_moves_any_more(run: Run) -> None:
+    begin(run, "optim=muon")
+    before = read_weights(Path("run"))
+    rates = ("optim.lr=1e-20", "optim.min_lr=1e-20", "optim.matrix_lr=0")
+    assert run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3", *rates)[0] == 0
+    for weight, after in zip(before, read_weights(Path("run")), strict=True):
+        torch.testing.assert_close(weight, after, rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +268,10 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     callback.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     callback.on_train_start()
     assert drawn() == expected
+
+
+def read_weights(run: Path) -> list[torch.Tensor]:
+    return list(torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].values())
 
 
 def write(run: Path, number: int) -> None:
