@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rwkv.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from rwkv.divergence import Divergence
 from rwkv.formats import _torch_file
 from rwkv.formats._atomic import write_file
 from rwkv.processes import gathered, rank
@@ -49,8 +50,9 @@ class VerifiedFiles(TorchCheckpointIO):
 class Checkpoints(Callback):
     """Saves the last and the best ones; validation is part of a step: of one with validation, what is saved is after it."""
 
-    def __init__(self, out_dir: Path, every: int, val_every: int, keep: int) -> None:
+    def __init__(self, out_dir: Path, every: int, val_every: int, keep: int, divergence: Divergence) -> None:
         self.out_dir, self.every, self.val_every, self.keep = out_dir, every, val_every, keep
+        self.divergence = divergence
         self.best, self._stepped, self._saved, self._validating = math.inf, 0, 0, False
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class Checkpoints(Callback):
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._validating, step = False, trainer.global_step
         loss = float(trainer.callback_metrics["val/loss"])
+        self.divergence.require_finite(trainer, loss)
         if loss < self.best:
             self.best = loss
             trainer.save_checkpoint(self.out_dir / BEST)
@@ -95,6 +98,7 @@ class Checkpoints(Callback):
     def save_last(self, trainer: lightning.Trainer) -> None:
         """The others move one place on once it is written; a kill in between leaves it under another name, for settle."""
         if self._saved < trainer.global_step or self._validating:
+            self.divergence.require_finite(trainer)
             trainer.save_checkpoint(self.out_dir / FOLDER / NEXT)
             self._saved = trainer.global_step
             if rank() == 0:
