@@ -113,6 +113,18 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Pa
         newest_sound(tmp_path)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """However often it is asked to go on: a new beginning would write over its best.ckpt, which may be sound."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for name in ("last.ckpt", "last-1.ckpt"):
+        damage(tmp_path / "checkpoints" / name)
+    before = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"init_from=.*best\.ckpt"):
+            open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == before
+
+
 def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: as there, a write fails in the middle of a checkpoint."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
@@ -143,8 +155,36 @@ def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_
     kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
     assert kept[0] == saved
     assert kept == sorted(kept, reverse=True)
-    assert len(kept) >= min(keep, saved + 1) - 1
+    assert len(kept) == min(keep, saved + 1)
     assert not (run / "checkpoints" / "next.ckpt").exists()
+
+
+@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
+                                                                     saved: int, cut: int) -> None:
+    """It does not know keep_last yet; the next checkpoint that is saved does."""
+    run = tmp_path_factory.mktemp("run")
+    for number in range(saved):
+        write(run, number)
+        settle(run, keep)
+    write(run, saved)
+    with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
+        settle(run, keep)
+    settle(run)
+    assert set(range(saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
+    write(run, saved + 1)
+    settle(run, keep)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:saved + 2])
+
+
+def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    settle(tmp_path, 1)
+    (tmp_path / "checkpoints" / "last-good.ckpt").write_text("mine")
+    write(tmp_path, 1)
+    settle(tmp_path, 1)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"last.ckpt", "last-good.ckpt"}
 
 
 def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:
