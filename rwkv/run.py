@@ -18,6 +18,7 @@ from rwkv.finetune import begin
 from rwkv.formats._atomic import write_file
 from rwkv.lock import NAME, RunLock
 from rwkv.precision import with_precision
+from rwkv.report import is_finished
 from rwkv.saving import FOLDER, newest_sound, settle
 from rwkv.tokenizer import Tokenizer
 
@@ -144,7 +145,7 @@ def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: 
     if "trainer" not in saved or read.path.parent.name != FOLDER:
         raise ValueError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, out_dir, saved)
-    if read.step >= merged.trainer.max_steps:
+    if read.step > merged.trainer.max_steps or (read.step == merged.trainer.max_steps and is_finished(out_dir)):
         raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, read.path, read.step)
     if merged.init_from is None:

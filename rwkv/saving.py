@@ -53,7 +53,8 @@ class Checkpoints(Callback):
     def __init__(self, out_dir: Path, every: int, val_every: int, keep: int, divergence: Divergence) -> None:
         self.out_dir, self.every, self.val_every, self.keep = out_dir, every, val_every, keep
         self.divergence = divergence
-        self.best, self._stepped, self._saved, self._validating = math.inf, 0, 0, False
+        self.best, self._stepped, self._validating = math.inf, 0, False
+        self._saved = (0, True)          # the step of last.ckpt, and whether it is after that step's validation
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -62,7 +63,8 @@ class Checkpoints(Callback):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._stepped = self._saved = trainer.global_step
+        self._stepped = trainer.global_step
+        self._saved = (trainer.global_step, False)       # one from after the validation is saved again only if that is repeated
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -96,13 +98,18 @@ class Checkpoints(Callback):
         return trainer.global_step % self.val_every == 0 or trainer.global_step >= trainer.max_steps
 
     def save_last(self, trainer: lightning.Trainer) -> None:
-        """The others move one place on once it is written; a kill in between leaves it under another name, for settle."""
-        if self._saved < trainer.global_step or self._validating:
-            self.divergence.require_finite(trainer)
-            trainer.save_checkpoint(self.out_dir / FOLDER / NEXT)
-            self._saved = trainer.global_step
-            if rank() == 0:
-                settle(self.out_dir, self.keep)
+        """In the place of one of the same step, from before its validation ended.
+
+        Else the others move one place on once it is written; a kill in between leaves it under another name, for settle.
+        """
+        before, now = self._saved, (trainer.global_step, not self._validating)
+        if now == before:
+            return
+        self.divergence.require_finite(trainer)
+        trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if now[0] == before[0] else NEXT))
+        self._saved = now
+        if rank() == 0:
+            settle(self.out_dir, self.keep)
 
 
 class RandomState(Callback):

@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
                       config.data.batch_size // world_size() * config.model.ctx_len)
     probe = Probe(out_dir, options, metrics.leave_out)
     samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
-    return lightning.Trainer(
+    trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
@@ -69,6 +70,21 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
         log_every_n_steps=1,
         callbacks=[probe, metrics, Bar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
         default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+    if run.resume_step == options.max_steps:
+        trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]
+    return trainer
+
+
+def _validate_alone(trainer: lightning.Trainer) -> None:
+    """What is left of a run that was stopped after its last step. Lightning's own loop would do nothing at all."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    loop.reset()
+    loop.on_run_start()
+    trainer.validating = True
+    loop.epoch_loop.val_loop.run()
+    trainer.training = True
+    loop.on_run_end()
 
 
 def quiet() -> None:

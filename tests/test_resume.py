@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import Run as Program
+from programs import one_sentence
 from training_runs import (
     ENVIRONMENT,
     ROOT,
@@ -33,8 +35,10 @@ from training_runs import (
 
 from rwkv.checkpoint import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.report import is_finished
 from rwkv.run import open_run
 from rwkv.saving import RandomState, VerifiedFiles, newest_sound, settle
+from rwkv.task import LanguageModel
 
 STEPS = 150
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
@@ -94,6 +98,39 @@ def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
     done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
     assert done.status == 0, done.error
     assert (list(losses(folder / "stopped")), list(losses(folder / "stopped", "val/loss"))) == ([1, 2, 3, 4, 5, 6], [3, 6])
+
+
+def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Program, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped; twice is no worse."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=5",
+               "trainer.val_every=3", "trainer.checkpoint_every=2", "data.num_workers=0")
+    whole = run("train", *options, "out_dir=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModel, "validation_step", asking_to_stop(LanguageModel.validation_step, step=5))
+        stopped = run("train", *options, "out_dir=stopped")
+        again = run("train", "resume=auto", "out_dir=stopped")
+    assert (whole[0], stopped[0], again[0]) == (0, 130, 130), stopped[2] + again[2]
+    assert not is_finished(Path("stopped"))
+    resumed = run("train", "resume=auto", "out_dir=stopped")
+    assert resumed[0] == 0, resumed[2]
+    assert_same_training(Path("stopped"), Path("whole"))
+    assert list(losses(Path("stopped"), "val/loss")) == [3, 5]
+    assert resumed[1] == whole[1], "the last sample"
+    assert is_finished(Path("stopped"))
+    assert Path("stopped/report.html").is_file()
+    one_sentence(run("train", "resume=auto", "out_dir=stopped"), "trainer.max_steps")
+
+
+def asking_to_stop(validation_step: Callable[..., None], step: int) -> Callable[..., None]:
+    """Sends this process a Ctrl-C in the validation after that step."""
+    def asked(task: LanguageModel, batch: Any, batch_idx: int) -> None:
+        if task.trainer.global_step == step and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        validation_step(task, batch, batch_idx)
+
+    return asked
 
 
 # Damage and full disks
