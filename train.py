@@ -8,6 +8,7 @@ from rwkv import cli, processes, sweep
 from rwkv.callbacks import Interrupted
 from rwkv.config import TrainConfig
 from rwkv.data import DataModule
+from rwkv.divergence import Diverged
 from rwkv.finetune import new_model
 from rwkv.plan import announce, data_for
 from rwkv.run import Run, as_plain, create, open_run
@@ -51,9 +52,12 @@ def train(run: Run) -> None:
     except Interrupted:
         say(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
         sys.exit(130)
+    except Diverged as error:
+        leave_report(run.out_dir)
+        processes.fail_together(error)
     say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
-    show_sample(task, data.tokenizer, config, run.out_dir)
     leave_report(run.out_dir)
+    show_sample(task, data.tokenizer, config, run.out_dir)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import distributed
@@ -90,6 +90,14 @@ def agreed(decide: Callable[[], T]) -> T:
     if rank() == 0:
         raise error
     sys.exit(ENDED)
+
+
+def fail_together(error: Exception) -> NoReturn:
+    """What all processes came upon: the first one raises it, once it is there, and the others end without a word."""
+    def fail() -> NoReturn:
+        raise error
+
+    agreed(fail)
 
 
 def in_turn(do: Callable[[], T]) -> T:

@@ -3,6 +3,8 @@
 Also what a run continues from, and what it may not change when it does.
 """
 
+import os
+import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
@@ -18,6 +20,7 @@ from rwkv.finetune import begin
 from rwkv.formats._atomic import write_file
 from rwkv.lock import NAME, RunLock
 from rwkv.precision import with_precision
+from rwkv.report import is_finished
 from rwkv.saving import FOLDER, newest_sound, settle
 from rwkv.tokenizer import Tokenizer
 
@@ -35,7 +38,7 @@ class Run:
     """The directory, the configuration that counts, and the checkpoint and step to continue from (None for a new run).
 
     beginning, tokenizer: of a run that began with init_from=, the file that its weights come from and what reads its data.
-    lock: held for a run that is continued, and for a new one from `create` on.
+    begun: the directory is this run's already. lock: held for a run that is continued, and for a new one from `create` on.
     """
 
     out_dir: Path
@@ -44,6 +47,7 @@ class Run:
     resume_step: int | None = None
     beginning: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
+    begun: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
 
@@ -61,13 +65,23 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         resumed = _resumed(config, [*given, *_not_overruled(chosen, given)])
         if resumed is not None:
             return resumed
-    out_dir = Path(config.out_dir) if config.out_dir else RUNS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
-        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with resume=auto out_dir={out_dir}")
+    out_dir = Path(config.out_dir) if config.out_dir else new_folder()
+    require_unused(out_dir)
     if config.init_from is None:
         return Run(out_dir, decided(config, given))
     sized, beginning, tokenizer = begin(config, given)
     return Run(out_dir, decided(sized, given), beginning=beginning, tokenizer=tokenizer)
+
+
+def new_folder(kind: str = "") -> Path:
+    """In runs/, by the time: two that are started in the same second differ too."""
+    return RUNS / f"{kind}{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+
+
+def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
+    """Raises ValueError where there is something in the directory. `resume`: how it would be continued."""
+    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
+        raise ValueError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
 
 
 def decided(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -97,6 +111,8 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
     except OSError as error:
         raise ValueError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
     run.lock.hold(run.out_dir)
+    if not run.begun:
+        require_unused(run.out_dir)      # asked before, but another process may have begun and ended a run since
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
@@ -118,7 +134,7 @@ def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
     except ValueError:
         lock.release()                   # its traceback refers to it
         raise
-    return run and replace(run, lock=lock)
+    return run and replace(run, begun=True, lock=lock)
 
 
 def _held(out_dir: Path) -> RunLock:
@@ -149,7 +165,7 @@ def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, read: 
     if "trainer" not in saved or read.path.parent.name != FOLDER:
         raise ValueError(f"nothing to resume from at {read.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, out_dir, saved)
-    if read.step >= merged.trainer.max_steps:
+    if read.step > merged.trainer.max_steps or (read.step == merged.trainer.max_steps and is_finished(out_dir)):
         raise ValueError(f"the run in {out_dir} is finished at step {read.step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, read.path, read.step)
     if merged.init_from is None:
@@ -210,14 +226,27 @@ def _put(config: Any, key: str, value: Any) -> None:
 
 
 def _point_latest(out_dir: Path) -> None:
-    """A symlink, or a one-line file where links need rights."""
-    latest = RUNS / "latest"
-    latest.parent.mkdir(exist_ok=True)
-    target = out_dir.resolve()
+    """A symlink, or a one-line file where links need rights; put in place whole, and no reason for a run to fail."""
+    latest, target = RUNS / "latest", out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
-    latest.unlink(missing_ok=True)
     try:
-        latest.symlink_to(target, target_is_directory=True)
-    except OSError:
-        latest.write_text(f"{target}\n", encoding="utf-8")
+        RUNS.mkdir(exist_ok=True)
+        try:
+            _replace_link(latest, target)
+        except OSError:
+            if latest.is_symlink():
+                latest.unlink()          # Windows does not replace a link to a directory
+            write_file(latest, lambda file: file.write(f"{target}\n".encode()))
+    except OSError as error:
+        print(f"{latest} does not point to this run ({error.strerror}): name it with out_dir={out_dir}", file=sys.stderr)
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target, target_is_directory=True)
+    try:
+        temporary.replace(link)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ a generator of their own (rwkv/generation.py): training draws the same ones with
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,15 +55,22 @@ class Samples(Callback):
         if rank() == 0 and (step % self.every == 0 or step >= trainer.max_steps):
             _wait_for(pl_module.device)
             since = time.perf_counter()
-            self._add({"step": step, "prompt": self.prompt, "text": self._text(pl_module.model)})
-            log_samples(trainer.loggers, self._rows, step)
+            text = self._text(pl_module.model, step)
+            if text is not None:
+                self._add({"step": step, "prompt": self.prompt, "text": text})
+                log_samples(trainer.loggers, self._rows, step)
             self._paused(time.perf_counter() - since)
 
-    def _text(self, model: Any) -> str:
+    def _text(self, model: Any, step: int) -> str | None:
+        """None, with the reason on standard error, where none can be drawn: training goes on."""
         model.eval()
-        text = "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
-        model.train()
-        return text
+        try:
+            return "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
+        except Exception as error:
+            print(f"no sample at step {step}: {error}", file=sys.stderr)
+            return None
+        finally:
+            model.train()
 
     def _add(self, row: Row) -> None:
         self._rows.append(row)

@@ -8,10 +8,10 @@ Beside what Lightning saves (weights, optimiser, schedule, gradient scaler, the 
 every generator of random numbers. They are saved in hooks of fit alone: after it, the loaders have forgotten where they are.
 """
 
+import itertools
 import math
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rwkv.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from rwkv.divergence import Divergence
 from rwkv.formats import _torch_file
 from rwkv.formats._atomic import write_file
 from rwkv.processes import gathered, rank
@@ -49,9 +50,11 @@ class VerifiedFiles(TorchCheckpointIO):
 class Checkpoints(Callback):
     """Saves the last and the best ones; validation is part of a step: of one with validation, what is saved is after it."""
 
-    def __init__(self, out_dir: Path, every: int, val_every: int, keep: int) -> None:
+    def __init__(self, out_dir: Path, every: int, val_every: int, keep: int, divergence: Divergence) -> None:
         self.out_dir, self.every, self.val_every, self.keep = out_dir, every, val_every, keep
-        self.best, self._stepped, self._saved, self._validating = math.inf, 0, 0, False
+        self.divergence = divergence
+        self.best, self._stepped, self._validating = math.inf, 0, False
+        self._saved = (0, True)          # the step of last.ckpt, and whether it is after that step's validation
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -60,7 +63,8 @@ class Checkpoints(Callback):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._stepped = self._saved = trainer.global_step
+        self._stepped = trainer.global_step
+        self._saved = (trainer.global_step, False)       # one from after the validation is saved again only if that is repeated
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -78,6 +82,7 @@ class Checkpoints(Callback):
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._validating, step = False, trainer.global_step
         loss = float(trainer.callback_metrics["val/loss"])
+        self.divergence.require_finite(trainer, loss)
         if loss < self.best:
             self.best = loss
             trainer.save_checkpoint(self.out_dir / BEST)
@@ -93,12 +98,18 @@ class Checkpoints(Callback):
         return trainer.global_step % self.val_every == 0 or trainer.global_step >= trainer.max_steps
 
     def save_last(self, trainer: lightning.Trainer) -> None:
-        """The others move one place on once it is written; a kill in between leaves it under another name, for settle."""
-        if self._saved < trainer.global_step or self._validating:
-            trainer.save_checkpoint(self.out_dir / FOLDER / NEXT)
-            self._saved = trainer.global_step
-            if rank() == 0:
-                settle(self.out_dir, self.keep)
+        """In the place of one of the same step, from before its validation ended.
+
+        Else the others move one place on once it is written; a kill in between leaves it under another name, for settle.
+        """
+        before, now = self._saved, (trainer.global_step, not self._validating)
+        if now == before:
+            return
+        self.divergence.require_finite(trainer)
+        trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if now[0] == before[0] else NEXT))
+        self._saved = now
+        if rank() == 0:
+            settle(self.out_dir, self.keep)
 
 
 class RandomState(Callback):
@@ -118,46 +129,68 @@ class RandomState(Callback):
             _set_random_state(self._loaded[rank() % len(self._loaded)])
 
 
-def settle(out_dir: Path, keep: int = 2) -> None:
-    """Gives a checkpoint that was written its name, and removes what writing left behind when it was killed."""
+def settle(out_dir: Path, keep: int | None = None) -> None:
+    """Gives a checkpoint that was written its name, and removes what writing left behind when it was killed.
+
+    keep: the number of checkpoints that stay; None for all.
+    """
     folder = out_dir / FOLDER
     if (folder / NEXT).is_file():
-        names = _names(keep)
-        for older, newer in zip(names[::-1], [*names[-2::-1], NEXT], strict=True):
-            if (folder / newer).is_file():
-                (folder / newer).replace(folder / older)
+        _make_place(folder)
+        (folder / NEXT).replace(folder / LAST.name)
+    for path in _newest_first(out_dir):
+        if keep is not None and keep <= _age(path.name) < sys.maxsize:
+            path.unlink()
     for unfinished in folder.glob(".*.ckpt.*"):
         unfinished.unlink(missing_ok=True)
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The last checkpoint, or the one before where that is damaged, which is said and set aside; None where there are none.
+    """The newest checkpoint that is not damaged; None where there are none. Those after it are said and set aside.
 
-    Raises ValueError where there are some and all are damaged.
+    Raises ValueError where there are some and all are damaged: they keep their names, so that the next call does so too.
     """
-    found = list(_newest_first(out_dir))
-    for path in found:
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for path in _newest_first(out_dir):
         try:
-            return read_checkpoint(path)
+            sound = read_checkpoint(path)
         except CheckpointError as error:
-            path.replace(path.with_name(DAMAGED))
-            print(f"{path} is damaged and now called {DAMAGED}; continuing from the one before it ({error})", file=sys.stderr)
-    if found:
+            damaged.append((path, error))
+        else:
+            _set_aside(damaged)
+            return sound
+    if damaged or (out_dir / FOLDER / DAMAGED).is_file():
         raise ValueError(f"every checkpoint in {out_dir / FOLDER} is damaged: the run cannot be continued; begin a new one, "
                          f"with init_from={out_dir / BEST} where that one is sound")
     return None
 
 
-def _newest_first(out_dir: Path) -> Iterator[Path]:
+def _set_aside(damaged: list[tuple[Path, CheckpointError]]) -> None:
+    for path, error in damaged:
+        path.replace(path.with_name(DAMAGED))
+        print(f"{path} is damaged and now called {DAMAGED}; continuing from the one before it ({error})", file=sys.stderr)
+
+
+def _make_place(folder: Path) -> None:
+    """For a newest one: the others move one place on, up to the first that is free, and none is lost."""
+    free = next(age for age in itertools.count() if not (folder / _name(age)).is_file())
+    for age in range(free, 0, -1):
+        (folder / _name(age - 1)).replace(folder / _name(age))
+
+
+def _newest_first(out_dir: Path) -> list[Path]:
     names = [LAST.name, *sorted((path.name for path in (out_dir / FOLDER).glob("last-*.ckpt")), key=_age)]
-    return (out_dir / FOLDER / name for name in names if (out_dir / FOLDER / name).is_file())
+    return [out_dir / FOLDER / name for name in names if (out_dir / FOLDER / name).is_file()]
 
 
-def _names(keep: int) -> list[str]:
-    return [LAST.name, *(f"last-{age}.ckpt" for age in range(1, keep))]
+def _name(age: int) -> str:
+    return f"last-{age}.ckpt" if age else LAST.name
 
 
 def _age(name: str) -> int:
+    """How many checkpoints are newer; sys.maxsize for a name that training does not give."""
+    if name == LAST.name:
+        return 0
     number = name.removeprefix("last-").removesuffix(".ckpt")
     return int(number) if number.isdigit() else sys.maxsize
 

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -30,7 +29,7 @@ from rwkv import cli, report
 from rwkv.config import TrainConfig
 from rwkv.formats._atomic import write_file
 from rwkv.lock import RunLock
-from rwkv.run import CONFIG_FILE, RUNS
+from rwkv.run import CONFIG_FILE, new_folder, require_unused
 from rwkv.scale import device_for
 from rwkv.tracking import log_report
 from rwkv.training import kernel_for, say
@@ -39,6 +38,7 @@ PROGRAM = cli.ROOT / "train.py"
 FILE, LOGS = "sweep.json", "logs"
 ORDER_SEED = 0
 FINISHED, FAILED, UNAVAILABLE, STOPPED, WAITING = "finished", "failed", "unavailable", "stopped", "waiting"
+RESUME = "-m resume=auto"
 OF_A_SWEEP = ("out_dir", "resume")       # options that the runs have from the sweep
 SOME_FAILED, NONE_RAN = 1, 2             # exit status
 
@@ -117,6 +117,8 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep, lock = opened(line, jobs_of), RunLock()
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
+    if "resume" not in line.verbatim:
+        require_unused(sweep.folder, RESUME)     # asked before, but another process may have begun and ended a sweep since
     sweep.save()
     try:
         asked = train_all(sweep)
@@ -145,13 +147,12 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or one that goes on: its entries, with those that the command line adds."""
     own = {key: value for key, value in line.verbatim.items() if key in OF_A_SWEEP}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
-    folder, goes_on = Path(str(own.get("out_dir") or RUNS / f"sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}")), "resume" in own
+    folder, goes_on = Path(str(own.get("out_dir") or new_folder("sweep_"))), "resume" in own
     if goes_on and (own["resume"] != "auto" or "out_dir" not in own):
         raise ValueError("a sweep is continued with resume=auto out_dir=DIR, where DIR is the directory of the sweep")
     found = read(folder) if goes_on else []
-    if not goes_on and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out_dir {folder} exists already: choose another, or continue a sweep with -m resume=auto "
-                         f"out_dir={folder}")
+    if not goes_on:
+        require_unused(folder, RESUME)
     if goes_on and not found and not rest.keys:
         raise ValueError(f"no sweep to continue in {folder}: it has no {FILE}")
     jobs = [job for entry in found for job in jobs_of(cli.split(entry.arguments, TrainConfig))]

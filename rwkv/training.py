@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kernels.wkv import WKV
 from rwkv import report
 from rwkv.callbacks import Bar, Metrics, StopCleanly
 from rwkv.config import TrainConfig
+from rwkv.divergence import Divergence
 from rwkv.generation import generate
 from rwkv.probe import Probe
 from rwkv.processes import rank, world_size
@@ -53,19 +55,36 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     options, precision = config.trainer, precision_for(config.trainer, device)
     if options.malloc == "tuned":
         keep_large_blocks()
-    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last)
+    divergence = Divergence(out_dir, options.log_every)
+    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms, dtype_for(options.precision),
                       config.data.batch_size // world_size() * config.model.ctx_len)
     probe = Probe(out_dir, options, metrics.leave_out)
     samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.leave_out)] if sample_every(options) else []
-    return lightning.Trainer(
+    trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         overfit_batches=options.overfit_batches, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
-        log_every_n_steps=1, callbacks=[probe, metrics, Bar(metrics), *samples, saved, StopCleanly(saved), RandomState()],
+        log_every_n_steps=1,
+        callbacks=[probe, metrics, Bar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
         default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+    if run.resume_step == options.max_steps:
+        trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]
+    return trainer
+
+
+def _validate_alone(trainer: lightning.Trainer) -> None:
+    """What is left of a run that was stopped after its last step. Lightning's own loop would do nothing at all."""
+    loop = trainer.fit_loop
+    loop.setup_data()
+    loop.reset()
+    loop.on_run_start()
+    trainer.validating = True
+    loop.epoch_loop.val_loop.run()
+    trainer.training = True
+    loop.on_run_end()
 
 
 def quiet() -> None:
@@ -76,15 +95,20 @@ def quiet() -> None:
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """A sample on standard output, and the command for more."""
+    """A sample on standard output, and the command for more; where none can be drawn, the reason."""
     if rank() > 0:
         return
     task.model.eval()
     say("\nsample:")
     prompt = config.data.sample_prompt
     print(prompt, end="")
-    for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
-        print(piece, end="", flush=True)
+    try:
+        for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+            print(piece, end="", flush=True)
+    except BrokenPipeError:              # nobody reads standard output any more, which is no fault of the sample
+        raise
+    except Exception as error:
+        say(f"no sample: {error}")
     print(flush=True)
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 

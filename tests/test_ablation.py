@@ -139,7 +139,7 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("kernel=conv1d,torch_scan", "out_dir=a, b"), "exists already: choose another, or continue a sweep"),
+    (("kernel=conv1d,torch_scan", "out_dir=a, b"), "exists already: choose another, or continue it with -m resume=auto"),
     (("kernel=conv1d,torch_scan", "seed=7", "out_dir=a, b", "resume=auto"), "has kernel=conv1d with other options"),
     (("out_dir=none", "resume=auto"), "no sweep to continue in none"),
     (("resume=auto",), "a sweep is continued with resume=auto out_dir=DIR"),

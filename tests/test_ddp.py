@@ -59,3 +59,12 @@ def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) ->
     done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
     assert done.status == 0, done.error
     assert_same_training(folder / "stopped", folder / "two")
+
+
+def test_two_processes_that_diverge_end_together_and_one_says_so(folder: Path) -> None:
+    done = finish(start(folder, "train", *RUN, *TWO, "optim.lr=1e30", "out_dir=diverged"))
+    assert done.status not in (0, 130)
+    (said,) = [line for line in done.error.splitlines() if line.startswith("error: ")]
+    assert "optim.lr" in said
+    assert "Traceback" not in done.error
+    assert (folder / "diverged" / "report.html").is_file()

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from programs import one_sentence
 from rwkv import lock
 from rwkv.config import TrainConfig
 from rwkv.lock import RunLock
-from rwkv.run import Run, create
+from rwkv.run import Run, create, open_run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these tests fork")
 
@@ -104,6 +105,64 @@ def test_of_two_new_runs_in_one_directory_the_second_stops(tmp_path: Path) -> No
     with held_by_another(run.out_dir), pytest.raises(ValueError, match="another process is training"):
         create(run, {})
     assert [path.name for path in run.out_dir.iterdir()] == [lock.NAME]
+
+
+def test_a_new_run_stops_where_another_has_begun_and_ended_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were told that the directory is free, and one of them was quick."""
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(out_dir=str(tmp_path / "new"))
+    first, second = open_run(config), open_run(config)
+    create(first, {"seed": 1})
+    first.lock.release()
+    with pytest.raises(ValueError, match="out_dir"):
+        create(second, {"seed": 2})
+    assert (tmp_path / "new" / "config.yaml").read_text() == "seed: 1\n"
+
+
+def test_runs_of_the_same_second_have_different_directories() -> None:
+    assert open_run(TrainConfig()).out_dir != open_run(TrainConfig()).out_dir
+
+
+def test_latest_is_replaced_while_others_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It points to a run at any moment, and no process fails."""
+    monkeypatch.chdir(tmp_path)
+    create(Run(Path("runs/0"), TrainConfig()), {})
+    running = [forked_to_its_end(partial(begin_runs, f"runs/{name}", 60)) for name in "abc"]
+    while running:
+        assert Path("runs/latest/config.yaml").is_file()
+        ended, status = os.waitpid(running[-1], os.WNOHANG)
+        if ended:
+            running.remove(ended)
+            assert status == 0
+
+
+@pytest.mark.parametrize("in_the_way", ["runs/latest/mine", "runs"])
+def test_what_is_in_the_way_of_latest_is_said_and_ends_no_run(tmp_path: Path, in_the_way: str, monkeypatch: pytest.MonkeyPatch,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
+    Path(in_the_way).write_text("something")
+    create(Run(Path("new"), TrainConfig()), {})
+    assert "out_dir=new" in capsys.readouterr().err
+    assert Path(in_the_way).read_text() == "something"
+
+
+def begin_runs(prefix: str, count: int) -> None:
+    for number in range(count):
+        create(Run(Path(f"{prefix}{number}"), TrainConfig()), {})
+
+
+def forked_to_its_end(do: Callable[[], None]) -> int:
+    """The number of a process that does this and ends with status 0, or 1 where that fails."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            do()
+            status = 0
+        finally:
+            os._exit(status)
+    return process
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EROFS])

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ from kernels.select import select
 from rwkv.checkpoint import read_checkpoint
 from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.model import RWKV
+from rwkv.report import is_finished
 from rwkv.run import as_plain, open_run
 from rwkv.saving import RandomState, VerifiedFiles, newest_sound, settle
-from rwkv.task import lr_factor, parameter_groups
+from rwkv.task import LanguageModel, lr_factor, parameter_groups
 
 STEPS = 150
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
@@ -186,6 +187,39 @@ def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path)
     assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
 
 
+def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Run, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped; twice is no worse."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=5",
+               "trainer.val_every=3", "trainer.checkpoint_every=2", "data.num_workers=0")
+    whole = run("train", *options, "out_dir=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModel, "validation_step", asking_to_stop(LanguageModel.validation_step, step=5))
+        stopped = run("train", *options, "out_dir=stopped")
+        again = run("train", "resume=auto", "out_dir=stopped")
+    assert (whole[0], stopped[0], again[0]) == (0, 130, 130), stopped[2] + again[2]
+    assert not is_finished(Path("stopped"))
+    resumed = run("train", "resume=auto", "out_dir=stopped")
+    assert resumed[0] == 0, resumed[2]
+    assert_same_training(Path("stopped"), Path("whole"))
+    assert list(losses(Path("stopped"), "val/loss")) == [3, 5]
+    assert resumed[1] == whole[1], "the last sample"
+    assert is_finished(Path("stopped"))
+    assert Path("stopped/report.html").is_file()
+    one_sentence(run("train", "resume=auto", "out_dir=stopped"), "trainer.max_steps")
+
+
+def asking_to_stop(validation_step: Callable[..., None], step: int) -> Callable[..., None]:
+    """Sends this process a Ctrl-C in the validation after that step."""
+    def asked(task: LanguageModel, batch: Any, batch_idx: int) -> None:
+        if task.trainer.global_step == step and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        validation_step(task, batch, batch_idx)
+
+    return asked
+
+
 # Damage and full disks
 
 
@@ -201,6 +235,18 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Pa
     damage(last.with_name("last-1.ckpt"))
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
         newest_sound(tmp_path)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """However often it is asked to go on: a new beginning would write over its best.ckpt, which may be sound."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for name in ("last.ckpt", "last-1.ckpt"):
+        damage(tmp_path / "checkpoints" / name)
+    before = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"init_from=.*best\.ckpt"):
+            open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == before
 
 
 def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
@@ -233,8 +279,36 @@ def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_
     kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
     assert kept[0] == saved
     assert kept == sorted(kept, reverse=True)
-    assert len(kept) >= min(keep, saved + 1) - 1
+    assert len(kept) == min(keep, saved + 1)
     assert not (run / "checkpoints" / "next.ckpt").exists()
+
+
+@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
+                                                                     saved: int, cut: int) -> None:
+    """It does not know keep_last yet; the next checkpoint that is saved does."""
+    run = tmp_path_factory.mktemp("run")
+    for number in range(saved):
+        write(run, number)
+        settle(run, keep)
+    write(run, saved)
+    with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
+        settle(run, keep)
+    settle(run)
+    assert set(range(saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
+    write(run, saved + 1)
+    settle(run, keep)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:saved + 2])
+
+
+def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    settle(tmp_path, 1)
+    (tmp_path / "checkpoints" / "last-good.ckpt").write_text("mine")
+    write(tmp_path, 1)
+    settle(tmp_path, 1)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"last.ckpt", "last-good.ckpt"}
 
 
 def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def read(folder: Path) -> list[Run]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in `folder` was trained to its last step."""
+    """Whether the run in `folder` was trained to its last step, and validated after it."""
     return _json(folder / MEASURED).get("finished") is True
 
 

@@ -1,0 +1,97 @@
+"""A run whose numbers are no longer finite ends, says so, and leaves its good checkpoints and its report."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from programs import Run
+from stubs import stub
+from training_runs import SMALL, TEXT, content, losses
+
+from kernels.timex import conv1d
+from kernels.wkv import WKV
+
+BRIEF = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=6", "out_dir=run",
+         "trainer.checkpoint_every=1", "trainer.val_every=100", "data.num_workers=0")
+FIRST = 4                                # the step whose gradients are no numbers
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """conv1d stands for a kernel whose gradients are NaN from step FIRST on; some passes are timed before the first step."""
+    calls = itertools.count()
+    timed = 3
+
+    def backward(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        grad_w, grad_k = conv1d.backward(w, k, grad_out)
+        return grad_w, grad_k * (math.nan if next(calls) >= timed + FIRST - 1 else 1.0)
+
+    with stub("timex", conv1d.forward, backward) as name:
+        monkeypatch.setattr("rwkv.training.select", lambda kernel, *_: WKV("timex", timex=name))
+        yield
+
+
+def finite(checkpoint: Path) -> bool:
+    return all(tensor.isfinite().all() for tensor in content(checkpoint).values() if isinstance(tensor, torch.Tensor))
+
+
+def steps(checkpoints: Path) -> dict[str, int]:
+    return {path.name: content(path)["/global_step"] for path in checkpoints.iterdir()}
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(run: Run, folder: Path, log_every: int) -> None:
+    status, output, error = run("train", *BRIEF, f"trainer.log_every={log_every}", "trainer.sample_every=2")
+    assert (status, output) == (2, "")
+    last = error.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert f"step {FIRST}" in last
+    assert "optim.lr" in last
+    assert steps(Path("run/checkpoints")) == {"last.ckpt": FIRST - 1, "last-1.ckpt": FIRST - 2}
+    assert all(finite(path) for path in Path("run/checkpoints").iterdir())
+    assert Path("run/report.html").is_file()
+
+
+def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder: Path) -> None:
+    """Even where they are read later: a rate at which the first step spoils the weights, and a checkpoint at the last one."""
+    status, _, error = run("train", *BRIEF, "optim.lr=1e30", "optim.warmup_steps=0", "trainer.log_every=5",
+                           "trainer.checkpoint_every=6", "trainer.val_every=6")
+    assert status == 2
+    assert "step 2," in error.splitlines()[-1]
+    assert not list(Path("run").glob("checkpoints/*"))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 20)
+    monkeypatch.setattr("rwkv.scale.MixedPrecision", partial(MixedPrecision, scaler=scaler))
+    status, _, error = run("train", *BRIEF, "trainer.precision=fp16-mixed", "trainer.max_steps=12")
+    assert status == 0, error
+    assert scaler.get_scale() < 2.0 ** 20, "some were skipped"
+    assert len(losses(Path("run"))) == 12
+
+
+def test_a_sample_that_cannot_be_drawn_costs_neither_the_run_nor_its_report(run: Run, folder: Path,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("rwkv.generation.read_prompts", fail)
+    status, _, error = run("train", *BRIEF, "trainer.sample_every=2")
+    assert status == 0, error
+    assert "out of memory" in error
+    assert content(Path("run/checkpoints/last.ckpt"))["/global_step"] == 6
+    assert Path("run/report.html").is_file()
+    assert Path("run/samples.jsonl").read_bytes() == b""
