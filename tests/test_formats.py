@@ -364,6 +364,19 @@ def test_a_directory_is_replaced_in_one_step(model: RWKV, tmp_path: Path, monkey
     assert read_checkpoint(tmp_path / "model").vocab_size == 60
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+@pytest.mark.parametrize("name", NAMES.values())
+def test_a_link_stays_a_link(model: RWKV, tmp_path: Path, name: str) -> None:
+    (tmp_path / "disk").mkdir()
+    model.save_pretrained(tmp_path / "disk" / name)
+    (tmp_path / name).symlink_to(Path("disk") / name)
+    small_model("reference", 60).save_pretrained(tmp_path / name)
+    assert (tmp_path / name).is_symlink()
+    assert read_checkpoint(tmp_path / "disk" / name).vocab_size == 60
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", name}
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [name]
+
+
 def test_a_directory_with_other_files_is_left_alone(model: RWKV, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
     with pytest.raises(ValueError, match=r"holds thesis\.tex"):
