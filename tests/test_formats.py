@@ -426,6 +426,19 @@ def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
 # python -m rwkv.tools.convert
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["model.pth", "model.safetensors"])
+def test_a_model_that_is_not_mapped_outlives_its_file(tmp_path: Path, name: str, dtype: str) -> None:
+    """Written over in place, as cp does."""
+    path = tmp_path / name
+    small_model("reference", n_embd=64).save_pretrained(path)
+    loaded = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)
+    before = {name: weight.clone() for name, weight in loaded.state_dict().items()}
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(weight, before[name]) for name, weight in loaded.state_dict().items())
+
+
 def test_convert_says_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_model("reference", 50).save_pretrained(tmp_path / "in.ckpt", CharTokenizer("abc"))
     convert.main([str(tmp_path / "in.ckpt"), str(tmp_path / "out.pth"), "--dtype", "bfloat16"])
