@@ -14,7 +14,7 @@ from rwkv.plan import announce, data_for
 from rwkv.run import Run, as_plain, create, open_run
 from rwkv.scale import device_for, prepare_blocks, process_count, share
 from rwkv.task import LanguageModel
-from rwkv.tracking import loggers
+from rwkv.tracking import loggers, require
 from rwkv.training import build_trainer, kernel_for, leave_report, say, say_result, show_sample
 
 
@@ -35,6 +35,7 @@ def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
+    processes.agreed(lambda: require(config.logger))
     data = data_for(run, device, wkv.name)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.beginning, data.tokenizer, wkv), config.trainer)

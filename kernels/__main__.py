@@ -1,6 +1,8 @@
 """python -m kernels: every implementation of every operator, its idea, where it runs, and where it cannot run here, why."""
 
 import ast
+import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,14 @@ WIDTH = 127
 
 
 def main() -> None:
+    try:
+        show()
+        sys.stdout.flush()
+    except BrokenPipeError:              # whoever read it has seen enough, as in: python -m kernels | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show() -> None:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     for op in operators():
         print(f"{op}: {idea(op, '__init__')}\n")

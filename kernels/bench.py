@@ -186,7 +186,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device, and torch sees none")
-    if args.plot and (reason := plot.why_not()):
+    if args.plot and (reason := plot.why_not(args.plot)):
         parser.error(reason)
     subject = subject_of(args.op)
     args.dtype, args.shape = args.dtype or subject.DTYPES[0], args.shape or [*subject.SHAPES[args.device]]

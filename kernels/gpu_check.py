@@ -85,7 +85,7 @@ def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | No
     for op in operators():
         small = ["--shape", shape] if shape and subject_of(op).AXES == OVER_TIME else []
         bench = [python, "-m", "kernels.bench", op, "--device", device, *(small or ["--sweep"])]
-        figures = [] if plot.why_not() else ["--plot", str(results)]
+        figures = [] if plot.why_not(results) else ["--plot", str(results)]
         yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json", *figures], 560)
     run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": steps,
            "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,

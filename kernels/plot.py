@@ -8,6 +8,7 @@ ends apart (Okabe and Ito's palette, which colour-blind readers can tell apart t
 """
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,18 +35,24 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         print(__doc__)
         return 2
-    if reason := why_not():
+    folder = Path(arguments[0])
+    if reason := why_not(folder):
         print(reason, file=sys.stderr)
         return 1
-    for path in draw(Path(arguments[0]), read(arguments[1:] or committed())):
+    for path in draw(folder, read(arguments[1:] or committed())):
         print(path)
     return 0
 
 
-def why_not() -> str | None:
-    """Why nothing can be drawn here, in one sentence."""
-    missing = importlib.util.find_spec("matplotlib") is None
-    return "figures need the package matplotlib, which is not installed (pip install matplotlib)" if missing else None
+def why_not(folder: Path) -> str | None:
+    """Makes `folder`; why nothing can be drawn into it here, in one sentence, or None."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "figures need the package matplotlib, which is not installed (pip install matplotlib)"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot make the folder {folder} ({error.strerror}): name one that is there, or that can be made"
+    return None if os.access(folder, os.W_OK) else f"cannot write into the folder {folder}: name another"
 
 
 def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:

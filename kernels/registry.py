@@ -91,10 +91,11 @@ def check(op: str, name: str, device: torch.device) -> None:
         raise KernelUnavailable(f"{reason}; on {device.type} there are: {', '.join(runnable(op, device.type))}")
 
 
-def check_dtype(name: str, requires: Requires, *dtypes: torch.dtype) -> None:
+def check_dtype(op: str, name: str, requires: Requires, *dtypes: torch.dtype) -> None:
     """Raises ValueError where an input is float64 and the implementation would silently compute in float32."""
     if torch.float64 in dtypes and torch.float64 not in requires.dtypes:
-        raise ValueError(f"{name} does not compute in float64: cast to float32, or use a reference or conv1d")
+        able = [other for other in runnable(op) if torch.float64 in load(op, other).REQUIRES.dtypes]
+        raise ValueError(f"{name} does not compute in float64: cast to float32, or use one of {', '.join(able)}")
 
 
 def runnable(op: str, device: str = "cpu") -> list[str]:

@@ -76,35 +76,38 @@ class Pretrained:
     """from_pretrained and save_pretrained of the model, kept apart from what it computes."""
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32") -> Self:
+    def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
+                        mmap: bool = True) -> Self:
         """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
 
-        On a CPU, weights that the file holds in `dtype` already are the mapped file, not a copy. Raises CheckpointError (a
-        ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where the kernel cannot
-        run on `device`.
+        On a CPU, weights that the file holds in `dtype` already are the mapped file, not a copy: a program that writes into
+        that file, instead of replacing it, changes the model too. mmap=False gives the model memory of its own. Raises
+        CheckpointError (a ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where
+        the kernel cannot run on `device`.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         wkv = select(kernel, device, computed_in(dtype))
-        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype)
+        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
+    def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
+                        mmap: bool = True) -> Self:
         """The model of a checkpoint already read, in evaluation mode."""
         if dtype == "int8":
-            return cls._in_int8(checkpoint, wkv, device)
-        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get().to(device)
+            return cls._in_int8(checkpoint, wkv, device, mmap)
+        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get(copy=not mmap).to(device)
                    for name, tensor in checkpoint.weights.stored.items()}
         return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
-    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str) -> Any:
+    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Any:
         """The matrices go from the file to int8 one at a time; all else is computed in float32."""
         from rwkv.int8 import to_int8  # which imports the model, which imports this file
 
         if device != "cpu":
             raise ValueError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
-        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get()
+        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
         return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
 
@@ -112,7 +115,7 @@ class Pretrained:
     def to_train_on(cls, checkpoint: Checkpoint, wkv: Any) -> Self:
         """The same on the CPU in float32, in memory of its own and ready for training."""
         stored = checkpoint.weights.stored
-        return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get().clone() for name, tensor in stored.items()})
+        return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get(copy=True) for name, tensor in stored.items()})
 
     @classmethod
     def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Any:

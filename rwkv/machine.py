@@ -1,7 +1,7 @@
 """What a machine has to spare: memory that a program may still take, and room on a disk.
 
 A container's limit counts as well as the machine's memory, which most libraries report alone. Sources: the Linux kernel's
-documentation, proc_meminfo, cgroup-v1/memory and cgroup-v2.
+documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
 
 import os
@@ -21,6 +21,13 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     found = [*_unused(root), *_left_by_groups(root)]
     return min(found) if found else _installed()
+
+
+def resident_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process takes by now, its programs included; 0 where the system does not tell."""
+    for line in _lines(root / "proc/self/statm"):
+        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def free_disk(folder: Path) -> int:

@@ -13,8 +13,8 @@ import torch
 
 from rwkv import lanes, processes
 from rwkv.config import TrainConfig
-from rwkv.machine import free_disk, free_memory
-from rwkv.memory import memory, n_parameters
+from rwkv.machine import free_disk, free_memory, resident_memory
+from rwkv.memory import FLOAT, memory, n_parameters
 from rwkv.model import Block
 from rwkv.processes import rank, world_size
 from rwkv.room import disk, in_words, n_checkpoints, require_room, with_options
@@ -53,6 +53,7 @@ def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, d
 
 def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
     config, model, V = run.config, run.config.model, task.model.vocab_size
+    taken = resident_memory() if device.type == "cpu" else 0     # before the data are read, whose pages would count
     yield "data", data.describe()
     if config.trainer.tbptt:
         yield "lanes", lanes.describe(config, data)
@@ -62,22 +63,26 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
         yield "weights", f"from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew"
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"threads of each {torch.get_num_threads()}")
-    yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device)
+    yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device, taken)
     yield "disk", (f"{in_words(disk(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{in_words(free_disk(run.out_dir))} is free")
     yield "training", _training(run, device, task, data)
     yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
 
 
-def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device) -> Iterator[tuple[str, str]]:
-    """What one process needs and can have: the weights, which are in the machine's memory by now, are in both."""
+def _memory(config: TrainConfig, vocab_size: int, kernel: str, device: torch.device,
+            taken: int) -> Iterator[tuple[str, str]]:
+    """What one process needs, and what is free. `taken`: what it has of the device by now, programs and weights."""
     need, free = memory(config, vocab_size, kernel, world_size()), free_memory(device)
     checkpointing = config.trainer.activation_checkpointing
     other = memory(with_options(config, activation_checkpointing=not checkpointing), vocab_size, kernel, world_size())
-    there = need.weights if free is not None and device.type == "cpu" else 0
-    yield "memory", f"about {in_words(need.total)} for each process; {in_words(free and free + there)} is free"
-    yield "", (f"weights {in_words(need.weights)}, gradients {in_words(need.gradients)}, optimiser {in_words(need.optimiser)}, "
-               f"loss {in_words(need.loss)}" + (f", data workers {in_words(need.workers)}" if need.workers else ""))
+    programs = max(0, taken - FLOAT * n_parameters(config.model, vocab_size))
+    already = f", {in_words(taken)} of which it takes already" if taken else ""
+    yield "memory", f"about {in_words(programs + need.total)} for each process{already}; {in_words(free)} is free"
+    yield "", ((f"programs {in_words(programs)}, " if programs else "")
+               + f"weights {in_words(need.weights)}, gradients {in_words(need.gradients)}, "
+               + f"optimiser {in_words(need.optimiser)}, loss {in_words(need.loss)}"
+               + (f", data workers {in_words(need.workers)}" if need.workers else ""))
     yield "", (f"activations {in_words(need.activations)}; {in_words(other.activations)} with "
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
 

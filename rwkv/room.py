@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rwkv.config import TrainConfig
-from rwkv.machine import free_disk, free_memory
+from rwkv.machine import free_disk, free_memory, resident_memory
 from rwkv.memory import FLOAT, MOMENTS, Memory, memory, n_parameters
 from rwkv.processes import world_size
 from rwkv.run import Run
@@ -21,10 +21,11 @@ def require_room(run: Run, device: torch.device, kernel: str, vocab_size: int) -
     """Raises ValueError, one sentence, where memory or disk cannot hold what the run is certain to need."""
     here = world_size() // run.config.trainer.num_nodes
     if device.type == "cuda":            # where it is built, each process has all of it in the machine's own memory
-        _require_memory(here * FLOAT * n_parameters(run.config.model, vocab_size), torch.device("cpu"), "take a smaller model=")
+        _require_memory(here * FLOAT * n_parameters(run.config.model, vocab_size), torch.device("cpu"), here,
+                        "take a smaller model=")
     share = 1 if device.type == "cuda" else here
     need = memory(run.config, vocab_size, kernel, world_size())
-    _require_memory(share * _at_least(need), device, _remedy(run.config, vocab_size, kernel, device, share))
+    _require_memory(share * _at_least(need), device, share, _remedy(run.config, vocab_size, kernel, device, share))
     _require_disk(run, vocab_size)
 
 
@@ -48,11 +49,20 @@ def in_words(size: int | None) -> str:
     return f"{size / unit:,.{1 if size < 100 * unit else 0}f} {name}"
 
 
-def _require_memory(need: int, device: torch.device, remedy: str) -> None:
+def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
+    """`need`: of all `processes` on the device, beside what their programs take, which is free no longer."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
-        raise ValueError(f"training needs at least {in_words(need)} of memory, and {where} has {in_words(free)} free: {remedy}")
+        programs = _of_programs(device, processes)
+        already = f", {in_words(programs)} of which the programs take already," if programs else ""
+        raise ValueError(f"training needs at least {in_words(need + programs)} of memory{already} and {where} has "
+                         f"{in_words(free)} free: {remedy}")
+
+
+def _of_programs(device: torch.device, processes: int) -> int:
+    """What the processes take by now; nothing of a GPU, where free memory is all that can be told."""
+    return processes * resident_memory() if device.type == "cpu" else 0
 
 
 def _require_disk(run: Run, vocab_size: int) -> None:
@@ -74,7 +84,7 @@ def _remedy(config: TrainConfig, vocab_size: int, kernel: str, device: torch.dev
     for options, changed in _smaller(config):
         need = share * memory(changed, vocab_size, kernel, world_size()).total
         if free is not None and need <= free:
-            return f"with {options} it would be {in_words(need)}"
+            return f"with {options} it would be {in_words(need + _of_programs(device, share))}"
     return "take a smaller model=" + (", or several GPUs with trainer=fsdp" if device.type == "cuda" else "")
 
 

@@ -1,12 +1,13 @@
 """Where metrics go: metrics.csv in the run's directory, and W&B, online where the user is logged in, else offline."""
 
 import csv
+import importlib
 import io
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
@@ -15,8 +16,20 @@ from rwkv.formats._atomic import write_file
 from rwkv.processes import rank
 
 METRICS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "matmul_share", "peak_mem")
+Mode = Literal["online", "offline", "disabled"]
 SAMPLES = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # of the latest in W&B's table, which is sent whole each time
+
+
+def require(config: LoggerConfig) -> None:
+    """Raises ValueError where logger=wandb and the package cannot be imported: before the run does anything long."""
+    if config.name != "wandb":
+        return
+    try:
+        importlib.import_module("wandb")
+    except Exception as error:           # a broken installation raises whatever its first broken part does
+        raise ValueError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
+                         "install --force-reinstall wandb), or use logger=csv") from error
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
@@ -28,7 +41,14 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
     file = MetricsFile(out_dir / "metrics.csv", run["kernel"]["name"], norms, resumed_at)
-    return [file] if config.name == "csv" else [file, _wandb(config, out_dir, run)]
+    if config.name == "csv":
+        return [file]
+    mode = _mode()
+    if mode == "disabled":
+        print("W&B: disabled in its own settings (WANDB_MODE or `wandb disabled`); the metrics are in metrics.csv alone",
+              file=sys.stderr)
+        return [file]
+    return [file, _wandb(config, out_dir, run, mode)]
 
 
 def norm_names(n_layer: int) -> tuple[str, ...]:
@@ -48,11 +68,13 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
     """A W&B run of a sweep's own, in the group of its runs: the report's rows as a table, and its files as they are."""
     import wandb
 
+    mode = _mode()
+    if mode == "disabled":
+        return
     group = config.group or sweep.name
-    offline = _offline()
     columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
     with wandb.init(project=config.project, group=group, name=f"{group}-report", job_type="report", dir=sweep,
-                    settings=wandb.Settings(silent=True, mode="offline" if offline else "online")) as run:
+                    settings=wandb.Settings(silent=True, mode=mode)) as run:
         table = [[row.get(str(name)) if row.get(str(name)) != "" else None for name in columns] for row in rows]
         artifact = wandb.Artifact(f"report-{re.sub('[^A-Za-z0-9_.-]', '_', group)}", "report")
         for file in files:
@@ -61,7 +83,7 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
         run.log({"report": wandb.Html((sweep / "report.html").read_text(encoding="utf-8"), inject=False),
                  "summary": wandb.Table(columns, table)})
         folder = Path(run.dir).parent
-    if offline:
+    if mode == "offline":
         print(f"W&B: offline; {_how_to_upload(folder, None)}", file=sys.stderr)
 
 
@@ -110,32 +132,35 @@ def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if None not in row.values() and int(row["step"]) <= step]
 
 
-def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any]) -> WandbLogger:
+def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode) -> WandbLogger:
     import wandb
 
     if wandb.run is not None:            # that of a run before this one, in the same process
         wandb.finish()
-    offline = _offline()
     before = _id_of(out_dir)
     logger = WandbLogger(
         id=before, resume="allow" if before else None,
         project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",
-        save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode="offline" if offline else "online"))
-    if offline:
+        save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode=mode))
+    if mode == "offline":
         print(f"W&B: offline; {_how_to_upload(Path(logger.experiment.dir).parent, before)}", file=sys.stderr)
     return logger
 
 
-def _offline() -> bool:
+def _mode() -> Mode:
+    """What the user's own settings of W&B say, and offline where nobody is logged in."""
     import wandb
 
-    return wandb.setup(wandb.Settings(silent=True)).settings._offline or not _logged_in()
+    settings = wandb.setup(wandb.Settings(silent=True)).settings
+    if settings._noop:                   # mode=disabled
+        return "disabled"
+    return "offline" if settings._offline or not _logged_in() else "online"
 
 
 def _id_of(out_dir: Path) -> str | None:
-    """Of the W&B run in a run's directory that is continued: the end of the names of its folders there."""
-    folders = sorted((out_dir / "wandb").glob("*run-*-*"))
-    return folders[-1].name.rpartition("-")[2] if folders else None
+    """Of the W&B run in a run's directory that is continued: the name of its file, run-ID.wandb, says it whole."""
+    files = sorted((out_dir / "wandb").glob("*run-*-*/run-*.wandb"))
+    return files[-1].stem.removeprefix("run-") if files else None
 
 
 def _how_to_upload(folder: Path, before: str | None) -> str:

@@ -66,7 +66,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
         **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        overfit_batches=options.overfit_batches, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
+        limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
         callbacks=[probe, metrics, Bar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
         default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)

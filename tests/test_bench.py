@@ -254,6 +254,15 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
     assert "F.conv1d with one group per channel" in out
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such pipes")
+def test_a_listing_that_nobody_reads_to_its_end_is_no_error() -> None:
+    with subprocess.Popen([sys.executable, "-m", "kernels"], cwd=tables.ROOT, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.close()           # before it has written anything
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_the_listing_says_why_not_here() -> None:
     with stub(packages=("no_such_package",)) as name:
         assert listing.here("timex", name, ["cpu"]) == "no"
@@ -406,10 +415,10 @@ def test_figures_from_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["timex", "wkv"])
-def test_a_figure_is_drawn_over_a_sweep(op: str) -> None:
-    T = {"timex": 2048, "wkv": 512}[op]
-    assert (8, 768, T) in bench._arguments([op, "--plot", "folder"]).sweep
-    assert bench._arguments([op, "--plot", "folder", "--shape", "1,2,3", "--sweep", "4,5"]).sweep == [(1, 2, 4), (1, 2, 5)]
+def test_a_figure_is_drawn_over_a_sweep(op: str, tmp_path: Path) -> None:
+    T, folder = {"timex": 2048, "wkv": 512}[op], str(tmp_path)
+    assert (8, 768, T) in bench._arguments([op, "--plot", folder]).sweep
+    assert bench._arguments([op, "--plot", folder, "--shape", "1,2,3", "--sweep", "4,5"]).sweep == [(1, 2, 4), (1, 2, 5)]
     assert bench._arguments([op]).sweep == []
 
 
@@ -423,6 +432,20 @@ def test_a_figure_that_cannot_be_drawn_is_a_sentence(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit):
         bench.main(["timex", "--plot", str(tmp_path)])
     assert "matplotlib, which is not installed (pip install matplotlib)" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence_before_anything_is_measured(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    folder = str(tmp_path / "file" / "figures")
+    assert plot.main([folder]) == 1
+    error = capsys.readouterr().err
+    assert folder in error
+    assert error.count("\n") == 1
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit):
+        bench.main(["timex", "--plot", folder])
+    assert folder in capsys.readouterr().err
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=15).map(sorted))

@@ -102,6 +102,15 @@ def test_the_result_is_one_line_of_json(run: Run) -> None:
     assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_full_disk_costs_the_file_and_not_the_result(run: Run) -> None:
+    status, output, error = run("data.path=text.txt", "out=/dev/full")
+    assert status == 2
+    assert json.loads(output)["tokens"] == 99
+    assert "error: cannot write out=/dev/full: No space left on device" in error
+    assert "Traceback" not in error
+
+
 def test_bits_per_byte_count_bytes_and_not_tokens(model: RWKV) -> None:
     score = evaluation.TextScore(tokens=10, bytes=40, nats=20 * math.log(2)).as_dict()
     assert (score["bits_per_byte"], score["loss"]) == (pytest.approx(0.5), pytest.approx(2 * math.log(2)))

@@ -364,6 +364,19 @@ def test_a_directory_is_replaced_in_one_step(model: RWKV, tmp_path: Path, monkey
     assert read_checkpoint(tmp_path / "model").vocab_size == 60
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+@pytest.mark.parametrize("name", NAMES.values())
+def test_a_link_stays_a_link(model: RWKV, tmp_path: Path, name: str) -> None:
+    (tmp_path / "disk").mkdir()
+    model.save_pretrained(tmp_path / "disk" / name)
+    (tmp_path / name).symlink_to(Path("disk") / name)
+    small_model("reference", 60).save_pretrained(tmp_path / name)
+    assert (tmp_path / name).is_symlink()
+    assert read_checkpoint(tmp_path / "disk" / name).vocab_size == 60
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", name}
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [name]
+
+
 def test_a_directory_with_other_files_is_left_alone(model: RWKV, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
     with pytest.raises(ValueError, match=r"holds thesis\.tex"):
@@ -411,6 +424,19 @@ def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
 
 
 # python -m rwkv.tools.convert
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["model.pth", "model.safetensors"])
+def test_a_model_that_is_not_mapped_outlives_its_file(tmp_path: Path, name: str, dtype: str) -> None:
+    """Written over in place, as cp does."""
+    path = tmp_path / name
+    small_model("reference", n_embd=64).save_pretrained(path)
+    loaded = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)
+    before = {name: weight.clone() for name, weight in loaded.state_dict().items()}
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(weight, before[name]) for name, weight in loaded.state_dict().items())
 
 
 def test_convert_says_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
 
 import random
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,10 @@ from training_runs import TEXT
 from kernels._memory import extra_bytes
 from kernels.select import select
 from rwkv import cli, memory, plan, room
+from rwkv.callbacks import peak_memory_mib
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.lanes import Segments
-from rwkv.machine import free_disk, free_memory
+from rwkv.machine import free_disk, free_memory, resident_memory
 from rwkv.model import RWKV
 from rwkv.run import Run as RunOf
 from rwkv.run import in_steps
@@ -159,20 +162,30 @@ def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
     assert found is None or installed is None or installed >= found
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
+    held = torch.ones(64 * MIB // 4)
+    assert held.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
+    assert resident_memory(tmp_path) == 0, "where there is no /proc"
+
+
 # What cannot fit
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_memory", lambda device: 8 * GB)
+    monkeypatch.setattr(room, "resident_memory", lambda: 10 * GB)
     monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
     one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "training needs at least 186 GB of memory, and this machine has 8.0 GB free: take a smaller model=")
+                 "training needs at least 196 GB of memory, 10.0 GB of which the programs take already, and this machine has "
+                 "8.0 GB free: take a smaller model=")
     assert not list(Path().iterdir())
 
 
 def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """None where the configuration fits into `free` bytes, else what is said."""
     monkeypatch.setattr(room, "free_memory", lambda device: free)
+    monkeypatch.setattr(room, "resident_memory", lambda: GB // 10)
     try:
         room.require_room(RunOf(Path("run"), config), CPU, "torch_scan", V)
     except ValueError as error:
@@ -181,8 +194,8 @@ def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("free", "remedy"), [
-    (7, "with trainer.activation_checkpointing=true it would be 3.3 GB"),
-    (2, "with trainer.activation_checkpointing=true data.batch_size=8 trainer.accumulate=4 it would be 1.7 GB"),
+    (7, "with trainer.activation_checkpointing=true it would be 3.4 GB"),
+    (2, "with trainer.activation_checkpointing=true data.batch_size=8 trainer.accumulate=4 it would be 1.8 GB"),
     (1, "take a smaller model="),
 ])
 def test_the_remedy_is_the_least_that_helps(free: int, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +266,17 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
                  "2.1 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
         assert said in error
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_the_memory_that_is_promised_is_the_whole_processs(run: Run) -> None:
+    """The programs, which take more than a small model does."""
+    Path("text.txt").write_text(TEXT)
+    _, _, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache",
+                      "trainer=cpu", "kernel=conv1d", "logger=csv", "plan=true")
+    size, unit = re.findall(r"^memory +about ([\d,.]+) ([MG]B) for each process", error, re.MULTILINE)[0]
+    promised = float(size.replace(",", "")) * {"MB": 10 ** 6, "GB": GB}[unit]
+    assert promised == pytest.approx(resident_memory(), rel=0.2)
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

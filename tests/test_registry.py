@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import registry
 from kernels.compare import errors, misses, timex_results, timex_tolerance
 from kernels.registry import KernelUnavailable
+from kernels.softmax import Softmax
 from kernels.timex import TimeX, cases, formula
 from kernels.wkv import WKV
 
@@ -76,6 +77,15 @@ def test_float64_is_refused_by_what_computes_in_float32() -> None:
             TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64))
         with pytest.raises(ValueError, match=f"{name} does not compute in float64"):
             WKV("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
+
+
+def test_what_computes_in_float64_is_named() -> None:
+    """Of the same operator: softmax has no conv1d."""
+    with pytest.raises(ValueError, match=r"taichi_v0 does not compute in float64: .*\bformula\b") as error:
+        Softmax("taichi_v0")(torch.zeros(2, 3, dtype=torch.float64))
+    named = str(error.value).rpartition("use one of ")[2].split(", ")
+    for name in named:
+        assert Softmax(name)(torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
 
 
 def test_a_missing_package_is_named_with_its_remedy() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from programs import Run
 from training_runs import OWN, SMALL, TEXT, Done, content, finish, losses, rows, same, start, wait_for
 
 import train
@@ -110,6 +111,16 @@ def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_pa
     assert done.output.startswith(prompt)
     assert len(done.output) > len(prompt) + 20
     assert not list(tmp_path.iterdir())
+
+
+def test_overfitting_a_batch_limits_training_alone(run: Run) -> None:
+    """One step of the same batch gives the same weights, and the whole split is the whole split."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    once = (*SMALL, "logger=csv", "kernel=conv1d", "trainer.sample_tokens=0", "trainer.val_every=1")
+    assert run("train", *once, "trainer.max_steps=1", "out_dir=all")[0] == 0
+    assert run("train", *once, "trainer.max_steps=3", "trainer.overfit_batches=1", "out_dir=one")[0] == 0
+    assert losses(Path("one"), "val/loss")[1] == losses(Path("all"), "val/loss")[1]
+    assert list(losses(Path("one"))) == [1, 2, 3]
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(folder: Path, interrupted: Done, stopped_at: int) -> None:

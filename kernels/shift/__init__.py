@@ -65,7 +65,7 @@ class TokenShift:
             raise ValueError(f"TokenShift expects tensors on one device, got {x.device}, {last_x.device}, {mus.device}")
         if dtype not in RESULTS and not dtype == x.dtype == torch.float64:
             raise ValueError(f"TokenShift gives {', '.join(map(str, RESULTS))}, or torch.float64 of such an x, not {dtype}")
-        check_dtype(self.name, self.requires, x.dtype)
+        check_dtype("shift", self.name, self.requires, x.dtype)
         if not torch.compiler.is_compiling():
             check("shift", self.name, x.device)
 

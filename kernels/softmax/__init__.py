@@ -57,7 +57,7 @@ class Softmax:
     def _check(self, x: Tensor) -> None:
         if x.dim() == 0 or not x.is_floating_point():
             raise ValueError(f"Softmax expects a floating-point x (..., M), got {x.dtype} of shape {tuple(x.shape)}")
-        check_dtype(self.name, self.requires, x.dtype)
+        check_dtype("softmax", self.name, self.requires, x.dtype)
         if not torch.compiler.is_compiling():
             check("softmax", self.name, x.device)
 

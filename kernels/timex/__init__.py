@@ -69,7 +69,7 @@ class TimeX:
             raise ValueError(f"TimeX expects floating-point w and k, got {w.dtype} and {k.dtype}")
         if w.device != k.device:
             raise ValueError(f"TimeX expects w and k on one device, got {w.device} and {k.device}")
-        check_dtype(self.name, self.requires, w.dtype, k.dtype)
+        check_dtype("timex", self.name, self.requires, w.dtype, k.dtype)
         T, T_max = k.shape[-1], self.requires.T_max
         if T_max is not None and T > T_max:
             raise ValueError(f"{self.name} takes T up to {T_max}, got T = {T}: use another implementation")

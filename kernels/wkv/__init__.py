@@ -95,7 +95,7 @@ class WKV:
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
             raise ValueError(f"WKV expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
-        check_dtype(self.name, self.requires, time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
+        check_dtype(self._registry_key[0], self.name, self.requires, time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if not torch.compiler.is_compiling():
             self.check(k.device)
 

@@ -1,4 +1,7 @@
-"""Writing that a crash cannot spoil: beside the target first, on the disk next, in its place last."""
+"""Writing that a crash cannot spoil: beside the target first, on the disk next, in its place last.
+
+A symbolic link stays one: what it points to is replaced.
+"""
 
 import ctypes
 import os
@@ -13,6 +16,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2      # linux/fcntl.h, linux/fs.h
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Calls write(file), and lets the whole file appear at `path`; where that fails, what was there stays."""
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -27,7 +31,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Calls write(folder), and lets the whole folder appear at `path`, in exchange for what was there."""
-    path = path.absolute()
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.mkdir()

@@ -64,10 +64,15 @@ class Stored:
     def cast(self, dtype: torch.dtype) -> "Stored":
         return replace(self, dtype=dtype)
 
-    def get(self) -> Tensor:
-        """The tensor, contiguous, to keep. Raises CheckpointError where a value is not finite, or not in `dtype`."""
+    def get(self, copy: bool = False) -> Tensor:
+        """The tensor, contiguous, to keep; copy: in memory of its own, whatever the file holds.
+
+        Raises CheckpointError where a value is not finite, or not in `dtype`.
+        """
         held = self.data()
         result = self._converted(held)
+        if copy and result.data_ptr() == held.data_ptr():
+            result = result.clone()
         if result.data_ptr() == held.data_ptr():
             self.lending.out = True
         else:

@@ -39,9 +39,9 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     result = {"data": str(path), "checkpoint": str(checkpoint.path), "tokenizer": tokenizer.kind,
               "tokenizer_hash": tokenizer.hash, "kernel": wkv.name, "device": device, "dtype": config.dtype, **score}
     written = json.dumps(result, allow_nan=False) + "\n"
-    if out:
-        out.write_text(written, encoding="utf-8")
     print(written, end="", flush=True)
+    if out:
+        _write(out, written)
 
 
 def text(config: EvaluateConfig, tokenizer: Tokenizer, start: Sequence[int], load: Callable[[], RWKV]) -> dict[str, Any]:
@@ -77,6 +77,13 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
     if out and (out.is_dir() or not out.parent.is_dir()):
         raise ValueError(f"cannot write out={out}: it is a folder, or there is no folder {out.parent}")
     return Path(config.data.path), out
+
+
+def _write(out: Path, written: str) -> None:
+    try:
+        out.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write out={out}: {error.strerror}; the result is on standard output alone") from error
 
 
 def _bar(total: int, unit: str) -> tqdm:

@@ -1,0 +1,69 @@
+"""W&B as the user has set it up: the run that is continued, the mode that was chosen, and an installation that is broken."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+from programs import Run, one_sentence
+from training_runs import TEXT
+
+from rwkv import plan, tracking
+from rwkv.config import LoggerConfig, TrainConfig
+from rwkv.run import as_plain
+
+RUN = as_plain(TrainConfig())
+CONFIG = LoggerConfig(name="wandb")
+
+
+@pytest.fixture(autouse=True)
+def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """W&B reads its environment once in a process; here for each test, with nobody logged in."""
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.teardown()
+    yield
+    wandb.finish()
+    wandb.teardown()
+
+
+
+@pytest.mark.parametrize("name", ["my-exp-1", "plain"])
+def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_ID", name)
+    tracking.loggers(CONFIG, tmp_path, RUN)
+    _, second = tracking.loggers(CONFIG, tmp_path, RUN, resumed_at=1)
+    assert isinstance(second, WandbLogger)
+    assert second.experiment.id == name
+    assert f"`wandb sync --id {name} " in capsys.readouterr().err
+
+
+def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    file, = tracking.loggers(CONFIG, tmp_path, RUN)
+    assert isinstance(file, tracking.MetricsFile)
+    (tmp_path / "report.html").write_text("a report")
+    tracking.log_report(CONFIG, tmp_path, [{"kernel": "conv1d"}], [])
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.csv", "report.html"}
+    assert "disabled" in capsys.readouterr().err
+
+
+def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that fails as it is imported, in the place of the installed one."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "wandb.py").write_text("raise TypeError('Descriptors cannot be created directly.')\n")
+    installed = [name for name in sys.modules if name.partition(".")[0] == "wandb"]
+    monkeypatch.setattr(plan, "prepare", lambda *_: pytest.fail("the data were tokenised"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path / "broken"))
+        for name in installed:
+            patch.delitem(sys.modules, name)
+        result = run("train", "debug=fast", "data=text", "data.path=text.txt", "trainer=cpu", "kernel=conv1d", "out_dir=mine")
+    one_sentence(result, "logger=wandb", "Descriptors cannot be created directly", "logger=csv")
+    assert not (tmp_path / "mine").exists()
