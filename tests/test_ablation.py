@@ -250,6 +250,16 @@ def test_a_single_run_has_a_report_of_itself(folder: Path, capsys: pytest.Captur
     assert "compared with" not in page.text
 
 
+def test_a_report_has_every_sample(tmp_path: Path) -> None:
+    """Characters that str.splitlines() takes for line ends, and a damaged line, hide nothing."""
+    make_run(tmp_path, "conv1d", 0, [3.0])
+    run = tmp_path / "kernel=conv1d,seed=0"
+    lines = [json.dumps({"step": step, "prompt": "", "text": f"a\u2028\x85{step}"}, ensure_ascii=False) for step in (1, 2, 3)]
+    (run / "samples.jsonl").write_text("\n".join([lines[0], '{"step', *lines[1:]]) + "\n", encoding="utf-8")
+    assert [(one["step"], one["text"]) for one in read(run)[0].samples] == [
+        (step, f"a\u2028\x85{step}") for step in (1, 2, 3)]
+
+
 def test_a_report_that_cannot_be_made_is_no_reason_to_fail(folder: Path, capsys: pytest.CaptureFixture[str],
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rwkv.report.page", lambda *_: 1 / 0)

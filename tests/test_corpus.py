@@ -226,6 +226,9 @@ WRONG_TEXT = {
     "empty": (b"", r"data\.path=.*text\.txt is empty"),
     "one character": (b"a", "has 1 characters: too few to split"),
     "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, r"not UTF-8: its byte 12 is 0xe9; convert it, .* iconv"),
+    "UTF-16": ("a\n".encode("utf-16") * 99, r"its byte 0 is 0xff; .*iconv -f utf-16 "),
+    "gzip": (gzip.compress(b"a\n" * 99), r"its byte 1 is 0x8b; .*gzip -dc"),
+    "binary": (b"\x7fELF\0" + bytes(range(256)), r"its byte 133 is 0x80; (?!.*(iconv|gzip)).*binary"),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], "its byte 70000 is 0xc3"),
     "short": (b"abcdefghij" * 10, TOO_SHORT),
     "U+0000": (b"ab\0c" * 99, r"text\.txt: character 2 of the text is U\+0000"),
@@ -242,7 +245,7 @@ def test_a_wrong_file_gets_a_sentence(config: DataConfig, content: bytes | None,
 
 WRONG_LINES = {
     "not JSON": (b'{"text": "a"}\n\n{"text": \n', r"wrong\.jsonl, line 3 is not JSON"),
-    "no object": (b'{"text": "a"}\n["b"]\n', r"wrong\.jsonl, line 2 is not an object such as \{\"text\""),
+    "no object": (b'{"text": "a"}\n["b"]\n', r"wrong\.jsonl, line 2 is not an object"),
     "no field": (b'{"body": "a", "n": 1}\n', r"line 1 has no 'text': name the field of the text, data\.field=body"),
     "no string": (b'{"text": 7}\n', r"line 1 has no string in 'text', but 7"),
     "latin-1": (b'{"text": "a"}\n{"text": "\xe9"}\n', r"line 2 is not UTF-8: its byte 10 is 0xe9"),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rwkv.corpus.source import CHUNK, sha256
 from rwkv.files import read_json, write_json
+from rwkv.utf8 import not_utf8
 
 SETTLED = 2_000_000_000                  # ns: a file's time of change tells changes apart that lie further apart than this
 BLOCK = 1 << 20                          # bytes read at a time, where they are only hashed
@@ -43,16 +44,18 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
 
     Raises ValueError where it cannot be read or is not UTF-8, with the place.
     """
-    rest, before, more = b"", 0, True
+    beginning, rest, before, more = b"", b"", 0, True
     with open_file(path) as file:
         while more:
             read = file.read(CHUNK)
             seen(read)
+            beginning = beginning or read
             data, more = rest + read, bool(read)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                raise ValueError(_not_utf8(path, before + error.start, data[error.start])) from None
+                place, value = before + error.start, data[error.start]
+                raise ValueError(not_utf8(f"data.path={path}", place, value, beginning)) from None
             if text:
                 yield text
             rest, before = data[used:], before + used
@@ -126,8 +129,3 @@ def _no_files(path: str, endings: Sequence[str]) -> str:
     if glob.has_magic(path):
         return f"data.path={path} matches no file"
     return f"cannot read data.path={path}: No such file or directory"
-
-
-def _not_utf8(path: Path, place: int, value: int) -> str:
-    return (f"data.path={path} is not UTF-8: its byte {place} is {value:#04x}; convert it, "
-            f"for instance with: iconv -f latin1 -t utf-8 {path.name} > {path.stem}.utf8.txt")

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from rwkv.json_lines import parse
+
 CONFIG, METRICS, MEASURED, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
 Curve = dict[int, float]                 # by step
 
@@ -113,9 +115,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
-            found.append(json.loads(line))
-        except ValueError:               # the last one, cut short
-            break
-    return [row for row in found if isinstance(row, dict)]
+            found.append(parse(line, f"{path}, line {number}"))
+        except ValueError:               # the last one, which is empty or was cut short, or one damaged by hand
+            continue
+    return found
