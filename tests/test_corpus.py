@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rwkv.config import DataConfig
 from rwkv.corpus import Document, open_source, read_stdlib
+from rwkv.corpus.files import matching
 from rwkv.corpus.source import in_validation
 from rwkv.cutting import cutter, last_line_end, pieces
 from rwkv.tokenizer import JsonTokenizer, Tokenizer, build
@@ -103,6 +104,21 @@ def test_several_files_are_documents(config: DataConfig, tmp_path: Path, path: s
     assert sorted(train + val) == sorted(words + "\r\n" for words in WORDS)
     assert 0.1 <= sum(map(len, val)) / sum(map(len, train + val)) < 0.13
     assert {text.split()[1] for text in val} != {str(number) for number in range(len(val))}
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "**/**/*.txt", "**"])
+def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: str) -> None:
+    """Neither to the folder itself, nor to a folder or a file in it; a link that leads elsewhere is followed."""
+    books, elsewhere = tmp_path / "books", tmp_path / "elsewhere"
+    for folder in (books / "shelf", books / ".hidden", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "text.txt").write_text(folder.name)
+    for name, target in (("again", "."), ("again2", "."), ("copy", "shelf"), ("more", elsewhere), ("a.txt", "shelf/text.txt")):
+        (books / name).symlink_to(target)
+    names = [name for name, _ in matching(str(books / pattern), (".txt",))]
+    assert names == ["more/text.txt", "shelf/text.txt"]
+    train, val = texts(of_kind(config, "text", books / pattern))
+    assert sorted(train + val) == ["elsewhere", "shelf"]
 
 
 def test_a_file_with_wildcards_in_its_name_is_that_file(config: DataConfig, tmp_path: Path) -> None:
