@@ -281,6 +281,23 @@ def test_a_wrong_line_gets_a_sentence_with_its_place(config: DataConfig, tmp_pat
         prepare(of_kind(config, "jsonl", path), 16)
 
 
+@pytest.mark.parametrize("place", [70_000, 199_990])
+def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(config: DataConfig, place: int) -> None:
+    """In a later piece of the training text, and in the validation text."""
+    text = "line\n" * 40_000
+    Path(str(config.path)).write_text(f"{text[:place]}\0{text[place + 1:]}")
+    with pytest.raises(ValueError, match=f"character {place} of the text is U"):
+        prepare(config, 16)
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_half_a_surrogate_pair_is_named_by_its_line(config: DataConfig, tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_bytes(b'{"text": "ab"}\n{"text": "a\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"half\.jsonl, line 2: character 1"):
+        prepare(of_kind(config, "jsonl", path, tokenizer=tokenizer), 16)
+
+
 def test_no_match_no_path_and_a_useless_cache_dir_get_a_sentence(config: DataConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no \.txt files in it: name others by a pattern"):
         prepare(of_kind(config, "text", tmp_path), 16)
