@@ -1,5 +1,6 @@
 """What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,18 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
                  "2.1 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
         assert said in error
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
+
+
+@pytest.mark.parametrize(("name", "warned"), [("long.jsonl", True), ("even.jsonl", False)])
+def test_validation_that_holds_most_of_the_text_is_said(run: Run, name: str, warned: bool) -> None:
+    """As it does where the first document, which is always for validation, is much longer than the others."""
+    even = [json.dumps({"text": TEXT[:999]}) + "\n"] * 30
+    Path("even.jsonl").write_text("".join(even))
+    Path("long.jsonl").write_text("".join([json.dumps({"text": TEXT * 99}) + "\n", *even]))
+    status, _, error = run("train", "debug=fast", "data=jsonl", f"data.path={name}", "data.cache_dir=cache", "trainer=cpu",
+                           "kernel=torch_scan", "plan=true")
+    assert status == 0, error
+    assert ("data.val_fraction" in error) == warned
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
