@@ -28,9 +28,9 @@ from kernels.select import select
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-VERBATIM = ("prompt", "prompts", "stop", "logit_bias", "state", "save_state", "out", "start", "checkpoint", "tokenizer",
-            "out_dir", "resume", "init_from", "data.path", "data.cache_dir", "data.tokenizer", "data.sample_prompt",
-            "logger.run_name", "logger.group")
+PATHS = ("prompts", "state", "save_state", "out", "checkpoint", "tokenizer", "out_dir", "resume", "init_from", "data.path",
+         "data.cache_dir", "data.tokenizer")
+VERBATIM = (*PATHS, "prompt", "stop", "logit_bias", "start", "data.sample_prompt", "logger.run_name", "logger.group")
 REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -98,12 +98,17 @@ def split(arguments: list[str], schema: type) -> CommandLine:
         if equals and key in REPEATABLE and _exists(schema, key):
             line.verbatim[key] = [*line.verbatim.get(key, []), value]
         elif equals and key in VERBATIM and _exists(schema, key):
-            line.verbatim[key] = value
+            line.verbatim[key] = _from_home(value) if key in PATHS else value
         elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
             line.flags.append(argument)
     return line
+
+
+def _from_home(path: str) -> str:
+    """With the home folder in the place of a leading ~, which shells expand only at the beginning of a word."""
+    return str(Path(path).expanduser()) if path.startswith("~/") else path
 
 
 def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:

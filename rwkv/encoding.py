@@ -11,13 +11,14 @@ BATCH = 1 << 20                          # characters given to a tokenizer at a 
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one; `opens`: it is the first of its document."""
+    """A document, or a part of one; `opens`: it is the first of its document. before: the characters of `where` before it."""
 
     text: str
     val: bool
     opens: bool
     where: str
     weight: int
+    before: int = 0
 
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -35,7 +36,7 @@ def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
     except ValueError:
         for part in batch:               # which one was it
             try:
-                tokenizer.encode(part.text)
+                tokenizer.encode(part.text, part.before)
             except ValueError as error:
                 raise ValueError(f"{part.where}: {error}") from None
         raise

@@ -11,7 +11,6 @@ BlinkDL/ChatRWKV, v2/benchmark.py (the word encoded apart from its context; it b
 Legend: B rows, T positions, C channels, N predictions.
 """
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rwkv.corpus.files import chunks, open_file
+from rwkv.json_lines import parse, text_of
 from rwkv.model import RWKV
 from rwkv.tokenizer import Tokenizer
 
@@ -154,23 +154,13 @@ def _padded(words: Sequence[LastWord]) -> tuple[Tensor, Tensor]:
 
 
 def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[int]) -> LastWord:
-    context, _, word = _text(line, where).rstrip().rpartition(" ")
+    context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
         raise ValueError(f"{where} has no word before its last one: nothing to predict it from")
     try:
         return LastWord([*start, *tokenizer.encode(context)], tokenizer.encode(f" {word}"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _text(line: bytes, where: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-        if isinstance(text, str):
-            return text
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ValueError(f"{where} is not of the form " '{"text": "..."}: ' f"{line[:60].decode('utf-8', 'replace').strip()}")
 
 
 def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:

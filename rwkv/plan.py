@@ -24,6 +24,7 @@ from rwkv.tokens import Corpus, prepare
 from rwkv.training import dtype_for, say
 
 ESTIMATED_STEPS = 2                      # timed before a run, after one that warms up
+EXCESS = 0.1                             # of the text in validation beyond data.val_fraction: more is worth a warning
 FORWARD = 1 / 3                          # of a step's time: what a step of validation takes
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # the first of which there are two
 
@@ -55,6 +56,10 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
     config, model, V = run.config, run.config.model, task.model.vocab_size
     taken = resident_memory() if device.type == "cpu" else 0     # before the data are read, whose pages would count
     yield "data", data.describe()
+    if data.val_share > config.data.val_fraction + EXCESS:
+        yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
+                          f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
+                          "longest ones, or change their order or names")
     if config.trainer.tbptt:
         yield "lanes", lanes.describe(config, data)
     yield "model", (f"RWKV-4, {model.n_layer} layers, {model.n_embd} wide, {n_parameters(model, V):,} parameters, "

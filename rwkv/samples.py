@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.formats._atomic import write_file
 from rwkv.generation import generate
+from rwkv.json_lines import parse
 from rwkv.processes import rank
 from rwkv.tokenizer import Tokenizer
 from rwkv.tracking import log_samples
@@ -88,7 +89,7 @@ def sample_every(config: TrainerConfig) -> int:
 def read_samples(path: Path) -> list[Row]:
     """Those of a run's samples.jsonl; a last line that a kill cut short is left out."""
     whole = path.read_bytes().rpartition(b"\n")[0]
-    return [json.loads(line) for line in whole.split(b"\n") if line]
+    return [parse(line, f"{path}, line {number}") for number, line in enumerate(whole.split(b"\n"), start=1) if line]
 
 
 def _rows_until(path: Path, step: int) -> list[Row]:

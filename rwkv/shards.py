@@ -163,10 +163,12 @@ def works(source: Source, cut: Cut) -> Iterator[Work]:
 
 def _pieces(source: Source, cut: Cut) -> Iterator[Piece]:
     for document in source.documents():
-        weight = document.weight
+        weight, before = document.weight, document.before
         for number, text in enumerate(pieces(document.chunks, cut)):
-            yield Piece(text, document.val, number == 0, document.where, len(text.encode()) if weight is None else weight)
+            size = len(text.encode()) if weight is None else weight
+            yield Piece(text, document.val, number == 0, document.where, size, before)
             weight = None if weight is None else 0
+            before += len(text)
 
 
 def _shard(work: Work, tokenizer: Tokenizer, folder: Path, dtype: np.dtype) -> tuple[dict[str, Any], int]:

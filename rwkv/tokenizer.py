@@ -10,6 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import tokenizers
 
 from rwkv import world
 from rwkv.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
+from rwkv.utf8 import WrongCharacter, require_unicode
 
 END_OF_TEXT = "<|endoftext|>"
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
@@ -42,10 +44,16 @@ class Tokenizer(ABC):
     def decoder(self) -> Decoder:
         """A new incremental decoder."""
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`. Raises ValueError where the vocabulary does not cover it."""
-        _require_unicode(text)
-        return self._encode(text)
+    def encode(self, text: str, before: int = 0) -> list[int]:
+        """The ids of `text`. Raises ValueError where the vocabulary does not cover it.
+
+        `before`: the characters in front of it in a longer text, in which an error's place is counted.
+        """
+        try:
+            require_unicode(text)
+            return self._encode(text)
+        except WrongCharacter as error:
+            raise error.after(before) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """encode() of each text."""
@@ -53,15 +61,15 @@ class Tokenizer(ABC):
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of "".join(texts), in parts; what is in memory does not grow with the text, where `_settled` sees to that."""
-        rest = ""
+        rest, before = "", 0
         for text in texts:
             rest += text
             end = self._settled(rest)
             if end:
-                yield self.encode(rest[:end])
-                rest = rest[end:]
+                yield self.encode(rest[:end], before)
+                rest, before = rest[end:], before + end
         if rest:
-            yield self.encode(rest)
+            yield self.encode(rest, before)
 
     def _settled(self, text: str) -> int:
         """How many characters at the beginning of `text` have the ids that they have alone, and so has what follows them."""
@@ -114,8 +122,8 @@ class ByteTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         if "\0" in text:
-            raise ValueError(f"character {text.index(chr(0))} of the text is U+0000, which data.tokenizer=byte keeps for the "
-                             "end of a text: remove it, or use data.tokenizer=bpe")
+            raise WrongCharacter(text.index("\0"), "U+0000, which data.tokenizer=byte keeps for the end of a text: remove it, "
+                                 "or use data.tokenizer=bpe")
         return list(text.encode())
 
     def decoder(self) -> Decoder:
@@ -185,12 +193,13 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
-            _require_unicode(text)
+            require_unicode(text)
         return self._encode_each(list(texts))
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
         """Without each token's place in the text, which takes twice the time and many times the memory."""
-        return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
+        with _sentence("the tokenizer cannot encode the text"):
+            return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _settled(self, text: str) -> int:
         return _last_line_end(text) if self._splits_at_lines else 0
@@ -240,7 +249,7 @@ class WorldTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
-            _require_unicode(text)
+            require_unicode(text)
         return self._vocabulary.encode_batch(list(texts))
 
     def encode_bytes(self, data: bytes) -> list[int]:
@@ -296,14 +305,23 @@ def _last_line_end(text: str) -> int:
 
 
 def _parse(text: str, source: str) -> tokenizers.Tokenizer:
-    try:
+    with _sentence(f"{source} is not a `tokenizers` JSON file"):
         library = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more specific
-        raise ValueError(f"{source} is not a `tokenizers` JSON file: {error}") from None
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
     return library
+
+
+@contextmanager
+def _sentence(said: str) -> Iterator[None]:
+    """Turns what the library raises into a ValueError: Exception, and BaseException where its Rust code panics."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{said}: {error}") from None
 
 
 def _read(path: Path) -> str:
@@ -313,10 +331,3 @@ def _read(path: Path) -> str:
         raise ValueError(f"cannot read the tokenizer file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a tokenizer's file: it is not UTF-8") from None
-
-
-def _require_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} of the text is half a surrogate pair, which UTF-8 cannot hold") from None

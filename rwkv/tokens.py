@@ -61,6 +61,11 @@ class Corpus:
         """Bytes of the validation text for each token that is predicted of it."""
         return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
 
+    @property
+    def val_share(self) -> float:
+        """Of the bytes of both splits, the part that is for validation."""
+        return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
+
     def bits_per_byte(self, val_loss: float) -> float:
         """From nats per predicted token of the validation split to bits per byte of its text."""
         return val_loss / math.log(2) / self.val_bytes_per_token

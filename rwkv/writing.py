@@ -15,11 +15,13 @@ from typing import TextIO
 from rwkv.config import GenerateConfig
 from rwkv.generation import Ending, Writer
 from rwkv.interrupt import Interrupt
+from rwkv.json_lines import parse, text_of
 from rwkv.model import RWKV
 from rwkv.prefill import Context
 from rwkv.sampling import Sampling
 from rwkv.state_file import require_file, save_context
 from rwkv.tokenizer import Tokenizer
+from rwkv.utf8 import decode
 
 SEPARATOR = "---\n"                      # between two texts on standard output
 
@@ -45,12 +47,8 @@ def prompts_of(config: GenerateConfig) -> list[str]:
     path = Path(config.prompts)
     if not path.is_file():
         raise ValueError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): convert it") from None
-    prompts = [_from_json(path, number, line) for number, line in enumerate(lines, 1) if line.strip()] \
-        if path.suffix == ".jsonl" else [line for line in lines if line]
+    content = path.read_bytes()
+    prompts = _from_json(content, path) if path.suffix == ".jsonl" else _from_text(content, path)
     if not prompts:
         raise ValueError(f"{path} holds no prompt: write one on each line")
     return prompts
@@ -120,12 +118,15 @@ def _output(path: str | None) -> Iterator[TextIO | None]:
         yield file
 
 
-def _from_json(path: Path, number: int, line: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise ValueError(f'{path}, line {number}: expected an object with a "prompt" string, as {{"prompt": "Once"}}; '
-                         f"found {line[:40]}")
-    return prompt
+def _from_json(content: bytes, path: Path) -> list[str]:
+    found = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            found.append(text_of(parse(line, where), "prompt", where))
+    return found
+
+
+def _from_text(content: bytes, path: Path) -> list[str]:
+    lines = (line.removesuffix("\r") for line in decode(content, str(path)).split("\n"))
+    return [line for line in lines if line]

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stubs import stub
 from training_runs import SMALL, TEXT, assert_same_training, losses, rows
@@ -248,6 +248,74 @@ def test_a_single_run_has_a_report_of_itself(folder: Path, capsys: pytest.Captur
     assert "torch_scan, seed 0" in page.text
     assert "Samples" in page.text
     assert "compared with" not in page.text
+
+
+def test_a_report_has_every_sample(tmp_path: Path) -> None:
+    """Characters that str.splitlines() takes for line ends, and a damaged line, hide nothing."""
+    make_run(tmp_path, "conv1d", 0, [3.0])
+    run = tmp_path / "kernel=conv1d,seed=0"
+    lines = [json.dumps({"step": step, "prompt": "", "text": f"a\u2028\x85{step}"}, ensure_ascii=False) for step in (1, 2, 3)]
+    (run / "samples.jsonl").write_text("\n".join([lines[0], '{"step', *lines[1:]]) + "\n", encoding="utf-8")
+    assert [(one["step"], one["text"]) for one in read(run)[0].samples] == [
+        (step, f"a\u2028\x85{step}") for step in (1, 2, 3)]
+
+
+ERRORS = {"allowed": {"y": 1.0}, "layers": [{
+    "errors": {result: {"err_ratio": 0.1, "max": 0.2} for result in RESULTS},
+    "ranges": {name: [0, 1] for name in ("k", "v", "time_decay", "time_first")}}]}
+MEASURED = {"finished": True, "warm_up": 2, "precision": "32-true", "machine": {"cpu": "x"},
+            "steps": [{"step": 2, "ms": 3.0, "forward_ms": 1.0, "backward_ms": 1.0}],
+            "errors": {"start": ERRORS, "end": ERRORS}}
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: Any) -> Any:
+    """With another value, or none, at some place."""
+    if isinstance(whole, (dict, list)) and whole and draw(st.integers(0, 5)):
+        places = list(whole) if isinstance(whole, dict) else range(len(whole))
+        place = draw(st.sampled_from(list(places)))
+        copy = whole.copy()
+        if draw(st.integers(0, 5)):
+            copy[place] = draw(damaged(whole[place]))
+        else:
+            del copy[place]
+        return copy
+    return draw(st.sampled_from([None, True, -1, 2.5, 1e308, math.nan, math.inf, "", "x", [], [1], {}, {"x": 1}]))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(measured=damaged(MEASURED), config=damaged({"kernel": {"name": "conv1d"}, "seed": 0, "optim": {"lr": 0.1}}),
+       rows=st.text("0123456789.,-\n\r\"xnaife\0", max_size=30), place=st.integers(0, 100))
+def test_damage_to_a_run_does_not_stop_the_report_of_the_others(tmp_path: Path, measured: Any, config: Any, rows: str,
+                                                                place: int) -> None:
+    for kernel in ("conv1d", "other") if not (tmp_path / "kernel=other,seed=0").exists() else ():
+        make_run(tmp_path, kernel, 0, [3.0, 2.0])
+        (tmp_path / f"kernel={kernel},seed=0" / "kernel.json").write_text(json.dumps(MEASURED))
+    run = tmp_path / "kernel=conv1d,seed=0"
+    whole = "step,train/loss,val/loss,tok_per_sec,peak_mem,kernel\n1,3.0,,100,50,conv1d\n2,2.0,1.0,100,50,conv1d\n"
+    (run / "kernel.json").write_text(json.dumps(measured))
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "metrics.csv").write_text(whole[:place] + rows + whole[place:], newline="")
+    assert ablation.main([str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("kernel.json", b"{"), ("kernel.json", b"[1]"), ("kernel.json", b'{"steps": [{}]}'), ("kernel.json", b"[" * 9999),
+    ("config.yaml", b"a: ["), ("config.yaml", b"kernel: 3"), ("config.yaml", b"\xff"),
+    ("metrics.csv", b"step,train/loss\nnan,1\n"), ("metrics.csv", b"step,train/loss\n1," + b"1" * 200_000 + b"\n")])
+def test_a_report_says_what_is_damaged(tmp_path: Path, name: str, content: bytes) -> None:
+    make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
+    assert read(tmp_path)[0].damaged == []
+    (tmp_path / "kernel=conv1d,seed=0" / name).write_bytes(content)
+    assert ablation.main([str(tmp_path)]) == 0
+    assert f"kernel=conv1d,seed=0: {name}" in parsed(tmp_path / "report.html").text
+
+
+def test_a_damaged_list_of_runs_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
+    (tmp_path / "sweep.json").write_text('{"runs": [{"name": 3}]}')
+    assert ablation.main([str(tmp_path)]) == 2
+    assert "sweep.json is damaged" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_made_is_no_reason_to_fail(folder: Path, capsys: pytest.CaptureFixture[str],

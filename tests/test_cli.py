@@ -131,6 +131,12 @@ def test_paths_and_names_are_free_text_too(key: str) -> None:
     assert getattr(getattr(config, parents[0]) if parents else config, last) == "a,b=${c} 'd'"
 
 
+def test_a_path_may_begin_at_the_home_folder() -> None:
+    config = compose("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
+    assert (config.data.path, config.out_dir) == (str(Path.home() / "books"), str(Path.home() / "runs"))
+    assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
+
+
 @pytest.mark.parametrize("key", cli.VERBATIM)
 def test_every_verbatim_key_is_an_option(key: str) -> None:
     assert any(key in cli._options(schema) for _, schema in PROGRAMS.values())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rwkv.config import DataConfig
 from rwkv.corpus import Document, open_source, read_stdlib
+from rwkv.corpus.files import matching
 from rwkv.corpus.source import in_validation
 from rwkv.cutting import cutter, last_line_end, pieces
 from rwkv.tokenizer import JsonTokenizer, Tokenizer, build
@@ -103,6 +104,21 @@ def test_several_files_are_documents(config: DataConfig, tmp_path: Path, path: s
     assert sorted(train + val) == sorted(words + "\r\n" for words in WORDS)
     assert 0.1 <= sum(map(len, val)) / sum(map(len, train + val)) < 0.13
     assert {text.split()[1] for text in val} != {str(number) for number in range(len(val))}
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "**/**/*.txt", "**"])
+def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: str) -> None:
+    """Neither to the folder itself, nor to a folder or a file in it; a link that leads elsewhere is followed."""
+    books, elsewhere = tmp_path / "books", tmp_path / "elsewhere"
+    for folder in (books / "shelf", books / ".hidden", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "text.txt").write_text(folder.name)
+    for name, target in (("again", "."), ("again2", "."), ("copy", "shelf"), ("more", elsewhere), ("a.txt", "shelf/text.txt")):
+        (books / name).symlink_to(target)
+    names = [name for name, _ in matching(str(books / pattern), (".txt",))]
+    assert names == ["more/text.txt", "shelf/text.txt"]
+    train, val = texts(of_kind(config, "text", books / pattern))
+    assert sorted(train + val) == ["elsewhere", "shelf"]
 
 
 def test_a_file_with_wildcards_in_its_name_is_that_file(config: DataConfig, tmp_path: Path) -> None:
@@ -226,6 +242,9 @@ WRONG_TEXT = {
     "empty": (b"", r"data\.path=.*text\.txt is empty"),
     "one character": (b"a", "has 1 characters: too few to split"),
     "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, r"not UTF-8: its byte 12 is 0xe9; convert it, .* iconv"),
+    "UTF-16": ("a\n".encode("utf-16") * 99, r"its byte 0 is 0xff; .*iconv -f utf-16 "),
+    "gzip": (gzip.compress(b"a\n" * 99), r"its byte 1 is 0x8b; .*gzip -dc"),
+    "binary": (b"\x7fELF\0" + bytes(range(256)), r"its byte 133 is 0x80; (?!.*(iconv|gzip)).*binary"),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], "its byte 70000 is 0xc3"),
     "short": (b"abcdefghij" * 10, TOO_SHORT),
     "U+0000": (b"ab\0c" * 99, r"text\.txt: character 2 of the text is U\+0000"),
@@ -242,7 +261,7 @@ def test_a_wrong_file_gets_a_sentence(config: DataConfig, content: bytes | None,
 
 WRONG_LINES = {
     "not JSON": (b'{"text": "a"}\n\n{"text": \n', r"wrong\.jsonl, line 3 is not JSON"),
-    "no object": (b'{"text": "a"}\n["b"]\n', r"wrong\.jsonl, line 2 is not an object such as \{\"text\""),
+    "no object": (b'{"text": "a"}\n["b"]\n', r"wrong\.jsonl, line 2 is not an object"),
     "no field": (b'{"body": "a", "n": 1}\n', r"line 1 has no 'text': name the field of the text, data\.field=body"),
     "no string": (b'{"text": 7}\n', r"line 1 has no string in 'text', but 7"),
     "latin-1": (b'{"text": "a"}\n{"text": "\xe9"}\n', r"line 2 is not UTF-8: its byte 10 is 0xe9"),
@@ -260,6 +279,23 @@ def test_a_wrong_line_gets_a_sentence_with_its_place(config: DataConfig, tmp_pat
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         prepare(of_kind(config, "jsonl", path), 16)
+
+
+@pytest.mark.parametrize("place", [70_000, 199_990])
+def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(config: DataConfig, place: int) -> None:
+    """In a later piece of the training text, and in the validation text."""
+    text = "line\n" * 40_000
+    Path(str(config.path)).write_text(f"{text[:place]}\0{text[place + 1:]}")
+    with pytest.raises(ValueError, match=f"character {place} of the text is U"):
+        prepare(config, 16)
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_half_a_surrogate_pair_is_named_by_its_line(config: DataConfig, tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_bytes(b'{"text": "ab"}\n{"text": "a\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"half\.jsonl, line 2: character 1"):
+        prepare(of_kind(config, "jsonl", path, tokenizer=tokenizer), 16)
 
 
 def test_no_match_no_path_and_a_useless_cache_dir_get_a_sentence(config: DataConfig, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import pytest
 from models import small_model
 from programs import Run, one_sentence
 
+from rwkv.config import GenerateConfig
 from rwkv.generation import Writer
 from rwkv.tokenizer import CharTokenizer
+from rwkv.writing import prompts_of
 
 CHECKPOINT = ("checkpoint=model.ckpt", "kernel=conv1d")
 CHARACTERS = "abc ü,=\"'\n"
@@ -43,7 +45,8 @@ def checkpoint(tmp_path: Path) -> Path:
     (("state=model.ckpt",), "model.ckpt cannot be read as a state file"),
     (("prompts=absent.txt",), "no file of prompts at absent.txt"),
     (("prompts=empty.txt",), "empty.txt holds no prompt"),
-    (("prompts=wrong.jsonl",), 'wrong.jsonl, line 2: expected an object with a "prompt" string'),
+    (("prompts=wrong.jsonl",), "wrong.jsonl, line 2"),
+    (("prompts=utf16.txt",), "UTF-16"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompt= and prompts= are both given"),
     (("num_samples=2", "save_state=x"), "save_state= keeps what one text has read"),
     (("logit_bias=99:1",), "logit_bias is token ids from 0 to"),
@@ -51,6 +54,7 @@ def checkpoint(tmp_path: Path) -> Path:
 ])
 def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], said: str) -> None:
     Path("empty.txt").write_text("\n")
+    Path("utf16.txt").write_text("a", encoding="utf-16")
     Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
     given = "checkpoint=" in "".join(arguments) or not arguments
     one_sentence(run("generate", *(() if given else CHECKPOINT[:1]), *arguments), said)
@@ -99,6 +103,17 @@ def test_many_prompts_are_the_same_texts_as_one_by_one(run: Run) -> None:
         alone = run("generate", *CHECKPOINT, f"prompt={sample['prompt']}", f"seed={sample['seed']}", *several[2:])[1]
         assert alone == f"{sample['prompt']}{sample['text']}\n"
         assert [len(entry["top"]) for entry in sample["logprobs"]] == [2] * 15
+
+
+NO_LINE_ENDS = "a\u2028b\u2029c\x85d\fe\vf"
+
+
+@pytest.mark.parametrize(("name", "line"), [
+    ("prompts.txt", NO_LINE_ENDS), ("prompts.jsonl", json.dumps({"prompt": NO_LINE_ENDS}, ensure_ascii=False))])
+def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, line: str) -> None:
+    """And a byte order mark is no part of the first one."""
+    (tmp_path / name).write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
+    assert prompts_of(GenerateConfig(prompts=str(tmp_path / name))) == [NO_LINE_ENDS] * 2
 
 
 def test_stop_strings_are_taken_as_typed_and_may_be_several(run: Run) -> None:

@@ -1,5 +1,6 @@
 """What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
 
+import json
 import random
 import re
 import sys
@@ -277,6 +278,18 @@ def test_the_memory_that_is_promised_is_the_whole_processs(run: Run) -> None:
     size, unit = re.findall(r"^memory +about ([\d,.]+) ([MG]B) for each process", error, re.MULTILINE)[0]
     promised = float(size.replace(",", "")) * {"MB": 10 ** 6, "GB": GB}[unit]
     assert promised == pytest.approx(resident_memory(), rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "warned"), [("long.jsonl", True), ("even.jsonl", False)])
+def test_validation_that_holds_most_of_the_text_is_said(run: Run, name: str, warned: bool) -> None:
+    """As it does where the first document, which is always for validation, is much longer than the others."""
+    even = [json.dumps({"text": TEXT[:999]}) + "\n"] * 30
+    Path("even.jsonl").write_text("".join(even))
+    Path("long.jsonl").write_text("".join([json.dumps({"text": TEXT * 99}) + "\n", *even]))
+    status, _, error = run("train", "debug=fast", "data=jsonl", f"data.path={name}", "data.cache_dir=cache", "trainer=cpu",
+                           "kernel=torch_scan", "plan=true")
+    assert status == 0, error
+    assert ("data.val_fraction" in error) == warned
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,26 @@ def test_a_missing_or_binary_file_and_an_unknown_kind_get_a_sentence(tmp_path: P
         build("bpe", ["a"], 100)
 
 
+def test_a_definition_on_which_the_library_panics_gets_a_sentence(tmp_path: Path) -> None:
+    """Its Rust code raises a BaseException that is no Exception."""
+    definition = json.loads(BPE.definition)
+    definition["model"]["continuing_subword_prefix"] = "longer than any token"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a `tokenizers` JSON file"):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def test_a_vocabulary_without_a_token_for_a_word_gets_a_sentence() -> None:
+    tokenizer = JsonTokenizer(tokenizers.Tokenizer(models.WordLevel({END_OF_TEXT: 0}, unk_token="[UNK]")).to_str())
+    with pytest.raises(ValueError, match="cannot encode"):
+        tokenizer.encode("word")
+
+
+def test_the_place_of_a_character_is_counted_over_all_parts_of_a_text() -> None:
+    with pytest.raises(ValueError, match=r"character 5 of the text"):
+        list(ByteTokenizer().encode_stream(["abc", "d", "e\0"]))
+
+
 def test_text_that_cannot_be_encoded_gets_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"'z', '€': not among the 2 characters .* or bpe"):
         CharTokenizer("ab").encode("a€z")

@@ -3,16 +3,21 @@
 import codecs
 import glob
 import hashlib
+import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv.corpus.source import CHUNK, sha256
 from rwkv.files import read_json, write_json
+from rwkv.utf8 import not_utf8
 
 SETTLED = 2_000_000_000                  # ns: a file's time of change tells changes apart that lie further apart than this
 BLOCK = 1 << 20                          # bytes read at a time, where they are only hashed
+SLASH = rf"[/{re.escape(os.sep)}]"
+ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
@@ -25,13 +30,13 @@ class Content(NamedTuple):
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     """(name, file) of the file `path`, of those under a folder that have one of the endings, or of those that match a pattern.
 
-    Sorted by name, which is relative to the folder. Raises ValueError where there is none.
+    Sorted by name, which is relative to the folder; a file that links give several names is there once. Raises ValueError
+    where there is none.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
     patterns = [f"{glob.escape(path)}/**/*{ending}" for ending in endings] if Path(path).is_dir() else [path]
-    found = sorted({Path(match) for pattern in patterns for match in glob.glob(pattern, recursive=True)})  # noqa: PTH207
-    files = [file for file in found if file.is_file()]
+    files = _each_once(file for pattern in patterns for file in _glob(pattern) if file.is_file())
     if not files:
         raise ValueError(_no_files(path, endings))
     root = _folder_of(path)
@@ -43,16 +48,18 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
 
     Raises ValueError where it cannot be read or is not UTF-8, with the place.
     """
-    rest, before, more = b"", 0, True
+    beginning, rest, before, more = b"", b"", 0, True
     with open_file(path) as file:
         while more:
             read = file.read(CHUNK)
             seen(read)
+            beginning = beginning or read
             data, more = rest + read, bool(read)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                raise ValueError(_not_utf8(path, before + error.start, data[error.start])) from None
+                place, value = before + error.start, data[error.start]
+                raise ValueError(not_utf8(f"data.path={path}", place, value, beginning)) from None
             if text:
                 yield text
             rest, before = data[used:], before + used
@@ -111,6 +118,39 @@ def _go_through(path: Path, text: bool) -> Content:
     return Content(hashed.hexdigest(), characters)
 
 
+def _glob(pattern: str) -> Iterator[Path]:
+    """As glob.glob with `recursive`, but `**` enters each folder once, also where a link inside of it leads back to it."""
+    before, *after = ANY_DEPTH.split(pattern, maxsplit=1)
+    if not after:
+        yield from map(Path, glob.glob(pattern))                     # noqa: PTH207
+        return
+    for top in glob.glob(before or "."):                             # noqa: PTH207
+        for folder in _folders(Path(top)):
+            yield from _glob(f"{glob.escape(str(folder))}/{after[0] or '*'}")
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """`top` and the folders below it that are not hidden, each once: under its own name rather than that of a link."""
+    entered: set[Path] = set()
+    waiting, links = [top], list[Path]()
+    while waiting or links:
+        folder = (waiting or links).pop()
+        if folder.resolve() not in entered:
+            entered.add(folder.resolve())
+            yield folder
+            below = [folder / name for name in sorted(glob.glob("*/", root_dir=folder))]              # noqa: PTH207
+            waiting += [each for each in below if not each.is_symlink()]
+            links += [each for each in below if each.is_symlink()]
+
+
+def _each_once(files: Iterable[Path]) -> list[Path]:
+    """Sorted by name, and of several names of one file the first that is no link."""
+    named: dict[Path, Path] = {}
+    for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
+        named.setdefault(file.resolve(), file)
+    return sorted(named.values())
+
+
 def _folder_of(path: str) -> Path:
     """The folder itself, or what stands before the first wildcard of a pattern."""
     plain = Path(path)
@@ -126,8 +166,3 @@ def _no_files(path: str, endings: Sequence[str]) -> str:
     if glob.has_magic(path):
         return f"data.path={path} matches no file"
     return f"cannot read data.path={path}: No such file or directory"
-
-
-def _not_utf8(path: Path, place: int, value: int) -> str:
-    return (f"data.path={path} is not UTF-8: its byte {place} is {value:#04x}; convert it, "
-            f"for instance with: iconv -f latin1 -t utf-8 {path.name} > {path.stem}.utf8.txt")

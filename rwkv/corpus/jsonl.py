@@ -10,6 +10,7 @@ from typing import Any
 from rwkv.config import DataConfig
 from rwkv.corpus.files import contents, matching, open_file
 from rwkv.corpus.source import Source, sha256, split_documents
+from rwkv.json_lines import parse, text_of
 
 ENDINGS = (".jsonl", ".jsonl.gz")
 
@@ -53,17 +54,10 @@ def _lines(file: Any, path: Path) -> Iterator[bytes]:
 
 
 def _text(line: bytes, field: str, where: str) -> str:
-    try:
-        entry = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: its byte {error.start} is {line[error.start]:#04x}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} is not an object such as {{\"{field}\": \"...\"}}: {line[:60]!r}")
+    entry = parse(line, where)
     if not isinstance(entry.get(field), str):
         raise ValueError(_no_text(entry, field, where))
-    return entry[field]
+    return text_of(entry, field, where)
 
 
 def _no_text(entry: dict[str, Any], field: str, where: str) -> str:

@@ -15,12 +15,14 @@ class Document(NamedTuple):
     """A text in consecutive `chunks`, in one split; `where` names it in errors.
 
     weight: the bytes of the source that it stands for in the progress bar, where they are not those of its text.
+    before: the characters of `where` that stand before it.
     """
 
     chunks: Iterable[str]
     val: bool
     where: str
     weight: int | None = None
+    before: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def split_documents(found: Iterable[tuple[str, str, int | None]], fraction: floa
 def _halves(text: str, where: str, fraction: float) -> Iterator[Document]:
     cut = validation_begins(len(text), fraction, where)
     yield Document(chunks_of(text[:cut]), False, where)
-    yield Document(chunks_of(text[cut:]), True, where)
+    yield Document(chunks_of(text[cut:]), True, where, before=cut)
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:

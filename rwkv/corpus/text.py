@@ -25,7 +25,7 @@ def _one(path: Path, val_fraction: float, cache: Path) -> Source:
 
     def documents() -> Iterator[Document]:
         yield Document(_between(path, 0, cut), False, str(path))
-        yield Document(_between(path, cut, characters), True, str(path))
+        yield Document(_between(path, cut, characters), True, str(path), before=cut)
 
     size = path.stat().st_size
     bounds = (size - (characters - cut) + 1, size - cut + 1)

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    found = [*_options(comparison), *_machines(comparison)]
+    found = [*_options(comparison), *_machines(comparison), *_damaged(comparison)]
     for kernel in comparison.kernels:
         found += [*_errors(kernel), *_apart(kernel, comparison.reference), *_missing(kernel)]
     bad = any(finding.kind == BAD for finding in found)
@@ -32,6 +32,10 @@ def _options(comparison: Comparison) -> list[Finding]:
 def _machines(comparison: Comparison) -> list[Finding]:
     return [Finding(BAD, f"The runs were not all made on the same: {key} is {_by_value(values)}.")
             for key, values in comparison.machines.items()]
+
+
+def _damaged(comparison: Comparison) -> list[Finding]:
+    return [Finding(BAD, f"{run.name}: {said}.") for run in comparison.runs for said in run.damaged]
 
 
 def _by_value(values: dict[str, list[str]]) -> str:

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rwkv.report.reading import Curve, Run
+from rwkv.report.reading import RESULTS, Curve, Run
 
 PLAIN = ("reference", "formula")         # kernels that are the definition of what they compute
 EARLY = 20                               # steps in which kernels that compute the same have hardly come apart
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
-RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")
 Numbers = dict[str, float]               # by name, of those that are known: tidy.py says what each is
 
 
