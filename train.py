@@ -2,6 +2,11 @@
 
 import sys
 
+from kernels import threads
+
+if __name__ == "__main__":
+    threads.wait_briefly()               # before torch is imported
+
 import lightning
 
 from rwkv import cli, processes, sweep

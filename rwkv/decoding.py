@@ -3,6 +3,9 @@
 The arithmetic is the model's (rwkv/model.py at T = 1, WKV.step), which the tests hold it to. What makes it quicker: the
 weights' forms are prepared once, buffers are overwritten, all mixes of a layer are one operation, and WKV's two
 rescalings, of what y reads and of what the state becomes, are done together.
+
+All this reads the weights and calls no module, so it is for plain models. A model with adapters, hooks or layers of another
+kind is called for every token.
 """
 
 from collections.abc import Callable
@@ -15,10 +18,40 @@ from torch import Tensor, nn
 
 from kernels.wkv import decay_exponent
 from rwkv.channel_mix import ChannelMix
+from rwkv.fused import untouched
 from rwkv.int8 import Int8Linear, products
 from rwkv.model import RWKV, Block
 from rwkv.state import State
 from rwkv.time_mix import TimeMix
+
+PLAIN = (RWKV, Block, TimeMix, ChannelMix, nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear)
+
+
+def decoder_of(model: RWKV, state: State) -> "Decoder | CallingDecoder":
+    """The quick decoder where the model is plain, else one that calls the model."""
+    return Decoder(model, state) if all(map(_plain, model.modules())) else CallingDecoder(model, state)
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether the weights alone, without a bias in a linear layer, say what a call of the module computes."""
+    return type(module) in PLAIN and untouched(module) and not (isinstance(module, nn.Linear) and module.bias is not None)
+
+
+class CallingDecoder:
+    """What Decoder does, by a call of the model for each step, whatever its modules are."""
+
+    def __init__(self, model: RWKV, state: State) -> None:
+        self._model, self._state = model, state
+
+    def step(self, tokens: Tensor) -> Tensor:
+        logits, self._state = self._model.prefill(tokens.to(self._state.p.device).unsqueeze(1), self._state)
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        self._state = State(*(part[:, rows] for part in self._state))
+
+    def state(self) -> State:
+        return self._state
 
 
 class Decoder:

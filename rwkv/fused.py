@@ -30,12 +30,18 @@ def fits(*layers: nn.Module) -> bool:
     Not where a compiler, which fuses better, or a hook has to see them called, where another layer or forward stands in one's
     place, or where a weight learns nothing, which autograd leaves out.
     """
-    return not (torch.compiler.is_compiling() or _has_any_global_hook()) and all(map(_plain, layers))
+    return not torch.compiler.is_compiling() and all(map(_plain, layers))
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward and nothing else: it has no hook and no forward of its own."""
+    hooked = (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+              or _has_any_global_hook())
+    return "forward" not in module.__dict__ and not hooked
 
 
 def _plain(layer: nn.Module) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return (type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and not hooked
+    return (type(layer) is nn.Linear and layer.bias is None and untouched(layer)
             and type(layer.weight) in (nn.Parameter, Tensor)
             and (layer.weight.requires_grad or not torch.is_grad_enabled()))
 

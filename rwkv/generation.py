@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import select
-from rwkv.decoding import Decoder
+from rwkv.decoding import decoder_of
 from rwkv.model import RWKV
 from rwkv.prefill import Context, read_prompts
 from rwkv.prefix_cache import PrefixCache
@@ -99,7 +99,7 @@ class Writer:
         self._rows = [_Row(tokenizer, sample, ending) for sample in self.samples]
         self.prompt_tokens = sum(map(len, self._ids))
         start = read_prompts(model, self._ids, context, cache)
-        self._decoder, self._logits = Decoder(model, start.state), start.logits
+        self._decoder, self._logits = decoder_of(model, start.state), start.logits
         self._unread: Tensor | None = None                    # tokens drawn and not yet read by the decoder
 
     def __iter__(self) -> Iterator[tuple[int, str]]:

@@ -13,6 +13,7 @@ from kernels.wkv import WKV
 from rwkv.channel_mix import ChannelMix
 from rwkv.checkpoint import Pretrained
 from rwkv.config import ModelConfig
+from rwkv.fused import untouched
 from rwkv.init import init_channel_mix, init_embedding_and_head, init_time_mix
 from rwkv.state import LayerState, State
 from rwkv.time_mix import TimeMix
@@ -96,5 +97,8 @@ class RWKV(Pretrained, nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The logits (B,V) after the last of tokens (B,T), T >= 1, in one parallel pass."""
+        if not untouched(self):              # a hook on the model sees and changes the logits of all positions
+            logits, state = self(tokens, state)
+            return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)
         return self.head(hidden[:, -1]), state

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from kernels import threads
 from rwkv import lanes, processes
 from rwkv.config import TrainConfig
 from rwkv.machine import free_disk, free_memory, resident_memory
@@ -67,7 +68,7 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
     if run.beginning is not None and run.resume_from is None:
         yield "weights", f"from {run.beginning.path}, which gives the sizes and the tokenizer; the optimiser begins anew"
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
-                     f"threads of each {torch.get_num_threads()}")
+                     f"{', '.join([f'threads of each {torch.get_num_threads()}', *threads.settings()])}")
     yield from _memory(config, V, cast(Block, task.model.blocks[0]).att.wkv.name, device, taken)
     yield "disk", (f"{in_words(disk(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{in_words(free_disk(run.out_dir))} is free")

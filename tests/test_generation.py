@@ -1,5 +1,6 @@
 """Text from a model: a text depends on its prompt, its seed and the options alone; it is streamed whole, at constant cost."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import small_model, tokens
+from torch import nn
 
 from rwkv import RWKV, Tokenizer, generate, generate_batch, prefill
 from rwkv.generation import Ending, Sample, Writer
@@ -68,6 +70,66 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
         written.append(int(token))
         logits, state = model.prefill(token[:, None], state)
     return written
+
+
+class Adapter(nn.Module):
+    """As LoRA's: the layer that it stands for, whose weight it shows, and a change of what that gives."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.weight = layer, layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(3 * self.layer(x))
+
+
+class Tanh(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(3 * super().forward(x))
+
+
+def adapt(model: RWKV) -> None:
+    model.blocks[1].att.output = Adapter(model.blocks[1].att.output)
+
+
+def subclass(model: RWKV) -> None:
+    model.blocks[1].ffn.value.__class__ = Tanh
+
+
+def add_bias(model: RWKV) -> None:
+    model.head.bias = nn.Parameter(4 * torch.randn(256, generator=torch.Generator().manual_seed(0)))
+
+
+def patch(model: RWKV) -> None:
+    forward = model.blocks[1].ln2.forward
+    model.blocks[1].ln2.forward = lambda x: -forward(x)
+
+
+def roll(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return (output[0].roll(1, -1), *output[1:]) if isinstance(output, tuple) else output.roll(1, -1)
+
+
+CHANGES = {"adapter": adapt, "subclass": subclass, "bias": add_bias, "own forward": patch,
+           **{f"hook on {name or 'the model'}": lambda model, name=name: model.get_submodule(name).register_forward_hook(roll)
+              for name in ("", "emb", "blocks.1", "blocks.1.att", "blocks.1.att.key", "blocks.1.ffn", "ln_out", "head")}}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_what_changes_a_module_counts_for_every_token(change: Callable[[RWKV], Any]) -> None:
+    """The text is that of a loop over model(token, state), and differs from the unchanged model's."""
+    model = small_model("reference", vocab_size=256)
+    options = {"temperature": 0.0, "logit_bias": {0: -1e9}}             # 0 would end the text
+    unchanged = generate_batch(model, BYTES, ["ab"], 12, **options)[0].tokens
+    change(model)
+    tokens, expected, state = torch.tensor([[*b"ab"]]), [], None
+    for _ in range(12):
+        logits, state = model(tokens, state)
+        tokens = 1 + logits[:, -1:, 1:].argmax(-1)
+        expected.append(int(tokens))
+    several = generate_batch(model, BYTES, ["ab", "ab", "c"], 12, **options)
+    assert several[0].tokens == several[1].tokens == expected
+    assert unchanged[1:] != expected[1:]
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, ""])

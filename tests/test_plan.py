@@ -1,8 +1,10 @@
 """What a run will take: parameters, memory and disk from formulas, what is there, and what is refused before it is begun."""
 
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from programs import Run, one_sentence
 from training_runs import TEXT
 
+from kernels import threads
 from kernels._memory import extra_bytes
 from kernels.select import select
 from rwkv import cli, memory, plan, room
@@ -290,6 +293,36 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run, name: str, war
                            "kernel=torch_scan", "plan=true")
     assert status == 0, error
     assert ("data.val_fraction" in error) == warned
+
+
+def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python where nobody has said how long threads wait, but for `environment`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
+    return subprocess.run([sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True, check=True,
+                          cwd=Path(__file__).parent.parent)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
+@pytest.mark.parametrize("program", ["train.py", "generate.py"])
+def test_the_programs_say_how_long_threads_wait_before_openmp_asks(program: str) -> None:
+    """libgomp itself tells what it has read."""
+    assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in fresh(program, "--help", OMP_DISPLAY_ENV="VERBOSE").stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
+@pytest.mark.parametrize("set_by_user", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) -> None:
+    found = fresh("-c", "from kernels import threads; threads.wait_briefly(); print(threads.settings())", **set_by_user).stdout
+    expected = set_by_user or {"GOMP_SPINCOUNT": threads.SPINS}
+    assert found == f"{[f'{name}={value}' for name, value in expected.items()]}\n"
+
+
+def test_the_plan_says_how_long_threads_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    Path("text.txt").write_text(TEXT)
+    _, _, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache",
+                      "trainer=cpu", "kernel=torch_scan", "plan=true")
+    assert "GOMP_SPINCOUNT=77" in next(line for line in error.splitlines() if line.startswith("kernel"))
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

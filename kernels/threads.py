@@ -1,0 +1,23 @@
+"""How long the threads of torch's CPU operators wait for one another without giving up their cores.
+
+Each parallel operator ends when its last thread is done. GNU OpenMP, which torch has on Linux, lets the others spin for
+milliseconds until then, and after it. Where another program has taken one of the cores, they spin on the core that the last
+thread needs, and a training step takes many times as long. Source: libgomp's manual, OMP_WAIT_POLICY and GOMP_SPINCOUNT.
+"""
+
+import os
+import sys
+
+SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+SPINS = "1000"                           # 10 to 50 microseconds: about what a thread needs to fall asleep and to wake
+
+
+def wait_briefly() -> None:
+    """For a program to call before torch is first imported, when libgomp reads its settings. What the user has set stays."""
+    if sys.platform == "linux" and "torch" not in sys.modules and not settings():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def settings() -> list[str]:
+    """What says how long threads wait, by this program or by the user, as NAME=VALUE."""
+    return [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
