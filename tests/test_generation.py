@@ -1,5 +1,7 @@
 """Text from a model: a text depends on its prompt, its seed and the options alone; it is streamed whole, at constant cost."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,6 +137,26 @@ def test_the_cache_forgets_what_was_used_longest_ago() -> None:
 
 
 def test_samples_of_one_prompt_share_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_share_a_cache() -> None:
+    context = read(MODELS["conv1d"], torch.tensor([[1]]))
+    one = sum(part.untyped_storage().nbytes() for part in (context.logits, *context.state))
+    cache = PrefixCache[Context](20 * one)
+
+    def use(thread: int) -> None:
+        for number in range(300):
+            cache.put((thread, number), context)
+            assert cache.longest((thread, number, 0))[0] in (0, 2)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(use, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert (len(cache), cache.bytes) == (20, 20 * one)
+
+
     passes = watch(monkeypatch)
     samples = generate_batch(MODELS["conv1d"], BYTES, ["a prompt"] * 3, 5, seeds=[0, 1, 0])
     assert passes == [(1, 8)]
