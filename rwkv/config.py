@@ -4,7 +4,8 @@ Each checks its own values when built, so that a wrong one is a ValueError with 
 """
 
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -298,6 +299,35 @@ class EvaluateConfig:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _at_least("chunk_len", self.chunk_len, 1)
         _at_least("batch_size", self.batch_size, 1)
+
+
+def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+    """`value` as an int. Raises ValueError, with the option's name, where it is not a whole number from `least` to `most`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is a whole number; got {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
+    return number
+
+
+def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
+    """`values` as ints from 0 to `most`. Raises ValueError, with the option's name, for anything else."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a list of whole numbers; got {values!r}")
+    return tuple(whole_number(name, value, most=most) for value in values)
+
+
+def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    """`values`, which are strings. Raises ValueError, with the option's name, for anything else, a single string included."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
+    values = tuple(values)
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} holds strings alone; got {value!r}")
+    return values
 
 
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
