@@ -209,7 +209,7 @@ class TrainConfig:
     plan: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("seed", self.seed, 0)
+        whole_number("seed", self.seed, most=2**32 - 1)          # which NumPy's generator takes
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise ValueError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                              "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -338,6 +338,8 @@ def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
 def _at_least(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ValueError(f"{name} is at least {least}; got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name} is a finite number; got {value}")
 
 
 def _between(name: str, value: float, low: float, high: float, closed: bool = False) -> None:
