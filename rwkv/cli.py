@@ -31,6 +31,7 @@ CONFIGS = ROOT / "configs"
 VERBATIM = ("prompt", "prompts", "stop", "logit_bias", "state", "save_state", "out", "start", "checkpoint", "tokenizer",
             "out_dir", "resume", "init_from", "data.path", "data.cache_dir", "data.tokenizer", "data.sample_prompt",
             "logger.run_name", "logger.group")
+TEXTS = ("prompt", "start", "data.sample_prompt")        # verbatim, and `null` is a text like any other
 REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -101,14 +102,14 @@ def split(arguments: list[str], schema: type) -> CommandLine:
 
 
 def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object, with the verbatim values put in (`null` means none, as in YAML)."""
+    """The schema's object, with the verbatim values put in (`null` means none, as in YAML, but for texts)."""
     config = OmegaConf.to_object(composed)
     for key, value in verbatim.items():
         *parents, last = key.split(".")
         target = config
         for parent in parents:
             target = getattr(target, parent)
-        setattr(target, last, None if value == "null" else value)
+        setattr(target, last, None if value == "null" and key not in TEXTS else value)
     return config
 
 

@@ -88,7 +88,7 @@ def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
 
 HARD = ("", "a,b", "a=b", "'", '"', "it's", "${seed}", "${x}", "$(ls) `ls`", "[1, 2", "{a: b}", "line\nline\n", " space ", "\\",
         "\\,", "@", "#", "--help", "+a=1", "~a", "1e3", "true", "你好 🙂", "\t", "a: b", "???", "%",
-        "choice(a,b)", "prompt=")
+        "choice(a,b)", "prompt=", "null")
 
 
 def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
@@ -99,13 +99,13 @@ def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
 
 @settings(max_examples=300, deadline=None)
 @as_one_example_each
-@given(st.text().filter(lambda text: text != "null"))
+@given(st.text())
 def test_free_text_is_taken_as_it_is(text: str) -> None:
-    line = cli.split([f"prompt={text}", "seed=3", f"checkpoint={text}", "top_p=0.5", "-m"], GenerateConfig)
+    line = cli.split([f"prompt={text}", "seed=3", f"stop={text}", "top_p=0.5", "-m"], GenerateConfig)
     assert (line.overrides, line.flags) == (["seed=3", "top_p=0.5"], ["-m"])
-    assert line.keys == ["seed", "top_p", "prompt", "checkpoint"]
+    assert line.keys == ["seed", "top_p", "prompt", "stop"]
     config = cli.build(cli.OmegaConf.structured(GenerateConfig), line.verbatim)
-    assert config.prompt == config.checkpoint == text
+    assert (config.prompt, config.stop) == (text, [text])
 
 
 @pytest.mark.parametrize("key", ["data.path", "out_dir", "data.tokenizer", "logger.run_name"])
@@ -120,8 +120,11 @@ def test_every_verbatim_key_is_an_option(key: str) -> None:
     assert any(key in cli._options(schema) for _, schema in PROGRAMS.values())
 
 
-def test_null_is_none() -> None:
-    assert compose("generate", "prompt=null").prompt is None
+def test_null_is_no_path_and_no_name_but_a_text() -> None:
+    config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
+    assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
+    assert compose("generate", "prompt=null").prompt == "null"
+    assert compose("evaluate", "start=null").start == "null"
 
 
 # What is wrong is said in one sentence
