@@ -6,11 +6,12 @@ loader, log or checkpoint) and beside its matrix products alone, in turns; media
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
     --losses STEPS             the loss of that many steps, of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text, whole, with three seeds, in float32, and in nanoGPT's
-                               shape; --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, in
-                               turns with each (not on Windows)
+                               shape; --nanogpt: a clone of nanoGPT with data/shakespeare_char prepared: its CPU recipe, which
+                               is in float32, in turns with each (not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps. The last line is the
+Around a step: steps between two checkpoints, and a checkpoint's time over checkpoint_every=500 steps, less the bare step; it is
+below 0 where the bare step was slower, which the noise of two measurements can do. The last line is the
 result as JSON; FILE keeps what it says of other parts, and of which commit each is.
 """
 
@@ -38,8 +39,10 @@ TOKENS = 4 * 512                         # of a step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
 TURNS = {"32-true": 16.0, "bf16-mixed": 8.0, "shakespeare": 4.0}       # seconds: five steps and more
-VARIANTS = {"as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"], "float32": ["trainer.precision=32-true"],
-            "4 layers, 128 wide": ["model.n_layer=4", "model.n_embd=128", "model.n_ffn=448"]}
+FLOAT32 = ["trainer.precision=32-true"]              # as nanoGPT computes on a CPU
+NANOGPT_SHAPE = ["model.n_layer=4", "model.n_embd=128", "model.n_ffn=448"]
+VARIANTS = {"4 layers, 128 wide, float32": [*NANOGPT_SHAPE, *FLOAT32], "float32": FLOAT32, "as it is": [], "seed=1": ["seed=1"],
+            "seed=2": ["seed=2"], "4 layers, 128 wide": NANOGPT_SHAPE}
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
            "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
            "--max_iters=1000000", "--dropout=0.0"]

@@ -131,9 +131,14 @@ class Pretrained:
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, none for a Hugging Face
         directory), or `format` names it. dtype: None as in the model, or float32, float16, bfloat16. Raises ValueError for
-        another suffix, a dtype that the format lacks, and a tokenizer with more tokens than the model.
+        another suffix, a dtype that the format lacks, a tokenizer with more tokens than the model, and a model in int8.
         """
+        from rwkv.int8 import Int8Linear  # which imports the model, which imports this file
+
         model = cast(Any, self)
+        if isinstance(model.head, Int8Linear):
+            raise ValueError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
+                             "bfloat16 and save that")
         checkpoint = checkpoint_of(model.state_dict(), tokenizer, model.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 

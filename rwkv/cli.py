@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 PATHS = ("prompts", "state", "save_state", "out", "checkpoint", "tokenizer", "out_dir", "resume", "init_from", "data.path",
          "data.cache_dir", "data.tokenizer")
-VERBATIM = (*PATHS, "prompt", "stop", "logit_bias", "start", "data.sample_prompt", "logger.run_name", "logger.group")
+TEXTS = ("prompt", "start", "data.sample_prompt")        # verbatim, and `null` is a text like any other
+VERBATIM = (*PATHS, *TEXTS, "stop", "logit_bias", "logger.run_name", "logger.group")
 REPEATABLE = ("stop", "logit_bias")      # verbatim, and a list: each time adds one
 OPTIONAL = ("experiment", "debug")       # groups of which none need be chosen
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -112,14 +113,14 @@ def _from_home(path: str) -> str:
 
 
 def build(composed: DictConfig, verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object, with the verbatim values put in (`null` means none, as in YAML)."""
+    """The schema's object, with the verbatim values put in (`null` means none, as in YAML, but for texts)."""
     config = OmegaConf.to_object(composed)
     for key, value in verbatim.items():
         *parents, last = key.split(".")
         target = config
         for parent in parents:
             target = getattr(target, parent)
-        setattr(target, last, None if value == "null" else value)
+        setattr(target, last, None if value == "null" and key not in TEXTS else value)
     return config
 
 

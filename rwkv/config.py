@@ -4,7 +4,8 @@ Each checks its own values when built, so that a wrong one is a ValueError with 
 """
 
 import math
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +209,7 @@ class TrainConfig:
     plan: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("seed", self.seed, 0)
+        whole_number("seed", self.seed, most=2**32 - 1)          # which NumPy's generator takes
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise ValueError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                              "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -300,6 +301,35 @@ class EvaluateConfig:
         _at_least("batch_size", self.batch_size, 1)
 
 
+def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+    """`value` as an int. Raises ValueError, with the option's name, where it is not a whole number from `least` to `most`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is a whole number; got {value!r}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
+    return number
+
+
+def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
+    """`values` as ints from 0 to `most`. Raises ValueError, with the option's name, for anything else."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a list of whole numbers; got {values!r}")
+    return tuple(whole_number(name, value, most=most) for value in values)
+
+
+def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
+    """`values`, which are strings. Raises ValueError, with the option's name, for anything else, a single string included."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
+    values = tuple(values)
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{name} holds strings alone; got {value!r}")
+    return values
+
+
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
@@ -308,6 +338,8 @@ def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
 def _at_least(name: str, value: float, least: float) -> None:
     if not value >= least:
         raise ValueError(f"{name} is at least {least}; got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name} is a finite number; got {value}")
 
 
 def _between(name: str, value: float, low: float, high: float, closed: bool = False) -> None:

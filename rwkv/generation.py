@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import select
+from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.decoding import decoder_of
 from rwkv.model import RWKV
 from rwkv.prefill import Context, read_prompts
@@ -20,18 +21,24 @@ from rwkv.sampling import Sampling, Seen, logprobs, next_tokens
 from rwkv.stops import StopStrings
 from rwkv.tokenizer import Tokenizer
 
+LARGEST_SEED = 2**63 - 1                 # that torch's generators take
+
 
 @dataclass(frozen=True)
 class Ending:
-    """When a text ends: after max_new_tokens, before the first stop string or stop token, or at the end-of-text token."""
+    """When a text ends: after max_new_tokens, before the first stop string or stop token, or at the end-of-text token.
+
+    Raises ValueError for a value that means nothing, or of another type.
+    """
 
     max_new_tokens: int = 200
-    stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is 0 or more; got {self.max_new_tokens}")
+        object.__setattr__(self, "max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens))
+        object.__setattr__(self, "stop_tokens", whole_numbers("stop_tokens", self.stop_tokens))
+        object.__setattr__(self, "stop", strings("stop", self.stop))
         StopStrings(self.stop)
 
 
@@ -59,7 +66,7 @@ def generate(model: RWKV, tokenizer: Tokenizer, prompt: str = "", max_new_tokens
     prompt, generation starts from the end-of-text token, which also ends a text. Raises ValueError, before the first piece
     is asked for, where an option means nothing, the prompt cannot be encoded or the tokenizer does not fit the model.
     """
-    writer = Writer(model, tokenizer, [prompt], [seed], Ending(max_new_tokens, tuple(stop), tuple(stop_tokens)),
+    writer = Writer(model, tokenizer, [prompt], [seed], Ending(max_new_tokens, stop, stop_tokens),
                     Sampling(**sampling), context, cache)
     return (piece for _, piece in writer if piece)
 
@@ -71,8 +78,9 @@ def generate_batch(model: RWKV, tokenizer: Tokenizer, prompts: Sequence[str], ma
 
     seeds: one per prompt, 0 for all where none are given. Raises ValueError as `generate` does.
     """
+    prompts = strings("prompts", prompts)
     writer = Writer(model, tokenizer, prompts, seeds if seeds is not None else [0] * len(prompts),
-                    Ending(max_new_tokens, tuple(stop), tuple(stop_tokens)), Sampling(**sampling), None, cache, logprobs)
+                    Ending(max_new_tokens, stop, stop_tokens), Sampling(**sampling), None, cache, logprobs)
     for _ in writer:
         pass
     return writer.samples
@@ -87,13 +95,14 @@ class Writer:
     def __init__(self, model: RWKV, tokenizer: Tokenizer, prompts: Sequence[str], seeds: Sequence[int], ending: Ending,
                  sampling: Sampling, context: Context | None = None, cache: PrefixCache[Context] | None = None,
                  n_logprobs: int = 0) -> None:
+        prompts = strings("prompts", prompts)
+        seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):
             raise ValueError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
-        _require_seeds(seeds)
         _require_fit(model, tokenizer)
         sampling.check_ids(tokenizer.vocab_size)
         self.samples = [Sample(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        self._tokenizer, self._sampling, self._n_logprobs = tokenizer, sampling, n_logprobs
+        self._tokenizer, self._sampling, self._n_logprobs = tokenizer, sampling, whole_number("logprobs", n_logprobs)
         self._softmax = select.softmax("cpu").forward         # there, whatever device the model is on, tokens are drawn
         self._ids = [_prompt_ids(tokenizer, prompt, context) for prompt in prompts]
         self._rows = [_Row(tokenizer, sample, ending) for sample in self.samples]
@@ -192,12 +201,6 @@ class _Row:
 def _prompt_ids(tokenizer: Tokenizer, prompt: str, context: Context | None) -> list[int]:
     ids = list(tokenizer.encode(prompt))
     return ids if ids or context is not None else [tokenizer.end_of_text]
-
-
-def _require_seeds(seeds: Sequence[int]) -> None:
-    for seed in seeds:
-        if not 0 <= seed < 2 ** 63:
-            raise ValueError(f"seed is a whole number from 0 to 2^63 - 1; got {seed}")
 
 
 def _require_fit(model: RWKV, tokenizer: Tokenizer) -> None:

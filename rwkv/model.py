@@ -70,7 +70,9 @@ class RWKV(Pretrained, nn.Module):
     def _read(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[LayerState]]:
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
-        state = state if state is not None else self.empty_state(len(tokens))
+        if state is None:
+            state = self.empty_state(len(tokens))
+        self.check_state(state, len(tokens))
         blocks, layers = self._layers(), []
         x = self.emb(tokens).to(self.ln_out.weight.dtype)
         for block, layer_state in zip(blocks, state.layers(), strict=True):
@@ -82,6 +84,16 @@ class RWKV(Pretrained, nn.Module):
         """The state before the first token, for B rows."""
         C = self.config.n_embd
         return State.empty(self.config.n_layer, B, C, self.config.n_att or C, self.emb.weight.device)
+
+    def check_state(self, state: State, B: int) -> None:
+        """Raises ValueError where `state` is not one of this model for B rows."""
+        L, C = self.config.n_layer, self.config.n_embd
+        A = self.config.n_att or C
+        expected = [(L, B, C), (L, B, A), (L, B, A), (L, B, A), (L, B, C)]
+        found = [tuple(part.shape) for part in state]
+        if found != expected:
+            raise ValueError(f"the state does not fit this model and {B} rows: its parts have the shapes {found}, expected "
+                             f"{expected}")
 
     def init_weights(self) -> "RWKV":
         """RWKV-4's initialisation, from torch's global random generator."""

@@ -40,7 +40,14 @@ def read(model: RWKV, tokens: Tensor, context: Context | None = None) -> Context
 
 def read_prompts(model: RWKV, prompts: Sequence[Sequence[int]], start: Context | None = None,
                  cache: PrefixCache[Context] | None = None) -> Context:
-    """The context after each prompt, B rows: prompts of any length, at least 1, or 0 after a `start` of one row."""
+    """The context after each prompt, B rows: prompts of any length, at least 1, or 0 after a `start` of one row.
+
+    Raises ValueError where `start` is not of one row, or of another model.
+    """
+    if start is not None:
+        model.check_state(start.state, B=1)
+    if not prompts:
+        return Context(torch.empty(0, model.vocab_size), model.empty_state(0))
     unique = sorted({tuple(prompt) for prompt in prompts})
     shared = _shared(unique)
     position, context = cache.longest(shared) if cache and start is None else (0, start)

@@ -9,25 +9,31 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rwkv.config import whole_number, whole_numbers
+
 Softmax = Callable[[Tensor], Tensor]     # over the last dimension
 SOFTMAX: Softmax = partial(torch.softmax, dim=-1)
 ORDERS = ("hf", "rwkv")
+SMALL, LARGE = 1e-30, 1e30               # logits divided or multiplied by what lies between stay within float32
 SHORTLIST = 256                          # candidates looked at first: sorting a whole vocabulary costs milliseconds
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises ValueError for a value that means nothing.
+    """How tokens are chosen. Raises ValueError for a value that means nothing, or of another type.
 
     temperature 0 takes the most likely token; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0
     are off. top_p keeps the fewest most likely tokens that add up to it, at least one; min_p those at least so likely as
     that share of the likeliest. repetition_penalty (CTRL, arXiv 1909.05858) divides the positive and multiplies the
     negative logits of tokens in the prompt or the text; presence_ and frequency_penalty (OpenAI's API) are subtracted once,
-    and once per occurrence, for tokens of the text. logit_bias is added by token id; banned token ids never come.
+    and once per occurrence, for tokens of the text. logit_bias is added by token id; banned token ids never come. Integers of
+    NumPy and torch are integers here too.
     """
 
     temperature: float = 0.8
@@ -42,14 +48,21 @@ class Sampling:
     order: str = "hf"
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k"):
-            _require(0 <= getattr(self, name) < math.inf, name, "0 or more", getattr(self, name))
-        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 is off)", self.top_p)
-        _require(0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1", self.min_p)
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0 (1 is off)", self.repetition_penalty)
+        _require_number("temperature", self.temperature, SMALL, LARGE, or_zero=True)
+        _require_number("top_p", self.top_p, SMALL, 1)
+        _require_number("min_p", self.min_p, 0, 1)
+        _require_number("repetition_penalty", self.repetition_penalty, SMALL, LARGE)
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(abs(getattr(self, name)) < math.inf, name, "finite (0 is off)", getattr(self, name))
+            _require_number(name, getattr(self, name), -LARGE, LARGE)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is a dict of token ids and numbers; got {self.logit_bias!r}")
+        for bias in self.logit_bias.values():
+            _require_number("logit_bias", bias, -LARGE, LARGE)
         _require(self.order in ORDERS, "order", f"one of {', '.join(ORDERS)}", self.order)
+        tokens = whole_numbers("logit_bias", self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
+        object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
+        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
 
     @property
     def penalises(self) -> bool:
@@ -169,6 +182,11 @@ def _penalised(logits: Tensor, options: Sampling, seen: Seen) -> Tensor:
     return logits - options.presence_penalty * written - options.frequency_penalty * seen.count
 
 
+def _require_number(name: str, value: Any, least: float, most: float, or_zero: bool = False) -> None:
+    fits = isinstance(value, Real) and (least <= value <= most or (or_zero and value == 0))
+    _require(fits, name, f"{'0, or ' if or_zero else ''}a number from {least:g} to {most:g}", value)
+
+
 def _require(fits: bool, name: str, expected: str, value: object) -> None:
     if not fits:
-        raise ValueError(f"{name} is {expected}; got {value}")
+        raise ValueError(f"{name} is {expected}; got {value!r}")

@@ -36,7 +36,7 @@ class State(NamedTuple):
 
     @staticmethod
     def empty(n_layer: int, B: int, n_embd: int, n_att: int, device: torch.device | str = "cpu") -> "State":
-        """The state of a model that has read nothing."""
-        x = torch.zeros(n_layer, B, n_embd, device=device)
-        a, b, p = (part.expand(n_layer, B, n_att) for part in WKVState.empty(B, n_att, device))
-        return State(x, a, b, p, x)
+        """The state of a model that has read nothing; no two of its elements share memory."""
+        att_x, ffn_x = (torch.zeros(n_layer, B, n_embd, device=device) for _ in range(2))
+        a, b, p = (part.repeat(n_layer, 1, 1) for part in WKVState.empty(B, n_att, device))
+        return State(att_x, a, b, p, ffn_x)

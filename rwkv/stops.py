@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 
+from rwkv.config import strings
+
 
 class StopStrings:
     """Text in pieces of any size in, text to show out: the same text however it is cut into pieces.
 
     The stop string that is complete first ends the text; of two that end together, the longer one. Raises ValueError for
-    an empty stop string.
+    an empty stop string, and for what is not a list of strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if "" in stops:
+        self._stops = strings("stop", stops)
+        if "" in self._stops:
             raise ValueError("stop holds an empty string, which would end every text at once: leave it out")
-        self._stops = tuple(stops)
         self._held = ""
         self.found: str | None = None    # the stop string that ended the text
 

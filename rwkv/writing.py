@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from rwkv.config import GenerateConfig
-from rwkv.generation import Ending, Writer
+from rwkv.config import GenerateConfig, whole_number
+from rwkv.generation import LARGEST_SEED, Ending, Writer
 from rwkv.interrupt import Interrupt
 from rwkv.json_lines import parse, text_of
 from rwkv.model import RWKV
@@ -34,7 +34,8 @@ def check(config: GenerateConfig) -> tuple[Ending, Sampling]:
         raise ValueError("save_state= keeps what one text has read: use it with one prompt and num_samples=1")
     if config.state:
         require_file(config.state)
-    ending = Ending(config.max_new_tokens, tuple(config.stop), tuple(config.stop_tokens))
+    whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
+    ending = Ending(config.max_new_tokens, config.stop, config.stop_tokens)
     return ending, Sampling(config.temperature, config.top_k, config.top_p, config.min_p, config.repetition_penalty,
                             config.presence_penalty, config.frequency_penalty, dict(map(_bias, config.logit_bias)),
                             tuple(config.banned), config.order)

@@ -88,7 +88,7 @@ def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
 
 HARD = ("", "a,b", "a=b", "'", '"', "it's", "${seed}", "${x}", "$(ls) `ls`", "[1, 2", "{a: b}", "line\nline\n", " space ", "\\",
         "\\,", "@", "#", "--help", "+a=1", "~a", "1e3", "true", "你好 🙂", "\t", "a: b", "???", "%",
-        "choice(a,b)", "prompt=")
+        "choice(a,b)", "prompt=", "null")
 
 
 def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
@@ -99,13 +99,13 @@ def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
 
 @settings(max_examples=300, deadline=None)
 @as_one_example_each
-@given(st.text().filter(lambda text: text != "null"))
+@given(st.text())
 def test_free_text_is_taken_as_it_is(text: str) -> None:
-    line = cli.split([f"prompt={text}", "seed=3", f"checkpoint={text}", "top_p=0.5", "-m"], GenerateConfig)
+    line = cli.split([f"prompt={text}", "seed=3", f"stop={text}", "top_p=0.5", "-m"], GenerateConfig)
     assert (line.overrides, line.flags) == (["seed=3", "top_p=0.5"], ["-m"])
-    assert line.keys == ["seed", "top_p", "prompt", "checkpoint"]
+    assert line.keys == ["seed", "top_p", "prompt", "stop"]
     config = cli.build(cli.OmegaConf.structured(GenerateConfig), line.verbatim)
-    assert config.prompt == config.checkpoint == text
+    assert (config.prompt, config.stop) == (text, [text])
 
 
 @pytest.mark.parametrize(("arguments", "chosen"), [
@@ -142,8 +142,11 @@ def test_every_verbatim_key_is_an_option(key: str) -> None:
     assert any(key in cli._options(schema) for _, schema in PROGRAMS.values())
 
 
-def test_null_is_none() -> None:
-    assert compose("generate", "prompt=null").prompt is None
+def test_null_is_no_path_and_no_name_but_a_text() -> None:
+    config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
+    assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
+    assert compose("generate", "prompt=null").prompt == "null"
+    assert compose("evaluate", "start=null").start == "null"
 
 
 # What is wrong is said in one sentence
@@ -172,7 +175,10 @@ def test_null_is_none() -> None:
     ("trainer.precision=16", "trainer.precision is one of 32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
     ("optim.lr=1e-5", "optim.min_lr above 0 and at most optim.lr"),
     ("data.val_fraction=2", "data.val_fraction lies above 0 and below 1"),
-    ("seed=-1", "seed is at least 0"),
+    ("trainer.max_tokens=inf", "trainer.max_tokens is"),
+    ("optim.weight_decay=inf", "optim.weight_decay is"),
+    ("seed=-1", "seed is"),
+    ("seed=4294967296", "seed is"),
     ("optim.lrr=1", "unknown option optim.lrr; did you mean optim.lr?"),
     ("n_layer=1", "unknown option n_layer; did you mean model.n_layer?"),
     ("nonsense=1", "unknown option nonsense; --help lists them all"),

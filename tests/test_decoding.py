@@ -1,6 +1,7 @@
 """The decoder's single steps are the model's own, in every dtype, and cost the same however much was read."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("rwkv.int8.ENGINES", ())
     with pytest.raises(ValueError, match="dtype=int8 needs a torch with FBGEMM"):
         to_int8(small_model("reference"))
+
+
+def test_an_int8_model_is_not_saved_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="int8"):
+        to_int8(small_model("reference")).save_pretrained(tmp_path / "model.pth")
+    assert not list(tmp_path.iterdir())
 
 
 @torch.no_grad()

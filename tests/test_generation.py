@@ -1,8 +1,11 @@
 """Text from a model: a text depends on its prompt, its seed and the options alone; it is streamed whole, at constant cost."""
 
 from collections.abc import Callable
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -196,6 +199,26 @@ def test_the_cache_forgets_what_was_used_longest_ago() -> None:
     assert [cache.longest(key)[0] for key in ((1,), (2,), (3,))] == [1, 0, 1]
 
 
+def test_threads_may_share_a_cache() -> None:
+    context = read(MODELS["conv1d"], torch.tensor([[1]]))
+    one = sum(part.untyped_storage().nbytes() for part in (context.logits, *context.state))
+    cache = PrefixCache[Context](20 * one)
+
+    def use(thread: int) -> None:
+        for number in range(300):
+            cache.put((thread, number), context)
+            assert cache.longest((thread, number, 0))[0] in (0, 2)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(use, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert (len(cache), cache.bytes) == (20, 20 * one)
+
+
 def test_samples_of_one_prompt_share_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = watch(monkeypatch)
     samples = generate_batch(MODELS["conv1d"], BYTES, ["a prompt"] * 3, 5, seeds=[0, 1, 0])
@@ -292,8 +315,11 @@ def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"prompt": "az!"}, r"'!', 'z': not among the \d+ characters"), ({"stop": [""]}, "stop holds an empty string"),
-    ({"max_new_tokens": -1}, "max_new_tokens is 0 or more; got -1"), ({"top_p": 2}, "top_p is above 0"),
-    ({"banned": (999,)}, "banned is token ids"), ({"seed": 2 ** 70}, "seed is")], ids=str)
+    ({"max_new_tokens": -1}, "max_new_tokens is "), ({"top_p": 2}, "top_p is "),
+    ({"banned": (999,)}, "banned is token ids"), ({"seed": 2 ** 70}, "seed is"), ({"seed": 1.5}, "seed is"),
+    ({"max_new_tokens": 3.5}, "max_new_tokens is"), ({"max_new_tokens": None}, "max_new_tokens is"),
+    ({"top_k": 2.5}, "top_k is"), ({"stop": "abc"}, "stop is"), ({"stop": [b"a"]}, "stop holds"), ({"stop": 3}, "stop is"),
+    ({"stop_tokens": 3}, "stop_tokens is"), ({"prompt": b"a"}, "prompts ")], ids=str)
 def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[str, Any], sentence: str,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     model, passes = model_for(TOKENIZERS["char"]), watch(monkeypatch)
@@ -301,6 +327,32 @@ def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[st
         generate(model, TOKENIZERS["char"], **options)
     assert "\n" not in str(error.value)
     assert passes == []
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"prompts": "abc"}, "prompts "), ({"prompts": [b"a"]}, "prompts "), ({"logprobs": -1}, "logprobs "),
+    ({"logprobs": 1.5}, "logprobs "), ({"seeds": 1}, "seed "), ({"seeds": [0.5]}, "seed "),
+    ({"seeds": [1, 2]}, "one seed per prompt")], ids=str)
+def test_a_wrong_option_of_a_batch_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        generate_batch(MODELS["conv1d"], BYTES, **{"prompts": ["a"], **options})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    first = generate_batch(MODELS["conv1d"], BYTES, ["a", "b"], 5, seeds=[3, 4])
+    assert generate_batch(MODELS["conv1d"], BYTES, ["a", "b"], np.int64(5), seeds=np.array([3, 4])) == first
+
+
+def test_no_prompts_are_no_texts() -> None:
+    assert generate_batch(MODELS["conv1d"], BYTES, []) == []
+
+
+def test_a_context_of_other_rows_or_of_another_model_is_refused() -> None:
+    model = MODELS["conv1d"]
+    for context in (read(model, tokens(model, B=2)), read(small_model("conv1d", vocab_size=256, n_embd=8), tokens(model, B=1))):
+        for prompt in ("", "a"):
+            with pytest.raises(ValueError, match="the state does not fit"):
+                generate(model, BYTES, prompt, context=context)
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:

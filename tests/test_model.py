@@ -76,6 +76,24 @@ def test_the_state_has_the_shape_and_dtype_that_are_promised() -> None:
             assert {part.dtype for part in state} == {torch.float32}
 
 
+def test_the_parts_of_an_empty_state_share_no_memory() -> None:
+    """One element that is changed changes no other."""
+    for index in range(5):
+        state = small_model().empty_state(2)
+        before = copy.deepcopy(state)
+        state[index][0, 0, 0] = 7.0
+        assert sum(int((one != other).sum()) for one, other in zip(state, before, strict=True)) == 1
+
+
+@pytest.mark.parametrize("other", [{"B": 1}, {"n_layer": 2}, {"n_embd": 8}, {"n_att": 8}], ids=str)
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_state_of_another_shape_is_refused(T: int, other: dict[str, int]) -> None:
+    model = small_model()
+    state = small_model(**{name: size for name, size in other.items() if name != "B"}).empty_state(other.get("B", 2))
+    with pytest.raises(ValueError, match="the state does not fit"):
+        model(tokens(model, T=T), state)
+
+
 @pytest.mark.parametrize("kernel", kernels())
 @torch.no_grad()
 def test_a_later_token_changes_nothing_earlier(kernel: str) -> None:

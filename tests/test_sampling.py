@@ -173,10 +173,24 @@ def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> Non
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 2}, {"top_p": 0}, {"top_k": -1},
                                      {"min_p": 1.1}, {"repetition_penalty": 0}, {"presence_penalty": math.inf},
-                                     {"order": "mine"}], ids=str)
+                                     {"order": "mine"}, {"temperature": 1e-50}, {"temperature": 1e39}, {"top_p": 1e-50},
+                                     {"frequency_penalty": 1e39}, {"logit_bias": {0: math.nan}}, {"logit_bias": {0: math.inf}},
+                                     {"logit_bias": {0: 1e39}}, {"temperature": "hot"}, {"top_k": 2.5}, {"logit_bias": [0]},
+                                     {"logit_bias": {"0": 1.0}}, {"banned": "ab"}, {"banned": 3}, {"banned": (1.5,)}], ids=str)
 def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{next(iter(options))} is .*; got "):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("order", ["hf", "rwkv"])
+@pytest.mark.parametrize("options", [{"temperature": 1e-30}, {"top_p": 1e-30}], ids=str)
+def test_the_smallest_numbers_leave_the_likeliest(options: dict[str, Any], order: str) -> None:
+    assert support(**options, order=order) == {1}
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    options = Sampling(top_k=np.int64(2), banned=np.array([1]), logit_bias={np.int64(3): 0.5})
+    assert options == Sampling(top_k=2, banned=(1,), logit_bias={3: 0.5})
 
 
 def test_ids_outside_the_vocabulary_are_one_sentence() -> None:

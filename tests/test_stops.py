@@ -47,3 +47,8 @@ def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
 def test_an_empty_stop_string_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="stop holds an empty string"):
         StopStrings(["a", ""])
+
+
+def test_one_string_is_not_several_stops_of_a_letter() -> None:
+    with pytest.raises(ValueError, match="stop is a list"):
+        StopStrings("abc")

@@ -1,11 +1,14 @@
-"""Two programs in turns, as benchmarks/training.py measures them: never at the same time, and both come to something."""
+"""Two programs in turns, as benchmarks/training.py measures them: never at the same time, and both come to something.
+
+What the table then shows is what was measured, like beside like first.
+"""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import _turns
+from benchmarks import _turns, tables, training
 
 SECONDS = 0.3
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
@@ -30,3 +33,19 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
 def test_what_fails_is_said(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
         _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
+
+
+def test_the_table_shows_a_share_below_zero_as_it_was_measured() -> None:
+    one = {"tok_per_sec": 1500.0, "of_matmuls": 0.9, "ms": {"step": 1358.0}, "around_a_step": -0.0216}
+    report = {"machine": {"commit": "c"}, "float32": one}
+    assert "| -2.2% |" in tables.training(report)
+
+
+def test_what_computes_as_nanogpt_does_stands_first() -> None:
+    one = {"val_loss": 1.5, "ms": 40.0, "fast_ms": 30.0, "nanogpt_ms": 50.0, "nanogpt_fast_ms": 40.0}
+    report = {"machine": {"commit": "c"}, "shakespeare": dict.fromkeys(sorted(training.VARIANTS), one)}
+    lines = [line for line in tables.training(report).splitlines() if "1.5000" in line]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines]
+    same = [options for options in map(training.VARIANTS.get, names) if "trainer.precision=32-true" in options]
+    assert list(map(training.VARIANTS.get, names))[:len(same)] == same
+    assert "model.n_embd=128" in same[0], "the same shape and the same precision"
