@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rwkv.saving import Checkpoints, RandomState, VerifiedFiles
 from rwkv.scale import precision_for, strategy_for
 from rwkv.task import LanguageModel
 from rwkv.tokenizer import Tokenizer
+from rwkv.unread import unread
 
 LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
                    "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
@@ -82,10 +84,11 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     task.model.eval()
     say("\nsample:")
     prompt = config.data.sample_prompt
-    print(prompt, end="")
-    for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
-        print(piece, end="", flush=True)
-    print(flush=True)
+    with redirect_stdout(unread(sys.stdout)):
+        print(prompt, end="")
+        for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+            print(piece, end="", flush=True)
+        print(flush=True)
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 
 
