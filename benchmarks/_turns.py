@@ -13,6 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+GUARD = """\
+import contextlib, os, signal, sys
+sys.stdin.read()
+with contextlib.suppress(ProcessLookupError):
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+
 
 def beside(command: list[str], folder: Path, other: list[str], other_folder: Path, seconds: float) -> str:
     """Runs `command` to its end, and `other` in turns with it, one held while the other runs; what the other has printed.
@@ -36,14 +43,39 @@ def beside(command: list[str], folder: Path, other: list[str], other_folder: Pat
         return printed.read()
 
 
+def alone(command: list[str], folder: Path) -> str:
+    """Runs `command` to its end; what it has printed. Ends the program where it fails."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as printed, tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        with _started(command, folder, printed, errors) as process:
+            process.wait()
+        if process.returncode:
+            _fail(command, errors)
+        printed.seek(0)
+        return printed.read()
+
+
 @contextmanager
 def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(command, cwd=folder, stdout=out, stderr=errors, text=True, start_new_session=True) as process:
+    """`command`, which ends with this process, however that ends."""
+    with subprocess.Popen(command, cwd=folder, stdout=out, stderr=errors, text=True, start_new_session=True) as process, \
+            _guarded(process):
         try:
             yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextmanager
+def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
+    """A process of its own kills `process` and all of its group, held or not, once this one is gone and its pipe is closed."""
+    command = [sys.executable, "-c", GUARD, str(process.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 def _ended(process: subprocess.Popen[str], seconds: float) -> bool:

@@ -19,7 +19,6 @@ import argparse
 import csv
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -109,7 +108,7 @@ def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
 def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[str]) -> Report:
     command = _train_command(out_dir, "experiment=shakespeare_char", f"data.path={text}", *options)
     if nanogpt is None:
-        _run(command)
+        _turns.alone(command, ROOT)
         return _of_shakespeare(out_dir)
     peer = [sys.executable, "-u", "train.py", *NANOGPT]
     printed = _turns.beside(command, ROOT, peer, nanogpt, TURNS["shakespeare"])
@@ -131,14 +130,8 @@ def _fast(steps: list[float]) -> float:
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
     """The rows of metrics.csv of a run."""
-    _run(_train_command(out_dir, *options))
+    _turns.alone(_train_command(out_dir, *options), ROOT)
     return _metrics(out_dir)
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
 
 
 def _train_command(out_dir: Path, *options: str) -> list[str]:
@@ -157,8 +150,7 @@ def _middle_of_three(*arguments: str) -> Any:
 
 
 def _job(*arguments: str) -> Any:
-    done = subprocess.run(_job_command(*arguments), cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1])
 
 
 def _job_command(*arguments: str) -> list[str]:

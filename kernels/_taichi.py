@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,9 +180,22 @@ def _start(arch: Any) -> None:
     try:
         with _silent(), _no_version_check():
             ti.init(arch=arch, enable_fallback=False, cpu_max_num_threads=torch.get_num_threads(),
-                    real_matrix_scalarize=False, offline_cache=True, log_level=ti.ERROR)
+                    real_matrix_scalarize=False, log_level=ti.ERROR, **_cache())
     except RuntimeError as error:
         raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
+
+
+def _cache() -> dict[str, Any]:
+    """Where compiled kernels are kept for other processes, as arguments of ti.init.
+
+    A folder that is not there and cannot be made would end the process with a segmentation fault, after all its work. Such a
+    process keeps none, and Taichi gets a folder that is always there.
+    """
+    try:
+        Path(ti.lang.impl.default_cfg().offline_cache_file_path).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return {"offline_cache": False, "offline_cache_file_path": os.sep}
+    return {"offline_cache": True}
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ signs and newlines need no escaping. Overrides are checked, and every job of a s
 """
 
 import itertools
-import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kernels.registry import KernelUnavailable
 from kernels.select import select
+from rwkv.unread import unread
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -75,8 +76,15 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     """Composes configs/CONFIG_NAME.yaml with the command line into a `schema` and calls task(config, command line).
 
     sweep: called for -m instead, with the command line and what makes jobs of one; without it Hydra runs the jobs.
-    A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2.
+    A user's mistake, here or in the task, ends the process with one sentence on standard error and exit status 2. The process
+    goes on where nobody reads standard error any more.
     """
+    with redirect_stderr(unread(sys.stderr)):
+        _run(task, schema, config_name, sweep)
+
+
+def _run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str,
+         sweep: Callable[[CommandLine, Jobs], None] | None) -> None:
     line = split(sys.argv[1:], schema)
     ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
 
@@ -153,9 +161,6 @@ def with_sentences(action: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:              # whoever read standard output has seen enough, as in: generate.py | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except (KernelUnavailable, UsageError) as error:
         _exit(error)
     except OSError as error:             # a full disk, a folder that may not be written

@@ -15,14 +15,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import distributed
 
 T = TypeVar("T")
+PATIENCE = timedelta(days=30)            # for what the first process does for all, as tokenising a large corpus
 POLLED = 0.5                             # seconds between two looks at whether the launcher lives
 ENDED = 1                                # exit status of a process whose launcher died
+
+_patient: distributed.ProcessGroup | None = None     # all processes, where they wait for the first one
 
 
 def launched() -> bool:
@@ -55,8 +59,10 @@ def launch(count: int) -> int:
 @contextmanager
 def connected() -> Iterator[None]:
     """Inside, the processes that were launched together can talk."""
+    global _patient
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    _patient = distributed.new_group(backend="gloo", timeout=PATIENCE)
     _share_cores()
     try:
         yield
@@ -83,7 +89,7 @@ def agreed(decide: Callable[[], T]) -> T:
     outcome: list[Any] = [None]
     if rank() == 0:
         outcome = [_outcome(decide)]
-    distributed.broadcast_object_list(outcome)
+    distributed.broadcast_object_list(outcome, group=_patient)
     value, error = outcome[0]
     if error is None:
         return value

@@ -40,6 +40,7 @@ ORDER_SEED = 0
 FINISHED, FAILED, UNAVAILABLE, STOPPED, WAITING = "finished", "failed", "unavailable", "stopped", "waiting"
 RESUME = "-m resume=auto"
 OF_A_SWEEP = ("out_dir", "resume")       # options that the runs have from the sweep
+IGNORED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")      # of Hydra's own way to sweep
 SOME_FAILED, NONE_RAN = 1, 2             # exit status
 
 
@@ -145,6 +146,7 @@ def train_all(sweep: Sweep) -> bool:
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or one that goes on: its entries, with those that the command line adds."""
+    _require_ours(line)
     own = {key: value for key, value in line.verbatim.items() if key in OF_A_SWEEP}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
     folder, goes_on = Path(str(own.get("out_dir") or new_folder("sweep_"))), "resume" in own
@@ -162,6 +164,14 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     return sweep
 
 
+def _require_ours(line: cli.CommandLine) -> None:
+    """Raises ValueError for an option of Hydra's own way to sweep, which is not this one."""
+    theirs = [key for key in line.keys if key.startswith(IGNORED)]
+    if theirs:
+        raise ValueError(f"{theirs[0]} has no effect here: each run of a sweep is a process of its own, one after the other; "
+                         "leave it out")
+
+
 def read(folder: Path) -> list[Entry]:
     """The entries in a sweep's directory; none where it is not one. What is not finished is to be done."""
     if not (folder / FILE).is_file():
@@ -177,6 +187,9 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
     """The jobs that the sweep does not have yet. Raises ValueError for one that it has with other options."""
     known, added = {entry.name: entry for entry in sweep.entries}, []
     for job in jobs:
+        if job.config.plan:
+            raise ValueError("plan=true trains nothing, and a sweep is of runs that train: leave out -m to see the plan of one "
+                             "run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
         before = known.setdefault(entry.name, entry)
         if sorted(before.arguments) != sorted(entry.arguments):

@@ -46,6 +46,7 @@ class LanguageModel(lightning.LightningModule):
         self.carried = Carried()
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None where nothing clips
         self._nats, self._tokens = 0.0, 0
+        self._own: tuple[Tensor, Tensor] | None = None       # the batch that this process takes, of those that all take next
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
         """What every checkpoint carries beside the weights, so that generate.py needs nothing else."""
@@ -72,15 +73,25 @@ class LanguageModel(lightning.LightningModule):
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats, self._tokens = 0.0, 0
+        self._nats, self._tokens, self._own = 0.0, 0, None
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Of several processes, each takes every so many-th batch; they add up at the end."""
-        if batch_idx % world_size() != rank():
+        """Of several processes, each takes every so many-th batch, all at the same time; they add up at the end.
+
+        With trainer=fsdp each pass gathers the weights from all of them. So where the last batches are not enough for all,
+        those without one compute the last batch's loss too, and do not count it.
+        """
+        turn, last = batch_idx % world_size(), batch_idx + 1 == self.trainer.num_val_batches[0]
+        if turn == rank():
+            self._own = batch
+        if turn + 1 < world_size() and not last:
             return
-        n_tokens = int((batch[1] != IGNORED).sum())
-        self._nats += self.loss(*batch).item() * n_tokens
-        self._tokens += n_tokens
+        loss = self.loss(*(self._own or batch)).item()
+        if self._own is not None:
+            n_tokens = int((self._own[1] != IGNORED).sum())
+            self._nats += loss * n_tokens
+            self._tokens += n_tokens
+        self._own = None
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.trainer.global_step))

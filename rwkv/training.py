@@ -4,9 +4,10 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -17,17 +18,20 @@ from kernels.select import AUTO, select, why_auto
 from kernels.wkv import WKV
 from rwkv import report
 from rwkv.callbacks import Bar, Metrics, StopCleanly
+from rwkv.checkpoint import read_checkpoint
 from rwkv.config import TrainConfig
 from rwkv.divergence import Divergence
 from rwkv.generation import generate
+from rwkv.model import RWKV, Block
 from rwkv.probe import Probe
 from rwkv.processes import rank, world_size
 from rwkv.run import Run
 from rwkv.samples import Samples, sample_every
-from rwkv.saving import Checkpoints, RandomState, VerifiedFiles
+from rwkv.saving import LAST, Checkpoints, RandomState, VerifiedFiles
 from rwkv.scale import precision_for, strategy_for
 from rwkv.task import LanguageModel
 from rwkv.tokenizer import Tokenizer
+from rwkv.unread import unread
 
 LIBRARY_CHATTER = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
                    "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")
@@ -98,19 +102,26 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     """A sample on standard output, and the command for more; where none can be drawn, the reason."""
     if rank() > 0:
         return
-    task.model.eval()
+    model = _whole(task, config, out_dir).eval()
     say("\nsample:")
     prompt = config.data.sample_prompt
-    print(prompt, end="")
-    try:
-        for piece in generate(task.model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
-            print(piece, end="", flush=True)
-    except BrokenPipeError:              # nobody reads standard output any more, which is no fault of the sample
-        raise
-    except Exception as error:
-        say(f"no sample: {error}")
-    print(flush=True)
+    with redirect_stdout(unread(sys.stdout)):
+        print(prompt, end="")
+        try:
+            for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
+                print(piece, end="", flush=True)
+        except Exception as error:
+            say(f"no sample: {error}")
+        print(flush=True)
     say(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
+
+
+def _whole(task: LanguageModel, config: TrainConfig, out_dir: Path) -> RWKV:
+    """The trained model; with trainer=fsdp, where each process has a share of the weights, from the last checkpoint."""
+    if config.trainer.strategy != "fsdp":
+        return task.model
+    wkv = cast(Block, task.model.blocks[0]).att.wkv
+    return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), wkv, str(task.device))
 
 
 def leave_report(out_dir: Path) -> None:

@@ -143,6 +143,10 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     (("kernel=conv1d,torch_scan", "seed=7", "out_dir=a, b", "resume=auto"), "has kernel=conv1d with other options"),
     (("out_dir=none", "resume=auto"), "no sweep to continue in none"),
     (("resume=auto",), "a sweep is continued with resume=auto out_dir=DIR"),
+    (("plan=true", "out_dir=new"), "plan=true trains nothing"),
+    (("seed=0,1", "plan=false,true", "out_dir=new"), "plan=true trains nothing"),
+    (("hydra/launcher=basic", "seed=0,1", "out_dir=new"), "hydra/launcher has no effect here"),
+    (("+hydra.launcher.n_jobs=4", "out_dir=new"), "hydra.launcher.n_jobs has no effect here"),
 ])
 def test_what_is_no_sweep_gets_a_sentence(swept: tuple[int, Path], start: Callable[..., int], arguments: tuple[str, ...],
                                           said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +154,7 @@ def test_what_is_no_sweep_gets_a_sentence(swept: tuple[int, Path], start: Callab
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert said in error
+    assert not Path("new").exists()
 
 
 def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_last_word() -> None:

@@ -1,12 +1,19 @@
 """Several processes train the run that one does: the same windows in each step, the same losses; they stop and go on as one."""
 
+import os
 import re
 import signal
+import socket
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed, multiprocessing
 from training_runs import SMALL, TEXT, Done, assert_same_training, finish, losses, start, wait_for
+
+from rwkv import processes
 
 RUN = (*SMALL, "logger=csv", "kernel=taichi_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=50",
        "trainer.val_every=30", "trainer.checkpoint_every=25", "trainer.accumulate=2")
@@ -38,6 +45,16 @@ def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done
         assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
 
 
+def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
+    """Through a validation whose last batch is one process's alone, to the last sample and the report."""
+    windows = -(-(len(TEXT.encode()) // 10) // 16)
+    assert -(-windows // 2) % 2 == 1
+    assert two.status == 0, two.error
+    assert two.output.strip()
+    assert "report: two/report.html" in two.error
+    assert (folder / "two" / "report.html").exists()
+
+
 def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
     def without_numbers(text: str) -> list[str]:
         lines = [line for line in text.splitlines() if line and "step/s" not in line]
@@ -45,6 +62,23 @@ def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
 
     assert without_numbers(two.error) == without_numbers(one.error)
     assert len(two.output) == len(one.output)
+
+
+def impatient(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with processes.connected():
+        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+        found = processes.agreed(lambda: time.sleep(3) or "tokenised")
+        (folder / f"{rank}.txt").write_text(found)
+
+
+def test_the_others_wait_as_long_as_the_first_one_needs(tmp_path: Path) -> None:
+    """It tokenises for all, for hours where there is much; torch's own patience, half an hour, is a second here."""
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        port = sock.getsockname()[1]
+    multiprocessing.spawn(impatient, (tmp_path, port), nprocs=2)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["tokenised", "tokenised"]
 
 
 def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) -> None:

@@ -161,11 +161,16 @@ def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
 
 
-def test_the_end_of_the_reader_is_not_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python generate.py | head`"""
+@pytest.mark.parametrize("files", [(), ("out=text.jsonl", "save_state=kept.safetensors")])
+def test_the_end_of_the_reader_is_not_an_error(run: Run, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...]) -> None:
+    """`python generate.py | head`; and files are whole nevertheless."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed, monkeypatch.context() as patch:  # noqa: PTH123 (a descriptor)
         patch.setattr(sys, "stdout", closed)
-        status, _, error = run("generate", *CHECKPOINT, "prompt=a")
-    assert (status, error) == (0, "")
+        status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=10", "banned=[0]", *files)
+    assert status == 0
+    assert "rror" not in error
+    if files:
+        assert len(json.loads(Path("text.jsonl").read_text())["tokens"]) == 10
+        assert Path("kept.safetensors").exists()

@@ -1,7 +1,7 @@
 """Text from a model: a text depends on its prompt, its seed and the options alone; it is streamed whole, at constant cost."""
 
-from collections.abc import Callable
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

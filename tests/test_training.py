@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import re
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -65,6 +68,28 @@ def stopped_at(folder: Path, interrupted: Done) -> int:
 @pytest.fixture(scope="module")
 def resumed(folder: Path, stopped_at: int) -> Done:
     return finish(start(folder, "train", "resume=auto"))
+
+
+@pytest.mark.parametrize(("stream", "nobody"), [("stderr", "pipe"), ("stderr", "terminal"), ("stderr", "none"),
+                                                ("stdout", "pipe")])
+def test_training_goes_on_where_nobody_reads_what_it_says(run: Run, monkeypatch: pytest.MonkeyPatch, stream: str,
+                                                          nobody: str) -> None:
+    """`2>&1 | head`, a terminal that is closed, `2>&-`."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    with unread_stream(nobody) as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, stream, unread)
+        status, *_ = run("train", *SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "out_dir=unread")
+    assert status == 0
+    assert read_checkpoint(Path("unread")).step == 5
+    assert Path("unread", "report.html").exists()
+
+
+def unread_stream(nobody: str) -> AbstractContextManager[TextIO | None]:
+    if nobody == "none":
+        return nullcontext()
+    reader, writer = os.pipe() if nobody == "pipe" else os.openpty()
+    os.close(reader)
+    return open(writer, "w", encoding="utf-8")           # noqa: PTH123 (a descriptor)
 
 
 def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, whole: Done) -> None:

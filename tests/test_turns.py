@@ -3,7 +3,10 @@
 What the table then shows is what was measured, like beside like first.
 """
 
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,12 @@ import pytest
 from benchmarks import _turns, tables, training
 
 SECONDS = 0.3
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
 CLOCK = "import time\nfor _ in range({}):\n    print(time.monotonic(), flush=True, file={}); time.sleep(0.01)"
+
+LOCKS = [sys.executable, "-c", "import fcntl, os, time\nwith open(str(os.getpid()), 'w') as file:\n"
+         "    fcntl.flock(file, fcntl.LOCK_EX); file.write('.'); file.flush(); time.sleep(600)"]
 
 
 def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
@@ -26,6 +33,20 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
     assert other
     runs = "".join(program for _, program in sorted([(time, "m") for time in main] + [(time, "o") for time in other]))
     assert runs.count("mo") + runs.count("om") < len(runs) / 3           # turns of many ticks, not tick beside tick
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_neither_is_left_behind_where_the_benchmark_is_ended(name: str, tmp_path: Path) -> None:
+    """Of the two, one runs and one is held. Each has a lock as long as it lives."""
+    code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as benchmark:
+        while sum(path.stat().st_size for path in tmp_path.iterdir()) < 2:
+            time.sleep(0.02)
+        benchmark.send_signal(getattr(signal, name))
+    fcntl = pytest.importorskip("fcntl")
+    for path in tmp_path.iterdir():
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @pytest.mark.parametrize(("main", "other"), [(["-c", "import no_such_thing"], ["-c", "import time; time.sleep(60)"]),

@@ -5,6 +5,10 @@ A new file in kernels/wkv/ or kernels/timex/ is tested by being there. Needs not
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from kernels.wkv import WKV, WKVState, cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+ROOT = Path(__file__).parent.parent
 REFERENCE = WKV("reference")
 
 
@@ -110,6 +115,19 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
     of_all = wkv_results(scan, inputs)
     assert not against_reference(scan, inputs)
     assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
+
+
+@pytest.mark.parametrize("name", ["home", "home/file"], ids=["missing", "impossible"])
+def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_not(name: str, tmp_path: Path) -> None:
+    """As in a container without a home, where what a process did was done well, and its exit status said that it crashed."""
+    operator("taichi_scan", "cpu")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "file").touch()
+    code = "from kernels.wkv import WKV, cases\nprint(WKV('taichi_scan')(*cases.inputs(2, 8, 4)[:4])[0].shape[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT,
+                          env=os.environ | {"HOME": str(tmp_path / name), "XDG_CACHE_HOME": str(tmp_path / name)})
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert any(tmp_path.rglob("*.tic")) == (name == "home")
 
 
 def test_autocast_does_not_reach_inside(wkv: WKV, device: str) -> None:
