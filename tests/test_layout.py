@@ -15,7 +15,7 @@ from kernels.select import AUTO, selectable
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), ROOT / "train.py", ROOT / "generate.py"])
-MODEL = ("model", "time_mix", "channel_mix", "token_shift", "init", "state", "sampling", "fused")
+MODEL = ("model", "time_mix", "channel_mix", "token_shift", "init", "state", "sampling", "fused", "first_derivative")
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 
 
