@@ -77,17 +77,23 @@ class Pretrained:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
-                        mmap: bool = True) -> Self:
+                        mmap: bool = True, trainable: bool = False) -> Self:
         """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
 
-        On a CPU, weights that the file holds in `dtype` already are the mapped file, not a copy: a program that writes into
-        that file, instead of replacing it, changes the model too. mmap=False gives the model memory of its own. Raises
+        It is for inference: in evaluation mode, no weight has a gradient, and on a CPU weights that the file holds in `dtype`
+        already are the mapped file, not a copy: a program that writes into that file, instead of replacing it, changes the
+        model too. mmap=False gives the model memory of its own. trainable=True: for training, with gradients, in memory of
+        its own; `dtype` is then that of the weights, so float32 unless the optimiser is made for another. Raises
         CheckpointError (a ValueError) where the file is missing, damaged or not an RWKV-4 checkpoint, KernelUnavailable where
         the kernel cannot run on `device`.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+        if trainable and dtype == "int8":
+            raise ValueError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         wkv = select(kernel, device, computed_in(dtype))
+        if trainable:
+            return cls.to_train_on(read_checkpoint(path), wkv, device, dtype)
         return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)
 
     @classmethod
@@ -112,10 +118,11 @@ class Pretrained:
         return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
 
     @classmethod
-    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any) -> Self:
-        """The same on the CPU in float32, in memory of its own and ready for training."""
-        stored = checkpoint.weights.stored
-        return cls._of(checkpoint, wkv, {name: tensor.cast(torch.float32).get(copy=True) for name, tensor in stored.items()})
+    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
+        """The same in memory of its own and ready for training."""
+        weights = {name: tensor.cast(dtype_for(tensor, dtype)).get(copy=True).to(device)
+                   for name, tensor in checkpoint.weights.stored.items()}
+        return cls._of(checkpoint, wkv, weights)
 
     @classmethod
     def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.nn.modules.module import _has_any_global_hook
 
 from kernels import select
 from kernels.shift import TokenShift
+from rwkv.first_derivative import first_derivative
 from rwkv.token_shift import multiplied
 
 LONG = range(2**19, 2**29)      # elements of x: from where one pass outweighs an operator's call, to where its indices may end
@@ -27,10 +27,11 @@ Tensors = tuple[Tensor, ...]
 def fits(*layers: nn.Module) -> bool:
     """Whether these layers' products may be computed without calling them.
 
-    Not where a compiler, which fuses better, or a hook has to see them called, where another layer or forward stands in one's
-    place, or where a weight learns nothing, which autograd leaves out.
+    Not where a compiler, which fuses better, torch.jit.trace, a function transform (torch.func) or a hook has to see them
+    called, where another layer or forward stands in one's place, or where a weight learns nothing, which autograd leaves out.
     """
-    return not torch.compiler.is_compiling() and all(map(_plain, layers))
+    seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    return not seen and all(map(_plain, layers))
 
 
 def untouched(module: nn.Module) -> bool:
@@ -81,7 +82,7 @@ class _MixedProducts(torch.autograd.Function):
         return tuple(map(linear, mixes, weights))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n, saved = len(grads), ctx.saved_tensors
         products = list(map(_product_backward, grads, saved[:n], saved[n:2 * n]))
@@ -98,7 +99,7 @@ class _GatedProduct(torch.autograd.Function):
         return linear(gated, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         share, x, gated, weight = ctx.saved_tensors
         of_gated, of_weight = _product_backward(grad, gated, weight)
@@ -118,7 +119,7 @@ class _ChannelMixing(torch.autograd.Function):
         return share * read
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for_k, for_r, positive, hidden, share, read, key, receptance, value, *kept = ctx.saved_tensors
         of_r, of_read = _gate_backward(grad, share, read)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv.first_derivative import first_derivative
+
 CHUNK, ROWS = 2 ** 21, 256               # logits at a time: 8 MiB, but rows enough for products at full speed
 BLOCK = 128                              # neighbouring logits that are first known by their maximum alone
 IGNORED = -100                           # a target that does not count
@@ -58,6 +60,7 @@ class _HeadLoss(torch.autograd.Function):
         return total / counted
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, counted = ctx.saved_tensors
         scale = grad / counted

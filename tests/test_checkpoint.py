@@ -86,6 +86,22 @@ def test_saving_and_loading_leave_the_original_alone(model: RWKV, saved: Path) -
     assert same_weights(RWKV.from_pretrained(saved), model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainable_model_learns_and_leaves_the_file_alone(dtype: str, model: RWKV, saved: Path) -> None:
+    loaded = RWKV.from_pretrained(saved, "conv1d", dtype=dtype, trainable=True)
+    assert loaded.training
+    loaded(tokens(model))[0].square().mean().backward()
+    assert all(weight.grad.isfinite().all() for weight in loaded.parameters())
+    torch.optim.SGD(loaded.parameters(), lr=0.1).step()
+    assert not same_weights(loaded.float(), model)
+    assert same_weights(RWKV.from_pretrained(saved), model)
+
+
+def test_int8_is_not_trainable(saved: Path) -> None:
+    with pytest.raises(ValueError, match="int8 cannot be trained"):
+        RWKV.from_pretrained(saved, dtype="int8", trainable=True)
+
+
 # Files of others
 
 

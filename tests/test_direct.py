@@ -13,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels._direct import Direct
+from kernels.timex import TimeX
+from kernels.timex import cases as timex_cases
 from kernels.wkv import WKV, WKVState, cases
 
 wkv = WKV("torch_scan")
@@ -67,8 +69,7 @@ def profiled() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("watching", [Watching, FakeTensorMode, profiled, lambda: torch.device("cpu")],
-                         ids=("a dispatch mode", "a fake mode", "a profiler", "a function mode"))
+@pytest.mark.parametrize("watching", [Watching, FakeTensorMode, profiled], ids=("a dispatch mode", "a fake mode", "a profiler"))
 def test_in_a_mode_the_registered_operator_is_called(registered: Direct, watching: Callable[[], Any]) -> None:
     x = torch.randn(3)
     with watching(), pytest.raises(Called):
@@ -78,21 +79,66 @@ def test_in_a_mode_the_registered_operator_is_called(registered: Direct, watchin
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("call", [
     lambda operator: operator(torch.randn(3).as_subclass(OfAUser)),
-    lambda operator: torch.vmap(operator)(torch.randn(2, 3)),
-    lambda operator: torch.func.jvp(operator, (torch.randn(3),), (torch.randn(3),)),
     lambda operator: make_fx(operator)(torch.randn(3)),
     lambda operator: torch.jit.trace(lambda x: operator(x), torch.randn(3)),
-], ids=("a subclass", "vmap", "jvp", "make_fx", "a trace"))
+], ids=("a subclass", "make_fx", "a trace"))
 def test_what_is_no_plain_tensor_or_is_traced_meets_the_registered_operator(registered: Direct, call: Any) -> None:
     with pytest.raises(Called):
         call(registered)
 
 
-def test_the_gradient_cannot_be_differentiated_again(registered: Direct) -> None:
-    x = torch.randn(3, requires_grad=True)
-    grad, = torch.autograd.grad(registered(x)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+TIME_DECAY, TIME_FIRST, _, V, _ = cases.inputs(3, 9, 2)
+W, _ = timex_cases.inputs(1, 9, 2)
+
+
+def of_wkv(k: Tensor) -> Tensor:
+    return wkv(TIME_DECAY, TIME_FIRST, k, V[:len(k)])[0]
+
+
+def of_timex(k: Tensor) -> Tensor:
+    return TimeX("conv1d")(W, k)
+
+
+each_operator = pytest.mark.parametrize("operator", [of_wkv, of_timex], ids=("wkv", "timex"))
+
+
+@each_operator
+def test_function_transforms(operator: Callable[[Tensor], Tensor]) -> None:
+    """The gradient of all samples, of each sample, and of each output, as autograd has them."""
+    k = torch.randn(3, 9, 2, generator=torch.Generator().manual_seed(0))
+
+    def loss(k: Tensor) -> Tensor:
+        return operator(k).tanh().sum()
+
+    leaf = k.clone().requires_grad_()
+    expected, = torch.autograd.grad(loss(leaf), leaf)
+    first = torch.autograd.grad(operator(leaf)[0, 4, 1], leaf)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(k), expected)
+    torch.testing.assert_close(torch.func.jacrev(operator)(k)[0, 4, 1], first)
+    each = torch.func.vmap(torch.func.grad(lambda sample: loss(sample[None])))(k)
+    torch.testing.assert_close(each, torch.cat([torch.func.grad(loss)(sample[None]) for sample in k]))
+
+
+@each_operator
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")     # torch's own jvp calls it
+@pytest.mark.parametrize("transform", [
+    lambda operator, k: torch.func.jvp(operator, (k,), (k,)),
+    lambda operator, k: torch.func.jacfwd(operator)(k),
+    lambda operator, k: torch.func.hessian(lambda k: operator(k).sum())(k),
+], ids=("jvp", "jacfwd", "hessian"))
+def test_forward_mode_is_refused(operator: Callable[[Tensor], Tensor], transform: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="forward-mode"):
+        transform(operator, torch.ones(1, 9, 2))
+
+
+@each_operator
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()], ids=("a constant gradient", "another"))
+def test_the_gradient_cannot_be_differentiated_again(operator: Callable[[Tensor], Tensor], loss: Callable[..., Tensor]) -> None:
+    """Also where the gradient that comes in depends on nothing."""
+    k = torch.ones(1, 9, 2, requires_grad=True)
+    grad, = torch.autograd.grad(loss(operator(k)), k, create_graph=True)
+    with pytest.raises(ValueError, match="second derivative"):
+        torch.autograd.grad(grad.sum(), k)
 
 
 def test_gradients_go_only_to_what_trains() -> None:

@@ -71,6 +71,15 @@ def test_values_and_gradients(case: Case) -> None:
     assert torch.autograd.gradcheck(found, random(shapes))
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_second_derivative_is_refused(case: Case) -> None:
+    """Also where the gradient that comes in is constant."""
+    found, _, shapes = case
+    inputs = random(shapes)
+    with pytest.raises(ValueError, match="create_graph"):
+        torch.autograd.grad(sum(output.sum() for output in several(found(*inputs))), inputs, create_graph=True)
+
+
 @pytest.mark.usefixtures("length")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:

@@ -15,7 +15,7 @@ from kernels.select import AUTO, selectable
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), ROOT / "train.py", ROOT / "generate.py"])
-MODEL = ("model", "time_mix", "channel_mix", "token_shift", "init", "state", "sampling", "fused")
+MODEL = ("model", "time_mix", "channel_mix", "token_shift", "init", "state", "sampling", "fused", "first_derivative")
 THREADS = ROOT / "kernels" / "threads.py"      # sets what torch reads at its import, where the user has not
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 

@@ -167,6 +167,13 @@ def test_the_logits_never_exist_at_once() -> None:
     assert 0 < seen.rows <= 512
 
 
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets = problem(20)
+    loss = head_loss(hidden.requires_grad_(), weight, targets)
+    with pytest.raises(ValueError, match="create_graph"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_without_gradient_there_is_only_the_value() -> None:
     inputs = problem(20)
     with torch.no_grad():

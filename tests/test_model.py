@@ -122,6 +122,33 @@ def test_prefill_is_the_last_position() -> None:
     same_state(after, state)
 
 
+@pytest.mark.parametrize("kernel", ["taichi_scan", "conv1d"])
+def test_gradients_of_each_sample(kernel: str) -> None:
+    """By torch.func, of the whole model: the ones that autograd has of one sample after the other."""
+    model = small_model(kernel)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits, _ = torch.func.functional_call(model, weights, (row[None, :-1],))
+        return torch.nn.functional.cross_entropy(logits[0], row[1:])
+
+    rows = tokens(model, T=8)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, rows)
+    loss(dict(model.named_parameters()), rows[1]).backward()
+    for name, weight in model.named_parameters():
+        close(each[name][1], weight.grad, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_is_the_model() -> None:
+    """Every layer and operator is in it, and no long loop over what is traced."""
+    model = small_model("torch_scan")
+    read = tokens(model)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (read,), check_trace=False)
+        close(traced(tokens(model, seed=2))[0], model(tokens(model, seed=2))[0], 1e-5)
+
+
 @pytest.mark.parametrize("shape", [(2, 0), (5,), (1, 2, 3)])
 def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"tokens are \(B,T\) with T at least 1"):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels._direct import Direct
 from kernels.registry import Requires, check, check_dtype, load
 
 
@@ -35,7 +36,9 @@ class TimeX:
 
     def __call__(self, w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         self._check(w, k)
-        return self._operator(w, k, float(eps))
+        out: Tensor
+        out, = self._operator(w, k, float(eps))
+        return out
 
     def __repr__(self) -> str:
         return f"TimeX({self.name!r})"
@@ -96,7 +99,7 @@ def _crop(padded: Tensor, like: Tensor) -> Tensor:
 
 
 @cache
-def _operator(name: str) -> Any:
+def _operator(name: str) -> Direct:
     """The implementation as a differentiable torch operator, registered at first use as timemix::timex_NAME."""
     operator = torch.library.custom_op(
         f"timemix::timex_{name}", lambda *inputs: TimeX(name).forward(*inputs), mutates_args=(),
@@ -108,4 +111,5 @@ def _operator(name: str) -> Any:
     gradient.register_fake(lambda w, k, grad_out: (w.new_empty(w.shape), k.new_empty(k.shape)))
     operator.register_autograd(lambda ctx, grad_out: (*gradient(*ctx.saved_tensors, grad_out), None),
                                setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
-    return operator
+    return Direct(registered=lambda *inputs: (operator(*inputs),), forward=lambda *inputs: (TimeX(name).forward(*inputs),),
+                  backward=lambda *tensors: TimeX(name).backward(*tensors), saved=lambda inputs, outputs: inputs[:2])
