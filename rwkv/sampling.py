@@ -183,7 +183,7 @@ def _penalised(logits: Tensor, options: Sampling, seen: Seen) -> Tensor:
 
 
 def _require_number(name: str, value: Any, least: float, most: float, or_zero: bool = False) -> None:
-    fits = isinstance(value, Real) and (least <= value <= most or (or_zero and value == 0))
+    fits = isinstance(value, Real) and (least <= float(value) <= most or (or_zero and value == 0))
     _require(fits, name, f"{'0, or ' if or_zero else ''}a number from {least:g} to {most:g}", value)
 
 
