@@ -26,7 +26,7 @@ PATIENCE = timedelta(days=30)            # for what the first process does for a
 POLLED = 0.5                             # seconds between two looks at whether the launcher lives
 ENDED = 1                                # exit status of a process whose launcher died
 
-_patient: distributed.ProcessGroup | None = None     # all processes, where they wait for the first one
+_patient: "distributed.ProcessGroup | None" = None     # all processes, where they wait for the first one
 
 
 def launched() -> bool:
