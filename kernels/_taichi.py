@@ -169,8 +169,8 @@ def _ensure(device: torch.device) -> None:
         raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
                                 f"{_name(wanted)}: use another process, or another kernel")
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
-        raise KernelUnavailable("Taichi was started with another default_ip than ti.i32, which these kernels take: call ti.init "
-                                "without default_ip, or use another kernel")
+        raise KernelUnavailable("Taichi was started with another default_ip than ti.i32, which these kernels take: call "
+                                "ti.init without default_ip, or use another kernel")
     _started_in, _ensured = os.getpid(), (ti.lang.impl.get_runtime().prog, device)
 
 
