@@ -3,6 +3,8 @@
 A new file in kernels/timex/ is tested by being there. Needs nothing but torch, pytest and the back ends.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,6 +119,17 @@ def test_causality(timex: TimeX, device: str) -> None:
     other_w[:, :-t], other_k[:, :, t:] = later, later
     leak = (timex(w, k) - timex(other_w, other_k))[:, :, :t].abs().max()
     assert leak <= (0 if timex.requires.wkv else 1e-6 * t * later**2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden(timex: TimeX, value: float, device: str) -> None:
+    """From its step on, and in no other row."""
+    w, k = cases.inputs(2, 3, 140, device=device)
+    k[1, 2, 70] = value
+    found = timex(w, k).isfinite()
+    assert not found[1, 2, 70:].any()
+    assert found[0].all()
+    assert found[1, :2].all()
 
 
 def test_the_same_bits_twice(timex: TimeX, device: str) -> None:

@@ -5,6 +5,7 @@ A new file in kernels/wkv/ or kernels/timex/ is tested by being there. Needs not
 
 import copy
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -128,6 +129,25 @@ def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_n
                           env=os.environ | {"HOME": str(tmp_path / name), "XDG_CACHE_HOME": str(tmp_path / name)})
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     assert any(tmp_path.rglob("*.tic")) == (name == "home")
+
+
+@pytest.mark.skipif(why_not("wkv", "taichi_scan") is not None, reason=str(why_not("wkv", "taichi_scan")))
+def test_a_taichi_of_64_bit_integers_is_refused_with_a_sentence() -> None:
+    """That somebody else started: compiling for it aborts the process."""
+    code = """if True:
+        import taichi as ti
+        ti.init(arch=ti.cpu, default_ip=ti.i64, offline_cache=False)
+        from kernels.registry import KernelUnavailable
+        from kernels.wkv import WKV, cases
+        try:
+            WKV("taichi_scan")(*cases.inputs(2, 9, 3)[:4])
+        except KernelUnavailable as error:
+            print(error)
+        """
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "default_ip" in done.stdout
 
 
 def test_autocast_does_not_reach_inside(wkv: WKV, device: str) -> None:
@@ -262,6 +282,48 @@ def test_causality(wkv: WKV, device: str) -> None:
     assert torch.equal(y[:, :128], other[:, :128])
     other_k[:, 100:], other_v[:, 100:] = 3.0, 100.0
     assert err_ratio(wkv(time_decay, time_first, other_k, other_v, state)[0][:, :100], y[:, :100]) <= 1e-5
+
+
+@pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", math.inf)])
+def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV, where: str, value: float, device: str) -> None:
+    """In its row, in the state after it, in the gradients; and nowhere else, neither at an earlier step nor in another row."""
+    time_decay, time_first, k, v, state = cases.inputs(2, 150, 5, device=device)
+    expected, after = wkv(time_decay, time_first, k, v, state)
+    b, t, c = 1, 90, 2
+    (k if where == "k" else v)[b, t, c] = value
+    y, new = wkv(time_decay, time_first, k.requires_grad_(), v, state)
+    assert not y[b, t:, c].isfinite().any()
+    assert not new.a[b, c].isfinite()
+    grad, = torch.autograd.grad(y.sum(), k)
+    assert not grad[b, :, c].isfinite().all()
+    hit = torch.zeros_like(y, dtype=torch.bool)
+    hit[b, t:, c] = True
+    torch.testing.assert_close(y.detach()[~hit], expected[~hit], rtol=1e-4, atol=1e-5)
+    assert grad[~hit[:, -1:].expand_as(grad)].isfinite().all()
+    torch.testing.assert_close((new.a / new.b)[~hit[:, -1]], (after.a / after.b)[~hit[:, -1]], rtol=1e-4, atol=1e-5)
+
+
+def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV, device: str) -> None:
+    """In blocks that hold nothing else, too."""
+    time_decay, time_first, k, v, state = cases.inputs(2, 200, 5, device=device)
+    k[:, 50:140] = -math.inf
+    inputs = time_decay.clamp(max=-5), time_first, k, v, state
+    y, new = wkv(*inputs)
+    found = errors(outputs(y, new), outputs(*REFERENCE(*double(inputs))))
+    assert not misses(found, wkv_tolerance())
+
+
+@pytest.mark.parametrize("parameter", ["time_decay", "time_first", "a", "b", "p"])
+def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV, parameter: str, device: str) -> None:
+    time_decay, time_first, k, v, state = cases.inputs(2, 150, 5, device=device)
+    parts = {"time_decay": time_decay, "time_first": time_first, **state._asdict()}
+    parts[parameter][..., 2] = math.nan
+    y, new = wkv(time_decay, time_first, k, v, state)
+    assert not y[:, 1:, 2].isfinite().any()
+    assert parameter == "time_first" or not new.a[:, 2].isfinite().any() or not new.b[:, 2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert y[..., others].isfinite().all()
+    assert new.a[:, others].isfinite().all()
 
 
 def test_the_same_bits_twice(wkv: WKV, device: str) -> None:

@@ -2,6 +2,8 @@
 
     out[b,c,t] = eps + sum_{u=0..t} w[c,(T-1)-(t-u)] * k[b,c,u]            w (C,T), k (B,C,T), out (B,C,T)
 
+What is not finite in w or k is not finite in out wherever it enters, in no other row (b,c); in an implementation that works in
+tiles or by FFT it may show at earlier steps of its row, too.
 In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0.
 Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate PyTorch with Taichi".
 

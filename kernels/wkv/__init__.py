@@ -7,6 +7,10 @@ With w = -exp(time_decay) < 0 and u = time_first, per channel:
 
 time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), stands for (a e^p, b e^p): many triples are
 one state, so compare a/b and p + log b. It starts at a = b = 0, p = -1e38; p carries no gradient.
+
+From the step on where k is NaN or infinity, or v is NaN or infinite, y and the state are not finite, in that row (b,c) alone
+and never before; a NaN in the parameters or the state is never hidden. A k of -infinity weighs nothing. Beyond the range that
+the convolution form is exact for (timex.py: 60), a later k may change its earlier y.
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
 What all implementations share lives here, once: checks, casts, autograd, the single step. A file beside this one holds

@@ -8,7 +8,8 @@ The backward stores the state before each chunk, then takes the chunks last to f
 numbers a step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32 of k, and the scratch.
 
 A row is one (b, c): on a GPU a thread, on a CPU a lane of a vector of neighbouring channels, where bfloat16 is read and written
-as it lies. |k|, |p| and |time_first| over 1.1e7, where float32 has no fraction left, count as that. NaN stays NaN, in its row.
+as it lies. |k|, |p| and |time_first| over 1.1e7, where float32 has no fraction left, count as that. NaN stays NaN, in its row,
+and infinity becomes NaN.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -31,6 +32,7 @@ CHUNK = 32  # steps between two stored states
 SERIAL = 2**17  # elements up to which one thread takes less time than waking the others
 SAVED = 5  # numbers a step in the backward's scratch
 LIMIT = 1.1e7
+INFINITY, NAN = 0x7F800000, 0x7FC00000  # as bits
 LOST, LOST_SHIFT = 16.0, -(2**28)  # a time_decay beyond this, and the exponent of its e^w: nothing outlives a step
 LOG2_E, ROOT_2 = 1.4426950408889634, 1.4142135
 LN_2, LN_2_HIGH, LN_2_LOW = 0.6931471805599453, 0.693359375, -2.1219444005469058e-4
@@ -263,6 +265,8 @@ def _settled(drift, j, a, b, P):
 @ti.func
 def _exp(x):
     """e^x = m * 2^n, m within [1, 2), to one unit in the last place."""
+    bits = by_lane(ti.bit_cast, x, ti.i32)  # fast_math's comparisons take no infinity
+    x = by_lane(ti.bit_cast, ti.select(bits == INFINITY, NAN, bits), ti.f32)
     x = ti.select(x > LIMIT, LIMIT, x)  # lets a NaN through, as ti.min would not
     x = ti.select(x < -LIMIT, -LIMIT, x)
     power = ti.floor(x * LOG2_E)

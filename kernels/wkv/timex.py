@@ -8,11 +8,13 @@ the range of exponents to what one block holds.
 Range: float32 holds e^-87, and gradients need room above that. Where all k, and the exponent p of an incoming state, lie
 within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as the scan's; beyond that, steps far
 below their block's maximum are lost, a step of which everything is lost gives v_t, and a state of which everything is lost
-starts anew: always finite, no longer exact. The scans have no such limit.
+starts anew: always finite, no longer exact, and not causal either, for a block's maximum may be a later step's. The scans have
+no such limit.
 
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -64,12 +66,28 @@ class Block(NamedTuple):
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
+    """A k or v that is not finite would reach earlier steps of its block: it is left out, and put into what comes after it.
+
+    It shows in the state, which is small.
+    """
+    outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
+    if outputs[1].isfinite().all():
+        return outputs
+    spoilt = ~((k < math.inf) & v.isfinite())
+    after = spoilt.cumsum(1, dtype=torch.int32) > 0
+    k, v = k.masked_fill(spoilt, EMPTY), v.masked_fill(spoilt, 0.0)
+    y, *state = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
+    return y.masked_fill(after, math.nan), *(part.masked_fill(after[:, -1], math.nan) for part in state)
+
+
+def _forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
+             timex: str, block: int) -> tuple[Tensor, ...]:
     ys = []
     for start, stop, N in _segments(k.shape[1], block):
         weights = _weights(time_decay, time_first, N)
         blocks, (a, b, p) = _blocks(weights, k[:, start:stop], v[:, start:stop], a, b, p)
         num, den = _sums(weights, blocks, timex, (blocks.x * blocks.v, blocks.a), (blocks.x, blocks.b))
-        ys.append(_by_time(torch.where(den > LOST, num / den, blocks.v)))
+        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # a NaN is no loss
     return torch.cat(ys, dim=1), a, b, p
 
 
@@ -112,14 +130,14 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
             p: Tensor) -> tuple[Block, tuple[Tensor, Tensor, Tensor]]:
     N = weights.lag.shape[1]
     k, v = _by_block(k, N), _by_block(v, N)
-    m = k.amax(-1)
+    m = k.amax(-1).clamp(min=EMPTY)
     x = torch.exp(k - m[..., None])
     own_a, own_b = _weighted_sum(x * v, weights.decay_out), _weighted_sum(x, weights.decay_out)
     columns = []
     for j in range(k.shape[1]):
         s, p_out = torch.maximum(m[:, j], p), torch.maximum(m[:, j], p + N * weights.w)
         kept, added = torch.exp(p + N * weights.w - p_out), torch.exp(m[:, j] - p_out)
-        seen = kept * b + added * own_b[:, j] > LOST
+        seen = ~(kept * b + added * own_b[:, j] <= LOST)       # or NaN
         kept, added = kept * seen, added * seen
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, kept, added))
         a, b, p = kept * a + added * own_a[:, j], kept * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)

@@ -127,7 +127,7 @@ def _weights(time_decay: Tensor, time_first: Tensor, S: int) -> Weights:
 
 def _exp(x: Tensor) -> tuple[Tensor, Tensor]:
     """e^x = m * 2^n, m within [1, 2). x - n log 2 is exact because the high part of log 2 is short."""
-    x = x.clamp(-LIMIT, LIMIT)
+    x = x.clamp(-LIMIT, LIMIT).masked_fill_(x == math.inf, math.nan)
     n = torch.floor(x * (1 / LN_2))
     return torch.sub(x, n, alpha=LN_2_HIGH).sub_(n, alpha=LN_2_LOW).exp_(), n
 

@@ -307,6 +307,7 @@ def _reach(a_1, b_1, kept_1, a_1x, b_1x, kept_1x, a_0, b_0, kept_0, a_0x, b_0x, 
 @triton.jit
 def _exp(x):
     """e^x = m 2^n, m within [0.7, 1.4]: x log2 e is rounded to an integer by a sum that has no room for a fraction."""
+    x = tl.where(x == float("inf"), float("nan"), x)
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     rounded = tl.fma(x, LOG2_E, NO_FRACTION)
     rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, NO_FRACTION - rounded))

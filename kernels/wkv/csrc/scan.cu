@@ -23,8 +23,10 @@ struct Shares { float kept, added; int P; };
 struct Gradient { float a, b; };
 struct Sum { Gradient own; float through; };    // what a segment adds to the gradient before it, and its share of that after it
 
-// As comparisons, which let a NaN through
-static __device__ __forceinline__ float within_limit(float x) { return x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x; }
+// As comparisons, which let a NaN through; 0 x makes one of infinity
+static __device__ __forceinline__ float within_limit(float x) {
+    return x > LIMIT ? LIMIT + 0.0f * x : x < -LIMIT ? -LIMIT : x;
+}
 
 // 2^n for n within [-126, 127], and 0 for n = -127
 static __device__ __forceinline__ float pow2(int n) { return __int_as_float((n + 127) << 23); }
