@@ -36,7 +36,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("tokenizer=absent.json",), "cannot read the tokenizer file absent.json"),
     (("temperature=-1",), "temperature is"),
     (("top_p=2",), "top_p is"),
-    ((f"seed={2**63 - 1}", "num_samples=2"), "seed is"),
+    ((f"seed={2**63 - 1}", "num_samples=2", "batch_size=1"), "seed is"),
     (("logit_bias=1:nan",), "logit_bias is"),
     (("top_p=high",), "top_p: Value 'high'"),
     (("max_tokens=3",), "did you mean max_new_tokens?"),
