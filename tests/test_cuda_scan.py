@@ -1,5 +1,6 @@
 """cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), is held to what test_wkv.py asks of every scan."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -46,10 +47,17 @@ def test_the_first_step_is_its_own_v(scan: WKV, first: float) -> None:
 @pytest.mark.parametrize("test", [
     conformance.test_finite_at_extreme_parameters, conformance.test_y_lies_between_the_smallest_and_the_largest_v,
     conformance.test_range_of_the_convolution_form, conformance.test_whole_is_chunks_is_steps,
+    conformance.test_a_k_of_minus_infinity_weighs_nothing,
     conformance.test_one_state_has_many_forms, conformance.test_a_state_is_left_as_it_was, conformance.test_causality,
     conformance.test_the_same_bits_twice, conformance.test_strided_inputs], ids=lambda test: test.__name__)
 def test_conforms(scan: WKV, test: Callable[[WKV, str], None]) -> None:
     test(scan, "cpu")
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows_from_its_step_on(scan: WKV, where: str, value: float) -> None:
+    conformance.test_what_is_not_finite_shows_from_its_step_on(scan, where, value, "cpu")
 
 
 def test_finite_at_any_spread(scan: WKV) -> None:
@@ -66,14 +74,3 @@ def test_a_slow_decay_over_many_chunks(scan: WKV) -> None:
     inputs = torch.full((2,), -9.0), time_first, k, v, state
     found = errors(wkv_results(scan, inputs), conformance.reference(inputs))
     assert max(found.values()) <= 5e-6, found
-
-
-def test_a_nan_stays_in_its_row(scan: WKV) -> None:
-    time_decay, time_first, k, v, state = cases.inputs(2, 40, 3)
-    expected, _ = scan(time_decay, time_first, k, v, state)
-    k[1, 20, 2] = torch.nan
-    y, after = scan(time_decay, time_first, k, v, state)
-    assert y[1, 20:, 2].isnan().all()
-    assert after.b[1, 2].isnan()
-    expected[1, :, 2] = y[1, :, 2] = 0
-    assert torch.equal(y, expected)

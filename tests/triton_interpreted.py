@@ -4,8 +4,10 @@ They go through TimeX, WKV and Softmax as for a user; only the registry's word t
 """
 
 import itertools
+import math
 
 import pytest
+import test_wkv as conformance
 import torch
 
 from kernels import registry
@@ -89,6 +91,12 @@ def test_wkv_is_finite_at_the_limits() -> None:
     k[:, ::3], k[:, 1::3] = 1e7 * k[:, ::3], 0.0
     results = wkv_results(WKV("triton_scan"), (corners[:, 0], corners[:, 1], k, v, state), of="y")
     assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy's, of what is not finite
+@pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", math.inf)])
+def test_what_is_not_finite_shows_from_its_step_on(where: str, value: float) -> None:
+    conformance.test_what_is_not_finite_shows_from_its_step_on(WKV("triton_scan"), where, value, "cpu")
 
 
 def test_wkv_whole_is_pieces() -> None:
