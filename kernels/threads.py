@@ -9,7 +9,7 @@ import os
 import sys
 
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-SPINS = "1000"                           # 10 to 50 microseconds: about what a thread needs to fall asleep and to wake
+SPINS = "20000"                          # about half a millisecond; torch's own 300,000 are several
 
 
 def wait_briefly() -> None:
