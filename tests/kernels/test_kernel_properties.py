@@ -67,7 +67,7 @@ def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spre
     expected = wkv_cases.results(WKV("reference"), wkv_cases.double(inputs))
     # The gradient of a parameter is a sum over B and T, whose terms may nearly cancel: at two channels, in float32, the
     # convolution form was off by 8e-5 of what is left.
-    allowed = wkv_cases.tolerance() | {"grad time_first": 1e-4}
+    allowed = wkv_cases.tolerance() | ({"grad time_first": 1e-4} if wkv.name in names("timex") else {})
     assert not misses(errors(wkv_cases.results(wkv, inputs), expected), allowed)
 
 
