@@ -36,7 +36,9 @@ class Operator:
     saved: the inputs and outputs that backward takes before those gradients.
 
     Its __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0 it implements
-    _forward(*inputs) -> outputs and _backward(*saved, *gradients) -> gradients: a tuple, or a tensor where there is one.
+    _forward(*inputs, *kept) -> outputs and _backward(*saved, *kept, *gradients) -> gradients: a tuple, or a tensor where there
+    is one. kept are tensors that its forward fills for its own backward, where a gradient is wanted: those that keep(*inputs)
+    makes, n_kept in number.
     """
 
     folder: ClassVar[str]
@@ -68,6 +70,7 @@ class Operator:
         self.requires: Requires = self._implementation.requires(**options) if options else self._implementation.REQUIRES
         self._file = (self.folder, name)         # the file that decides where this runs
         self._checked: str | None = None         # the device type that check_device has last found to be right
+        self.n_kept = self._n_kept()
         self._function = _function_of(self)      # not in __call__: torch.compile would trace the registration
 
     def __repr__(self) -> str:
@@ -78,12 +81,16 @@ class Operator:
         return partial(type(self), name, **self._options), ()
 
     def forward(self, *inputs: Any) -> Any:
-        """The outputs, without checks and without autograd: for operators built on this one."""
+        """The outputs, without checks and without autograd: for operators built on this one. inputs: with or without kept."""
         sized = inputs[self._output_like[0]]
         if sized.numel() == 0:
             return _one_or_all(self._empty_outputs(*inputs))
         with _no_autocast(sized):
             return self._forward(*inputs)
+
+    def keep(self, *inputs: Any) -> Tensors:
+        """Empty tensors that forward fills for backward; none unless a subclass says so."""
+        return ()
 
     def backward(self, *saved_and_gradients: Tensor) -> Any:
         """The gradients of the inputs, without checks."""
@@ -104,6 +111,10 @@ class Operator:
         if torch.float64 in dtypes:
             check_dtype(*self._file, self.requires, *dtypes)
 
+    def _n_kept(self) -> int:
+        """The number of tensors that keep makes."""
+        return 0
+
     def _forward(self, *inputs: Any) -> Any:
         raise NotImplementedError
 
@@ -117,7 +128,7 @@ class Operator:
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
         """The gradients for a size of 0, and fake ones: zeros, and the gradient of a state as it came."""
-        came = dict(zip(self.differentiable, saved_and_gradients[len(self.saved):], strict=True))
+        came = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
         like = [saved_and_gradients[i] for i in self._gradient_like]
         return [_copy(came[name]) if name in came else tensor.new_zeros(tensor.shape)
                 for name, tensor in zip(self.gradients, like, strict=True)]
@@ -143,7 +154,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _one_or_all(outputs: list[Tensor]) -> Any:
+def _one_or_all(outputs: list[Tensor] | Tensors) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -156,7 +167,7 @@ class Function:
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator = operator
-        self.n_gradients = len(operator.differentiable)
+        self.n_gradients, self.n_outputs = len(operator.differentiable), len(operator.outputs)
         self._registered = self._register(f"timemix::{name}")
 
     def __call__(self, *inputs: Any) -> Tensors:
@@ -166,26 +177,31 @@ class Function:
         if not transformed and _operator_must_be_seen(inputs):
             return self.registered(*inputs)
         outputs: Tensors = (_Transformed if transformed else _Direct).apply(self, *inputs)
-        return outputs
+        return outputs[:self.n_outputs]
 
     def registered(self, *inputs: Any) -> Tensors:
-        return _tuple(self._registered(*inputs))
+        return _tuple(self._registered(*inputs))[:self.n_outputs]
 
-    def save(self, ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
-        values = inputs + outputs
-        ctx.save_for_backward(*[values[i] for i in self.operator._saved_at])
+    def outputs_and_kept(self, *inputs: Any) -> Tensors:
+        kept = self.operator.keep(*inputs)
+        return *_tuple(self.operator.forward(*inputs, *kept)), *kept
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_kept: Tensors) -> None:
+        values, kept = inputs + outputs_and_kept, outputs_and_kept[self.n_outputs:]
+        ctx.save_for_backward(*[values[i] for i in self.operator._saved_at], *kept)
 
     def _register(self, name: str) -> Any:
         operator = self.operator
-        forward = torch.library.custom_op(name, lambda *inputs: operator.forward(*inputs), mutates_args=(),
-                                          schema=f"({operator.inputs}) -> {_tensors(operator.outputs)}")
-        forward.register_fake(lambda *inputs: _one_or_all(operator._empty_outputs(*inputs)))
+        kept = [f"kept_{i}" for i in range(operator.n_kept)]
+        forward = torch.library.custom_op(name, lambda *inputs: _one_or_all(self.outputs_and_kept(*inputs)), mutates_args=(),
+                                          schema=f"({operator.inputs}) -> {_tensors(self.n_outputs + len(kept))}")
+        forward.register_fake(lambda *inputs: _one_or_all([*operator._empty_outputs(*inputs), *operator.keep(*inputs)]))
         if not operator.gradients:
             return forward
-        taken = [*operator.saved, *(f"grad_{output}" for output in operator.differentiable)]
+        taken = [*operator.saved, *kept, *(f"grad_{output}" for output in operator.differentiable)]
         backward = torch.library.custom_op(
             f"{name}_backward", lambda *tensors: operator.backward(*tensors), mutates_args=(),
-            schema=f"({', '.join(f'Tensor {tensor}' for tensor in taken)}) -> {_tensors(operator.gradients)}")
+            schema=f"({', '.join(f'Tensor {tensor}' for tensor in taken)}) -> {_tensors(len(operator.gradients))}")
         backward.register_fake(lambda *tensors: _one_or_all(operator._empty_gradients(*tensors)))
         without_gradient = (None,) * (len(operator._names) - len(operator.gradients))
         forward.register_autograd(
@@ -194,9 +210,9 @@ class Function:
         return forward
 
 
-def _tensors(names: Any) -> str:
-    """As many results, in torch's schema language."""
-    return "Tensor" if len(names) == 1 else f"({', '.join(['Tensor'] * len(names))})"
+def _tensors(n: int) -> str:
+    """n results, in torch's schema language."""
+    return "Tensor" if n == 1 else f"({', '.join(['Tensor'] * n)})"
 
 
 _functions: dict[str, Function] = {}
@@ -237,10 +253,12 @@ class _Direct(_ReverseOnly):
 
     @staticmethod
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
-        outputs = _tuple(function.operator.forward(*inputs))
+        if not any(ctx.needs_input_grad):
+            return _tuple(function.operator.forward(*inputs))
+        found = function.outputs_and_kept(*inputs)
         ctx.function, ctx.n_inputs = function, len(inputs)
-        function.save(ctx, inputs, outputs)
-        return outputs
+        function.save(ctx, inputs, found)
+        return found[:function.n_outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -257,7 +275,7 @@ class _Transformed(_ReverseOnly):
 
     @staticmethod
     def forward(function: Function, *inputs: Any) -> Tensors:
-        return _tuple(function.operator.forward(*inputs))
+        return function.outputs_and_kept(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:

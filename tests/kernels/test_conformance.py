@@ -26,6 +26,8 @@ from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import WKV, WKVState
 from kernels.wkv4 import cases as wkv_cases
+from kernels.wkv7 import WKV7
+from kernels.wkv7 import cases as wkv7_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -42,7 +44,9 @@ class OfTimeX:
     differentiable = True
     shapes, empty_shapes = timex_cases.SHAPES, timex_cases.EMPTY_SHAPES
     medium: Any = (3, 32, 63)                    # not a multiple of anything, with more than one vector of channels
+    small: Any = (2, 3, 9)                       # for torch.compile and what runs an operator many times
     time: Any = (("w", -1), ("k", -1))            # the axis of time of each input that has one
+    long: Any = (3, 4, 192)                      # with 192 steps
 
     def names(self) -> Iterable[str]:
         return names(self.kind.folder)
@@ -74,7 +78,7 @@ class OfTimeX:
 class OfWKV(OfTimeX):
     kind, reference, file = WKV, "reference", "torch_scan"
     shapes, empty_shapes, medium = wkv_cases.SHAPES, wkv_cases.EMPTY_SHAPES, (3, 63, 20)
-    time = (("k", 1), ("v", 1))
+    time, long = (("k", 1), ("v", 1)), (3, 192, 4)
 
     def names(self) -> Iterable[str]:
         return selectable("wkv4")
@@ -105,6 +109,31 @@ class OfWKV(OfTimeX):
         wrong = {0: (4,), 1: (4,), 2: (2, 5, 3), 3: (2, 4), 4: (1, 3), 5: (2, 4), 6: (3, 2, 3)}
         shaped = [(*good[:i], torch.ones(shape), *good[i + 1:]) for i, shape in wrong.items()]
         return [*shaped, (*good[:2], good[2].long(), *good[3:]), (good[0].to("meta"), *good[1:])]
+
+
+class OfWKV7(OfTimeX):
+    kind, reference, file = WKV7, "reference", "reference"
+    shapes, empty_shapes = wkv7_cases.SHAPES, wkv7_cases.EMPTY_SHAPES
+    medium, small = (2, 37, 3, 20), (1, 3, 2, 4)
+    time, long = tuple((name, 1) for name in wkv7_cases.NAMES[:6]), (2, 192, 2, 8)
+
+    def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+        return wkv7_cases.inputs(*shape, dtype=dtype, device=device, seed=seed)
+
+    def call(self, operator: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return operator(*inputs)
+
+    def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
+        return wkv7_cases.results(operator, inputs)
+
+    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        return wkv7_cases.tolerance(dtype)
+
+    def refused(self) -> list[Inputs]:
+        good = self.inputs((2, 4, 3, 8), torch.float32, "cpu")
+        shaped = [(*good[:i], torch.ones(2, 4, 3, 7), *good[i + 1:]) for i in range(6)]
+        return [*shaped, (*good[:6], torch.ones(2, 3, 8, 7)), (*good[:2], good[2].long(), *good[3:]),
+                (good[0].to("meta"), *good[1:]), tuple(tensor[0] for tensor in good)]
 
 
 class OfSoftmax(OfTimeX):
@@ -149,7 +178,7 @@ class OfPad(OfTimeX):
                 (torch.ones(3, 4, requires_grad=True), 1, 1), (torch.ones(3, 4), 1, -1), (torch.ones(3, 4), 1, 1.5)]
 
 
-ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfSoftmax(), OfPad())}
+ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfWKV7(), OfSoftmax(), OfPad())}
 each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
 
 
@@ -220,7 +249,7 @@ def test_gradcheck(case: tuple[Any, Any], device: str) -> None:
     of, operator = case
     if torch.float64 not in operator.requires.dtypes or not of.differentiable:
         pytest.skip(f"{operator.name} does not compute gradients in float64")
-    _, inputs = leaves_of(of, of.inputs((2, 3, 6), torch.float64, device))
+    _, inputs = leaves_of(of, of.inputs(of.small, torch.float64, device))
     assert torch.autograd.gradcheck(lambda *given: of.call(operator, *given), inputs, fast_mode=False)
 
 
@@ -296,15 +325,14 @@ def test_causality(case: tuple[Any, Any], device: str) -> None:
     if not of.time:
         pytest.skip("no time")
     t, T = 128, 192
-    shape = (3, T, 4) if of.kind is WKV else (3, 4, T)
-    inputs = of.inputs(shape, torch.float32, device)
+    inputs = of.inputs(of.long, torch.float32, device)
     value, allowed = (1e3, 0.0) if operator.requires.wkv else (10.0, 1e-6 * t * 100)
     changed = list(inputs)
     for name, axis in of.time:
         i = of.kind._names.index(name)
         changed[i] = inputs[i].clone()
         later = changed[i].narrow(axis, t, T - t) if name != "w" else changed[i].narrow(axis, 0, T - t)
-        later.fill_(value if of.kind is TimeX else 3.0)
+        later.fill_(value if of.kind is TimeX else 3.0) if name != "log_w" else later.mul_(0.5)
     axis = dict(of.time)["k"]
     y, other = (of.call(operator, *given)[0].narrow(axis, 0, t) for given in (inputs, changed))
     assert (y - other).abs().max() <= allowed
@@ -314,7 +342,7 @@ def test_opcheck(case: tuple[Any, Any], device: str) -> None:
     """Schema, fake and autograd registration: torch.compile relies on them."""
     of, operator = case
     registered = operator._function._registered
-    inputs = of.inputs((2, 3, 9) if of.differentiable else of.medium, torch.float32, device)
+    inputs = of.inputs(of.small if of.differentiable else of.medium, torch.float32, device)
     if of.differentiable:
         _, inputs = leaves_of(of, inputs)
     else:
@@ -325,7 +353,7 @@ def test_opcheck(case: tuple[Any, Any], device: str) -> None:
 def test_compiles_without_a_graph_break(case: tuple[Any, Any], device: str) -> None:
     torch.compiler.reset()               # it compiles one function a limited number of times, and here comes each kernel
     of, operator = case
-    leaves, given = leaves_of(of, of.inputs((2, 3, 9) if of.differentiable else of.medium, torch.float32, device))
+    leaves, given = leaves_of(of, of.inputs(of.small if of.differentiable else of.medium, torch.float32, device))
     rest = given[len(leaves):]
 
     def function(*inputs: Any) -> Tensor:

@@ -1,0 +1,139 @@
+"""WKV-7, the time mixing of RWKV-7: a matrix-valued state that decays, forgets along one direction, and takes in v k^T.
+
+Per row and head, S is N x N, its rows i are of the value and its columns j of the key; w = exp(log_w), all vectors of N:
+
+    sa_i = sum_j S_ij a_j        S_ij <- S_ij w_j + sa_i b_j + v_i k_j        y_i = sum_j S_ij r_j         (y reads the new S)
+
+r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), zero at first. In RWKV-7 -0.6066 <= log_w <= 0, a = -kk and b = kk * rate,
+kk being normalised; an implementation may count on -1 <= log_w <= 0. T and N may be anything.
+Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
+
+A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *kept) -> (y, state) and
+backward(r, log_w, k, v, a, b, state, *kept, grad_y, grad_state) -> the gradients of the first seven. kept is empty where no
+gradient is wanted; otherwise it has an empty float32 tensor for each of the shapes that the file's kept(B, T, H, N) returns,
+if there is such a function, and forward fills them for backward. The tensors come contiguous. Where REQUIRES has bfloat16,
+r, k, v, a, b, y and grad_y may come in it, and the gradients of r, k, v, a, b go back in it; all else is float32. The single
+step is here, the same for all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.operator import Operator, Tensors, contiguous, contiguous_like
+
+SEQUENCES = 6                    # r, log_w, k, v, a, b
+LOG_W = 1                        # the place of log_w among the inputs
+
+
+class WKV7(Operator):
+    """One implementation, by name: `WKV7("reference")(r, log_w, k, v, a, b, state=None) -> (y, state)`.
+
+    Differentiable (once) in all seven; any B, T, H, N, a size of 0 included. Half-precision r, k, v, a, b are computed in
+    float32 and y comes back in the dtype of v; log_w is read in float32. Raises ValueError for an unknown name or wrong inputs,
+    KernelUnavailable where the implementation cannot run on the inputs' device.
+    """
+
+    folder = "wkv7"
+    inputs = "Tensor r, Tensor log_w, Tensor k, Tensor v, Tensor a, Tensor b, Tensor state"
+    outputs = (("y", "v"), ("state", "state"))
+    gradients = ("r", "log_w", "k", "v", "a", "b", "state")
+    differentiable = ("y", "state")
+    saved = gradients
+
+    def __call__(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+                 state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._check((r, log_w, k, v, a, b), state)
+        if state is None:
+            B, _, H, N = v.shape
+            state = empty_state(B, H, N, v.device, _compute_dtype(v))
+        y, state = self._function(r, log_w, k, v, a, b, state)
+        return y, state
+
+    def keep(self, *inputs: Tensor) -> Tensors:
+        B, T, H, N = self._padded(inputs[0].shape)
+        return tuple(inputs[LOG_W].new_empty(shape, dtype=torch.float32) for shape in self._kept_shapes(B, T, H, N))
+
+    def _n_kept(self) -> int:
+        return len(self._kept_shapes(1, 1, 1, 1))
+
+    def _kept_shapes(self, B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+        shapes: Any = getattr(self._implementation, "kept", None)
+        return shapes(B, T, H, N) if shapes else ()
+
+    def _forward(self, *inputs: Tensor) -> Tensors:
+        _, T, _, N = inputs[0].shape
+        y, state = self._implementation.forward(*self._inside(inputs[:7]), *inputs[7:])
+        return contiguous_like((y[:, :T, :, :N], state[..., :N, :N]), (inputs[3], inputs[6]))
+
+    def _backward(self, *saved: Tensor) -> Tensors:
+        _, T, _, N = saved[0].shape
+        *inputs, grad_y, grad_state = self._inside((*saved[:7], *saved[-2:]))
+        gradients = self._implementation.backward(*inputs, *saved[7:-2], grad_y, grad_state)
+        cut = *(gradient[:, :T, :, :N] for gradient in gradients[:SEQUENCES]), gradients[SEQUENCES][..., :N, :N]
+        return contiguous_like(cut, saved[:7])
+
+    def _padded(self, shape: torch.Size) -> tuple[int, int, int, int]:
+        """B, T, H, N with T and N as multiples of what the file takes."""
+        B, T, H, N = shape
+        return B, T + -T % self.requires.T_multiple, H, N + -N % self.requires.N_multiple
+
+    def _inside(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Contiguous and padded with zeros, which change nothing; r, k, v, a, b, grad_y in their dtype if the file takes it."""
+        shape = tensors[0].shape
+        _, T, _, N = self._padded(shape)
+        wide = _compute_dtype(tensors[0])
+        of_sequences = {tensor.dtype for i, tensor in enumerate(tensors[:SEQUENCES]) if i != LOG_W}
+        narrow = of_sequences.pop() if len(of_sequences) == 1 else wide
+        narrow = narrow if narrow in self.requires.dtypes else wide
+        found = []
+        for i, tensor in enumerate(tensors):
+            of_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state behind grad_y
+            tensor = contiguous(tensor.detach(), wide if of_state or i == LOG_W else narrow)
+            found.append(_pad(tensor, (N, N) if of_state else (T, shape[2], N)))
+        return found
+
+    def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
+        names, v = self._names[:SEQUENCES], sequences[3]
+        if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, sequences, strict=True))
+            raise ValueError(f"WKV7 expects r, log_w, k, v, a and b of one shape (B,T,H,N), got {shapes}")
+        if not all(tensor.is_floating_point() for tensor in sequences):
+            raise ValueError(f"WKV7 expects floating-point tensors, got {', '.join(str(tensor.dtype) for tensor in sequences)}")
+        B, _, H, N = v.shape
+        if state is not None and state.shape != (B, H, N, N):
+            raise ValueError(f"WKV7 expects a state (B,H,N,N) = {(B, H, N, N)}, got {tuple(state.shape)}")
+        if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
+            raise ValueError(f"WKV7 expects all tensors and the state on one device, that of v, which is {v.device}: move the "
+                             "others there")
+        self.check_dtype(*(tensor.dtype for tensor in sequences))
+        self.check_device(v.device)
+
+    @staticmethod
+    def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One time step, (B,H,N) each, the same torch formula whatever the implementation: decoding launches no kernel."""
+        dtype = v.dtype
+        r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
+        sa = state @ a.unsqueeze(-1)
+        state = state * log_w.exp().unsqueeze(-2) + sa * b.unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
+        return (state @ r.unsqueeze(-1)).squeeze(-1).to(dtype), state
+
+
+def empty_state(B: int, H: int, N: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    """The state (B,H,N,N) that has seen nothing: zeros."""
+    return torch.zeros(B, H, N, N, device=device, dtype=dtype)
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """With zeros behind, up to `sizes` of the last axes."""
+    missing = [after for size, wanted in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, wanted - size)]  # noqa: B905
+    return pad(tensor, missing) if any(missing) else tensor
+
+
+OPERATOR = WKV7

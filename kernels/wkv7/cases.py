@@ -1,0 +1,68 @@
+"""Shapes, inputs and tolerances of WKV-7, shared by the tests and the benchmark."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kernels.compare import ROUNDING, loss
+from kernels.wkv7 import WKV7, empty_state
+
+SHAPES = ((3, 1, 4, 64), (2, 11, 3, 64), (1, 16, 2, 8), (2, 63, 1, 64), (1, 64, 2, 20), (1, 129, 1, 128))    # (B, T, H, N)
+EMPTY_SHAPES = ((0, 4, 3, 8), (2, 0, 3, 8), (2, 4, 0, 8), (2, 4, 3, 0))
+BENCH_SHAPES = {"cpu": ((8, 1024, 12, 64), (8, 8192, 12, 64), (4, 512, 6, 64)),
+                "cuda": ((8, 1024, 12, 64), (8, 8192, 12, 64), (8, 4096, 32, 64))}
+SWEEP = {"cpu": (128, 512, 2048), "cuda": (128, 512, 2048, 4096)}                # T, at the B, H and N of a shape above
+FASTEST, SLOWEST = -0.6065, -1e-6                # the ends of log_w's range in RWKV-7, -e^-0.5 and 0
+TOLERANCE = {"y": 5e-6, "state": 5e-6, "gradient": 1e-5}                         # float32, on err_ratio
+NAMES = ("r", "log_w", "k", "v", "a", "b", "state")
+WKV7Inputs = tuple[Tensor, ...]
+
+
+def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: torch.dtype = torch.float32,
+           device: str = "cpu", seed: int = 0) -> WKV7Inputs:
+    """As in RWKV-7: log_w = -e^-0.5 sigmoid(z), or one value everywhere; a = -kk and b = kk * rate with |kk| = 1; a state.
+
+    r and k are of length 1 or so, lest y and its gradients overflow in float16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    r, k, v = normal(B, T, H, N) / max(N, 1) ** 0.5, normal(B, T, H, N) / max(N, 1) ** 0.5, normal(B, T, H, N)
+    decay = FASTEST * torch.sigmoid(2 * normal(B, T, H, N) - 2)
+    kk, rate = normalize(normal(B, T, H, N), dim=-1), torch.sigmoid(normal(B, T, H, N))
+    decay = decay if log_w is None else torch.full_like(decay, log_w)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sequences = [tensor.to(device, wide if tensor is decay else dtype) for tensor in (r, decay, k, v, -kk, kk * rate)]
+    return *sequences, normal(B, H, N, N).to(device, wide)
+
+
+def results(operator: WKV7, inputs: WKV7Inputs) -> dict[str, Tensor]:
+    """y, the state after it, and the gradients of a loss on both."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    y, state = operator(*leaves)
+    total = loss(y) + state.sin().sum()
+    grads = torch.autograd.grad(total, leaves, materialize_grads=True)
+    found = {"y": y, "state": state} | {f"grad {name}": grad for name, grad in zip(NAMES, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """For r, k, v, a and b of `dtype`; in half precision y, grad_y and the gradient are each rounded, the state is not."""
+    if dtype == torch.float64:
+        return dict.fromkeys(("y", "state", *(f"grad {name}" for name in NAMES)), 1e-12)
+    rounding = 5 * ROUNDING.get(dtype, 0.0)
+    gradients = {f"grad {name}": max(TOLERANCE["gradient"], rounding) for name in NAMES}
+    return {"y": max(TOLERANCE["y"], rounding), "state": TOLERANCE["state"], **gradients}
+
+
+def double(inputs: WKV7Inputs) -> WKV7Inputs:
+    """The same inputs in float64, for the reference."""
+    return tuple(tensor.double() for tensor in inputs)
+
+
+def without_state(inputs: WKV7Inputs) -> WKV7Inputs:
+    """The same inputs from the empty state."""
+    B, _, H, N = inputs[0].shape
+    return *inputs[:6], empty_state(B, H, N, inputs[0].device, inputs[6].dtype)

@@ -1,0 +1,103 @@
+"""What is particular to WKV-7, for each of its implementations: the ends of its range, pieces of a sequence, and what is NaN.
+
+What all operators share is in test_conformance.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.compare import err_ratio, errors, misses
+from kernels.registry import names, why_not
+from kernels.wkv7 import WKV7, cases, empty_state
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(params=names("wkv7"))
+def wkv7(request: pytest.FixtureRequest, device: str) -> WKV7:
+    reason = why_not("wkv7", request.param, device)
+    if reason:
+        pytest.skip(reason)
+    return WKV7(request.param)
+
+
+def wrong(wkv7: WKV7, inputs: cases.WKV7Inputs) -> dict[str, str]:
+    found = errors(cases.results(wkv7, inputs), cases.results(WKV7("reference"), cases.double(inputs)))
+    return misses(found, cases.tolerance())
+
+
+def changed(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:
+    return tuple(new.get(name, tensor) for name, tensor in zip(cases.NAMES, inputs, strict=True))
+
+
+@pytest.mark.parametrize("log_w", [cases.FASTEST, cases.SLOWEST, 0.0])
+def test_the_ends_of_the_range_of_decay(wkv7: WKV7, log_w: float, device: str) -> None:
+    """Over several chunks of every implementation."""
+    assert not wrong(wkv7, cases.inputs(1, 150, 2, 64, log_w=log_w, device=device))
+
+
+def test_k_of_0_and_a_direction_of_norm_0(wkv7: WKV7, device: str) -> None:
+    inputs = cases.inputs(2, 70, 1, 64, device=device)
+    zero = torch.zeros_like(inputs[0])
+    for new in ({"k": zero}, {"a": zero, "b": zero}, {"r": zero}, {"v": zero}, {"state": torch.zeros_like(inputs[6])}):
+        assert not wrong(wkv7, changed(inputs, **new)), list(new)
+
+
+def test_no_state_is_the_empty_state(wkv7: WKV7, device: str) -> None:
+    sequences = cases.inputs(2, 20, 2, 64, device=device)[:6]
+    found = wkv7(*sequences)
+    expected = wkv7(*sequences, empty_state(2, 2, 64, device))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_pieces_of_a_sequence_give_what_the_whole_gives(wkv7: WKV7, device: str) -> None:
+    """With the gradient through the state between them."""
+    inputs = [tensor.requires_grad_() for tensor in cases.inputs(2, 75, 2, 64, device=device)]
+
+    def in_pieces(lengths: tuple[int, ...]) -> list[Tensor]:
+        *sequences, state = inputs
+        ys = []
+        for pieces in zip(*(sequence.split(lengths, 1) for sequence in sequences), strict=True):
+            y, state = wkv7(*pieces, state)
+            ys.append(y)
+        y = torch.cat(ys, 1)
+        return [y, state, *torch.autograd.grad((y.square().sum() + state.sin().sum()), inputs)]
+
+    assert all(err_ratio(*pair) < 5e-6 for pair in zip(in_pieces((1, 10, 64)), in_pieces((75,)), strict=True))
+
+
+def test_a_step_is_a_sequence_of_one(wkv7: WKV7, device: str) -> None:
+    *sequences, state = cases.inputs(3, 1, 2, 64, device=device)
+    y, after = wkv7(*sequences, state)
+    y_step, after_step = WKV7.step(*(sequence[:, 0] for sequence in sequences), state)
+    assert err_ratio(y[:, 0], y_step) < 1e-6
+    assert err_ratio(after, after_step) < 1e-6
+
+
+def test_state_gradient_alone(wkv7: WKV7, device: str) -> None:
+    """A loss that reads the outgoing state and no y."""
+    def gradients(operator: WKV7, inputs: Any) -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        return torch.autograd.grad(operator(*leaves)[1].square().sum(), leaves, materialize_grads=True)
+
+    inputs = cases.inputs(1, 66, 2, 64, device=device)
+    found, exact = gradients(wkv7, inputs), gradients(WKV7("reference"), cases.double(inputs))
+    assert all(err_ratio(*pair) < 1e-5 for pair in zip(found, exact, strict=True))
+
+
+def test_nan_stays_in_its_head_and_reaches_no_earlier_step(wkv7: WKV7, device: str) -> None:
+    """In each input; of r, in the step alone."""
+    t, inputs = 20, cases.inputs(2, 40, 2, 64, device=device)
+    expected, _ = wkv7(*inputs)
+    for name in cases.NAMES[:6]:
+        bad = inputs[cases.NAMES.index(name)].clone()
+        bad[1, t, 0, 5] = float("nan")
+        y, _ = wkv7(*changed(inputs, **{name: bad}))
+        assert torch.equal(y[0], expected[0]), name
+        assert torch.equal(y[1, :, 1], expected[1, :, 1]), name
+        assert torch.equal(y[1, :t, 0], expected[1, :t, 0]), name
+        assert not y[1, t, 0].isfinite().all() or name == "v", name
+        assert y[1, t:, 0].isnan().any(), name
