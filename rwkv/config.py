@@ -8,11 +8,13 @@ import math
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rwkv.errors import UserError
 
-SCALED = ("time_mix", "time_decay", "time_first")        # parameters with a learning rate scale of their own
+SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are the factors on learning rates
+GENERATIONS = ("rwkv4", "rwkv7")
+RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")      # of RWKV-7's gates
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
 
 
@@ -67,16 +69,30 @@ class KernelConfig:
 
 @dataclass
 class ModelConfig:
-    generation: ClassVar[str] = "rwkv4"      # the file of rwkv/model/ that says everything about the architecture
+    """generation: the file of rwkv/model/ that says everything about the architecture. A run's config.yaml of before there
+    were several has none.
+    """
 
-    n_layer: int = option(4, "number of blocks", least=1, heading="Model")
+    generation: str = option("rwkv4", "rwkv4 or rwkv7; set by model=", one_of=GENERATIONS, heading="Model")
+    n_layer: int = option(4, "number of blocks", least=1)
     n_embd: int = option(192, "width in channels", least=1)
-    n_att: int | None = option(None, "width inside time mixing; null: n_embd", least=1)
+    n_att: int | None = option(None, "RWKV-4: width inside time mixing; null: n_embd", least=1)
     n_ffn: int | None = option(None, "width inside channel mixing; null: 4 n_embd", least=1)
+    head_size: int = option(64, "RWKV-7: width of a head", least=1)
+    decay_low_rank_dim: int | None = option(None, "RWKV-7: rank of w1 and w2; null: by n_embd, as in RWKV-LM", least=1)
+    a_low_rank_dim: int | None = option(None, "RWKV-7: rank of a1 and a2; null: by n_embd", least=1)
+    v_low_rank_dim: int | None = option(None, "RWKV-7: rank of v1 and v2; null: by n_embd", least=1)
+    gate_low_rank_dim: int | None = option(None, "RWKV-7: rank of g1 and g2; null: by n_embd", least=1)
     ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:
         check_options(self, "model.")
+        others = RANKS if self.generation == "rwkv4" else ("n_att",)
+        given = [name for name in others if getattr(self, name) is not None]
+        if given:
+            raise UserError(f"model.{given[0]} is not an option of {self.generation}: leave it out, or take another model=")
+        if self.generation == "rwkv7" and self.n_embd % self.head_size:
+            raise UserError(f"model.n_embd is a multiple of model.head_size, which is {self.head_size}; got {self.n_embd}")
 
 
 @dataclass
@@ -115,7 +131,7 @@ class OptimConfig:
     matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0)
     matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon")
     time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_*", least=0)
-    time_decay_lr_scale: float = option(2.0, "factor on the rate of time_decay", least=0)
+    time_decay_lr_scale: float = option(2.0, "factor on the rate of time_decay, and of RWKV-7's w0", least=0)
     time_first_lr_scale: float = option(3.0, "factor on the rate of time_first", least=0)
     betas: tuple[float, float] = option((0.9, 0.99), "decay rates of Adam's two moments")
     eps: float = option(1e-8, "Adam's epsilon", least=0)

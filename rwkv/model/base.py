@@ -10,6 +10,7 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     Block, State, empty_state      Block.forward: (x, state of this layer or None, carry) -> (x, state, carry)
     init_weights(model)            the initialisation
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
+    LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
     Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
     NON_NEGATIVE                   linear layers whose inputs are never negative (int8)
     operator_width(config), kept_for_backward(config, half)        for estimates of memory

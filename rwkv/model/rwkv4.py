@@ -25,6 +25,7 @@ from rwkv.model.rwkv4_step import Step as Step
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
 NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
+LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
 KEPT_FLOAT32 = ("time_decay", "time_first")      # in half precision too: a decay rounded to bfloat16 is another decay
 Shape = tuple[int, ...]
 

@@ -1,6 +1,6 @@
 """RWKV-7 "Goose": tensors and shapes, state, time and channel mixing, blocks, initialisation and optimiser groups.
 
-Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r w k v a g; channel mixing is the feed-forward half:
+Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r w k v a g:
 
     r = R m_r    k = K m_k    v = V m_v    g = sigmoid(m_g g1) g2
     log_w = -e^-0.5 sigmoid(w0 + tanh(m_w w1) w2)                 rate = sigmoid(a0 + (m_a a1) a2)
@@ -8,7 +8,7 @@ Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r 
     kk = k k_k, each head divided by its norm                     k = k (1 + (rate - 1) k_a)
     y = wkv7(r, log_w, k, v, -kk, kk rate)                        out = O ((GroupNorm(y) + (sum over the head of r k r_k) v) g)
 
-    channel: V relu(K m_k)^2
+Channel mixing, the feed-forward half, is V relu(K m_k)^2 (after ln2).
 
 V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; names, initialisation and optimiser groups are those of
@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import normalize
 
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
-from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
 from rwkv.model.hooks import untouched
 from rwkv.model.step import norm_function, product_function, products_function
@@ -55,13 +54,11 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: ModelConfig) -> Sizes:
-    """The widths of a model. Raises UserError where n_embd is not a multiple of head_size.
+    """The widths of a model.
 
     A rank that is None is the official trainer's of today, 32 times a whole number; released files have others.
     """
     C, N = config.n_embd, config.head_size
-    if C % N:
-        raise UserError(f"model.n_embd is a multiple of model.head_size, {N}; got {C}")
     given = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
              "g": config.gate_low_rank_dim}
     ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in given.items()}
@@ -126,7 +123,7 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C), the inputs of the last step; wkv (L,B,H,N,N), the operator's state; float32, on the model's device."""
+    """att_x, ffn_x (L,B,C), the inputs of the last step; wkv (L,B,H,N,N), the operator's state; float32."""
 
     __slots__ = ()
 
@@ -143,6 +140,18 @@ class TimeMix(nn.Module):
 
     None for the empty state, and for v_first in layer 0, which hands on its own v.
     """
+
+    w0: Tensor
+    w1: Tensor
+    w2: Tensor
+    a0: Tensor
+    a1: Tensor
+    a2: Tensor
+    v0: Tensor
+    v1: Tensor
+    v2: Tensor
+    g1: Tensor
+    g2: Tensor
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
         super().__init__()
@@ -226,11 +235,11 @@ class TimeMix(nn.Module):
     def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
              before: Tensor | None) -> tuple[Tensor, Tensor]:
         """The operator on (B,T,C) each, and its single step where that is all: y (B,T,H,N)."""
-        inputs = [self._heads(tensor) for tensor in (r, log_w, k, v, a, b)]
+        r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
-            y, after = self.wkv.step(*(tensor[:, 0] for tensor in inputs), before)
+            y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after
-        return self.wkv(*inputs, before)
+        return self.wkv(r, log_w, k, v, a, b, before)
 
 
 class ChannelMix(nn.Module):
