@@ -79,7 +79,7 @@ def test_compiled_blocks_give_the_same_gradients_and_loss(generation: str, monke
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     monkeypatch.setattr("shutil.which", lambda name: name)
     compiled, plain, (batch,) = task(generation, compile=True), task(generation), batches(1, 4)
-    assert_equal(gradients(compiled, [batch]), gradients(plain, [batch]), 2e-6)
+    assert_equal(gradients(compiled, [batch]), gradients(plain, [batch]), 1e-5)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     with torch.no_grad():
         assert compiled.loss(*batch) == pytest.approx(float(plain.loss(*batch).detach()), abs=1e-6)
