@@ -1,8 +1,8 @@
 // Rung 1: a row of the state in a thread's registers; what all rows of a step need in shared memory. A block takes a head.
 //
-// The backward has one block per head, too, and its thread n holds three vectors of N: row n of G, for gv and gsa, and column n
-// of G and of S, for the other five gradients. So both kinds of sums stay within a thread, and G is computed twice. A chunk's
-// states come from `history`, which is filled first: column n, by the sa that forward has kept.
+// The backward has one block per head, too. Its thread n holds row n of G, for gv and gsa, and column n, for the gradients of
+// what has columns: both kinds of sums stay within a thread, and G is computed twice. Before, it goes through the chunk with
+// column n of S, which needs no sum, since forward has kept sa: that gives gr, and the states, which go into `history`.
 // N, CHUNK and BFLOAT16 are given by whoever compiles this.
 
 #include "wkv7.cuh"
@@ -80,12 +80,13 @@ extern "C" __global__ void __launch_bounds__(N) backward(
     const int head = blockIdx.x, n = threadIdx.x, chunks = (T - 1) / CHUNK + 1;
     const long long all = matrix(head, N);
     history += matrix((long long)head * CHUNK, N) + n;
-    float G_row[N], G[N], S[N];
+    float G_row[N], G[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) G_row[j] = grad_state[all + n * N + j], G[j] = grad_state[all + j * N + n];
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
         const int first = chunk * CHUNK, end = min(T, first + CHUNK);
         const float* kept = states + matrix((long long)head * chunks + chunk, N) + n * N;
+        float S[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) S[i] = kept[i];
         for (int t = first; t < end; ++t) {
@@ -93,14 +94,17 @@ extern "C" __global__ void __launch_bounds__(N) backward(
             __syncthreads();
             rows.v[n] = load(v + x);
             rows.sa[n] = sa[x];
+            rows.gy[n] = load(grad_y + x);
             __syncthreads();
             const float w = expf(log_w[x]), k_n = load(k + x), b_n = load(b + x);
-            float* before = history + matrix(t - first, N);
+            float *before = history + matrix(t - first, N), gr = 0;
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 before[i * N] = S[i];
                 S[i] = S[i] * w + rows.sa[i] * b_n + rows.v[i] * k_n;
+                gr += S[i] * rows.gy[i];
             }
+            store(grad_r + x, gr);
         }
         for (int t = end - 1; t >= first; --t) {
             const long long x = place(head, t, T, H, N) + n;
@@ -122,20 +126,17 @@ extern "C" __global__ void __launch_bounds__(N) backward(
             rows.gsa[n] = gsa;
             __syncthreads();
             const float* before = history + matrix(t - first, N);
-            float gr = 0, gk = 0, gb = 0, gw = 0, ga = 0;
+            float gk = 0, gb = 0, gw = 0, ga = 0;
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 const float S_before = before[i * N];
-                gr += S[i] * rows.gy[i];
                 G[i] += rows.gy[i] * r_n;
                 gk += G[i] * rows.v[i];
                 gb += G[i] * rows.sa[i];
                 gw += G[i] * S_before;
                 ga += S_before * rows.gsa[i];
                 G[i] = G[i] * w + rows.gsa[i] * a_n;
-                S[i] = S_before;
             }
-            store(grad_r + x, gr);
             store(grad_k + x, gk);
             store(grad_b + x, gb);
             store(grad_a + x, ga);
