@@ -1,7 +1,7 @@
 // Rung 3: enough threads. Tiles of 4 x N / LANES numbers in a thread's registers; the backward split, its keys in all chunks at once.
 //
 //   tile      4 rows of a matrix M by N / LANES columns: a number that is read from shared memory serves 4 products, and the
-//             LANES threads of 4 rows add up by shuffles
+//             LANES threads of 4 rows add up by shuffles, 4 numbers by 4 or 8
 //   advance   what every kernel here does at a step: M <- M decay + x xs^T + u us^T, then P = M p and Q = M q
 //   rows      M is G, from the last step to the first: gv and gsa
 //   keys      M is S^T from the first step of a chunk to its last, gr and ga; then G^T back again, gk and gb. Forward has kept sa
@@ -28,10 +28,6 @@ template <class T> struct Step { T decay, x, xs, u, us, p, q; };
 
 static __device__ __forceinline__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
-static __device__ __forceinline__ float chosen(const Four& x, int i) {
-    return i < 2 ? (i == 0 ? x.of[0] : x.of[1]) : (i == 2 ? x.of[2] : x.of[3]);
-}
-
 // Thread n has element n; those from N on have none
 static __device__ __forceinline__ void put(Step<Vector>& to, const Step<float>& from) {
     const int n = threadIdx.x;
@@ -40,12 +36,21 @@ static __device__ __forceinline__ void put(Step<Vector>& to, const Step<float>& 
     to.p.of[n] = from.p, to.q.of[n] = from.q;
 }
 
-// Over the LANES threads of a group, which all get the same sums
-static __device__ __forceinline__ void add_up(Four& sums) {
+// Sums over the LANES threads of a tile's rows: lane i gets that of row i % ROWS. Each adds up half of what it has and gives the
+// rest away, until it has one number.
+static __device__ __forceinline__ float added_up(const Four& x, int lane) {
+    const bool odd = lane & 1, upper = lane & 2;
+    const float low = (odd ? x.of[1] : x.of[0]) + __shfl_xor_sync(~0u, odd ? x.of[0] : x.of[1], 1);
+    const float high = (odd ? x.of[3] : x.of[2]) + __shfl_xor_sync(~0u, odd ? x.of[2] : x.of[3], 1);
+    float sum = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
 #pragma unroll
-    for (int bits = 1; bits < LANES; bits *= 2)
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) sums.of[i] += __shfl_xor_sync(~0u, sums.of[i], bits);
+    for (int bits = ROWS; bits < LANES; bits *= 2) sum += __shfl_xor_sync(~0u, sum, bits);
+    return sum;
+}
+
+// All rows' numbers, of which each lane has one
+static __device__ __forceinline__ Four of_rows(float x) {
+    return {__shfl_sync(~0u, x, 0, ROWS), __shfl_sync(~0u, x, 1, ROWS), __shfl_sync(~0u, x, 2, ROWS), __shfl_sync(~0u, x, 3, ROWS)};
 }
 
 struct Tile {
@@ -80,7 +85,7 @@ struct Tile {
                 *reinterpret_cast<Four*>(to + (row + i) * N + column(m)) =
                     {of[i][m], of[i][m + 1], of[i][m + 2], of[i][m + 3]};
     }
-    __device__ __forceinline__ Four times(const Vector& q) const {
+    __device__ __forceinline__ float times(const Vector& q) const {
         Four sums = {};
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4) {
@@ -90,17 +95,16 @@ struct Tile {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) sums.of[i] += of[i][m + e] * q_m.of[e];
         }
-        add_up(sums);
-        return sums;
+        return added_up(sums, lane);
     }
-    // The decay is one of columns, or with BY_ROW of rows. P and Q are of the thread's rows, as x is.
-    template <bool BY_ROW> __device__ __forceinline__ void advance(const Step<Vector>& step, const Four& x, Four& P, Four& Q) {
-        const Four u = four(step.u.of + row), of_rows = four(step.decay.of + row);
-        P = {}, Q = {};
+    // The decay is one of columns, or with BY_ROW of rows. P and Q are of the lane's row.
+    template <bool BY_ROW> __device__ __forceinline__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
+        const Four u = four(step.u.of + row), decay_of_rows = four(step.decay.of + row);
+        Four Ps = {}, Qs = {};
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4) {
             const int at = column(m);
-            const Four decay = BY_ROW ? of_rows : four(step.decay.of + at), xs = four(step.xs.of + at);
+            const Four decay = BY_ROW ? decay_of_rows : four(step.decay.of + at), xs = four(step.xs.of + at);
             const Four us = four(step.us.of + at), p = four(step.p.of + at), q = four(step.q.of + at);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
@@ -108,12 +112,12 @@ struct Tile {
                 for (int e = 0; e < 4; ++e) {
                     float& M = of[i][m + e];
                     M = M * decay.of[BY_ROW ? i : e] + x.of[i] * xs.of[e] + u.of[i] * us.of[e];
-                    P.of[i] += M * p.of[e];
-                    Q.of[i] += M * q.of[e];
+                    Ps.of[i] += M * p.of[e];
+                    Qs.of[i] += M * q.of[e];
                 }
         }
-        add_up(P);
-        add_up(Q);
+        P = added_up(Ps, lane);
+        Q = added_up(Qs, lane);
     }
 };
 
@@ -134,17 +138,17 @@ static __device__ __forceinline__ void run(
     if (n < N) steps[1].q.of[n] = load(a + place(head, 0, T, H, N) + n);
     put(steps[0], fetch(0));
     __syncthreads();
-    Four sa = S.times(steps[1].q);
+    float sa = S.times(steps[1].q);
     __syncthreads();
     for (int t = 0; t < T; ++t) {
         const Step<float> next = fetch(t + 1);
         if (KEEP && t % CHUNK == 0) S.write(states + matrix((long long)head * chunks + t / CHUNK, N));
-        Four y_t, sa_next;
-        S.advance<false>(steps[t & 1], sa, y_t, sa_next);
+        float y_t, sa_next;
+        S.advance<false>(steps[t & 1], of_rows(sa), y_t, sa_next);
         if (S.lane < ROWS) {
             const long long x = place(head, t, T, H, N) + S.row + S.lane;
-            store(y + x, chosen(y_t, S.lane));
-            if (KEEP) sa_of_all[x] = chosen(sa, S.lane);
+            store(y + x, y_t);
+            if (KEEP) sa_of_all[x] = sa;
         }
         sa = sa_next;
         put(steps[(t + 1) & 1], next);
@@ -191,15 +195,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
     G.read<false>(grad_state + matrix(head, N));
     put(steps[T & 1], fetch(T));
     __syncthreads();
-    Four gsa = {};
+    float gsa = 0;
     for (int t = T; t >= 0; --t) {
         const Step<float> next = fetch(max(t - 1, 0));
-        Four gv, gsa_last;
-        G.advance<false>(steps[t & 1], gsa, gv, gsa_last);
+        float gv, gsa_last;
+        G.advance<false>(steps[t & 1], of_rows(gsa), gv, gsa_last);
         if (t > 0 && G.lane < ROWS) {
             const long long x = place(head, t - 1, T, H, N) + G.row + G.lane;
-            store(grad_v + x, chosen(gv, G.lane));
-            gsa_of_all[x] = chosen(gsa_last, G.lane);
+            store(grad_v + x, gv);
+            gsa_of_all[x] = gsa_last;
         }
         if (t > 0 && (t == T || t % CHUNK == 0)) G.write(Gs + matrix((long long)head * chunks + (t - 1) / CHUNK, N));
         gsa = gsa_last;
@@ -222,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
     const long long stride = (long long)H * N;
     Tile M;
     const bool writes = M.lane < ROWS;
-    const long long own = M.row + M.lane;
+    const int own = M.row + M.lane % ROWS;
 
     const auto fetch_forwards = [&](int t) -> Step<float> {
         if (n >= N || t >= end) return {};
@@ -234,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
     if (n < N) steps[1 ^ (first & 1)].q.of[n] = gsa[place(head, first, T, H, N) + n];
     put(steps[first & 1], fetch_forwards(first));
     __syncthreads();
-    const Four ga_first = M.times(steps[1 ^ (first & 1)].q);
-    if (writes) store(grad_a + place(head, first, T, H, N) + own, chosen(ga_first, M.lane));
+    const float ga_first = M.times(steps[1 ^ (first & 1)].q);
+    if (writes) store(grad_a + place(head, first, T, H, N) + own, ga_first);
     __syncthreads();
     for (int t = first; t < end; ++t) {
         const Step<float> next = fetch_forwards(t + 1);
@@ -243,12 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
         const bool more = writes && t + 1 < end;
         const float r_t = more ? load(r + x) : 0, a_next = more ? load(a + x + stride) : 0;
         const Step<Vector>& step = steps[t & 1];
-        Four gr, ga_next;
+        float gr, ga_next;
         M.advance<true>(step, four(step.x.of + M.row), gr, ga_next);
-        if (writes) store(grad_r + x, chosen(gr, M.lane));
+        if (writes) store(grad_r + x, gr);
         if (more) {
-            store(grad_a + x + stride, chosen(ga_next, M.lane));
-            grad_log_w[x] = r_t * chosen(gr, M.lane) + a_next * chosen(ga_next, M.lane);     // as yet
+            store(grad_a + x + stride, ga_next);
+            grad_log_w[x] = r_t * gr + a_next * ga_next;     // as yet
         }
         put(steps[(t + 1) & 1], next);
         __syncthreads();
@@ -267,8 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
     };
     Four SG = {};
     M.with<true>(Gs + matrix(blockIdx.x, N), [&](int i, float& own, float G) { SG.of[i] += own * G, own = G; });
-    add_up(SG);
-    float X = chosen(SG, M.lane);
+    float X = added_up(SG, M.lane);
     put(steps[(end - 1) & 1], fetch_backwards(end - 1));
     __syncthreads();
     for (int t = end - 1; t >= first; --t) {
@@ -277,13 +280,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
         const float k_t = writes ? load(k + x) : 0, b_t = writes ? load(b + x) : 0;
         if (writes && t + 1 < end) X += grad_log_w[x];
         const Step<Vector>& step = steps[t & 1];
-        Four gk, gb;
+        float gk, gb;
         M.advance<true>(step, four(step.x.of + M.row), gk, gb);
         if (writes) {
-            X -= k_t * chosen(gk, M.lane) + b_t * chosen(gb, M.lane);
+            X -= k_t * gk + b_t * gb;
             grad_log_w[x] = X;
-            store(grad_k + x, chosen(gk, M.lane));
-            store(grad_b + x, chosen(gb, M.lane));
+            store(grad_k + x, gk);
+            store(grad_b + x, gb);
         }
         put(steps[(t - 1) & 1], next);
         __syncthreads();
