@@ -11,7 +11,7 @@ struct Columns { float r[N], w[N], k[N], a[N], b[N]; };
 struct Rows { float v[N], sa[N], gy[N], gsa[N]; };
 
 template <bool KEEP>
-static __device__ __forceinline__ void run(
+static __device__ void run(
         const Number* r, const float* log_w, const Number* k, const Number* v, const Number* a, const Number* b,
         const float* state, Number* y, float* after, float* sa_of_all, float* states, int T, int H) {
     __shared__ Columns step;

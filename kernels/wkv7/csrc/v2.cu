@@ -24,14 +24,14 @@ struct Numbers {
     __device__ void put(Rows& rows, int n) const { rows.v[n] = v, rows.sa[n] = sa, rows.gy[n] = gy; }
 };
 
-static __device__ __forceinline__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
+static __device__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
-static __device__ __forceinline__ float total(const Four& parts) {
+static __device__ float total(const Four& parts) {
     return (parts.of[0] + parts.of[1]) + (parts.of[2] + parts.of[3]);
 }
 
 template <bool KEEP>
-static __device__ __forceinline__ void run(
+static __device__ void run(
         const Number* r, const float* log_w, const Number* k, const Number* v, const Number* a, const Number* b,
         const float* state, Number* y, float* after, float* sa_of_all, float* states, int T, int H) {
     __shared__ Columns buffers[2];               // r, w, k, b of a step, and a of the next

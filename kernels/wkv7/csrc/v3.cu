@@ -26,10 +26,10 @@ struct alignas(16) Vector { float of[N]; };
 // What a step does with M, in shared memory, and in a thread on its way there: M <- M decay + x xs^T + u us^T; M p and M q
 template <class T> struct Step { T decay, x, xs, u, us, p, q; };
 
-static __device__ __forceinline__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
+static __device__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
 // Thread n has element n; those from N on have none
-static __device__ __forceinline__ void put(Step<Vector>& to, const Step<float>& from) {
+static __device__ void put(Step<Vector>& to, const Step<float>& from) {
     const int n = threadIdx.x;
     if (n >= N) return;
     to.decay.of[n] = from.decay, to.x.of[n] = from.x, to.xs.of[n] = from.xs, to.u.of[n] = from.u, to.us.of[n] = from.us;
@@ -38,7 +38,7 @@ static __device__ __forceinline__ void put(Step<Vector>& to, const Step<float>& 
 
 // Sums over the LANES threads of a tile's rows: lane i gets that of row i % ROWS. Each adds up half of what it has and gives the
 // rest away, until it has one number.
-static __device__ __forceinline__ float added_up(const Four& x, int lane) {
+static __device__ float added_up(const Four& x, int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     const float low = (odd ? x.of[1] : x.of[0]) + __shfl_xor_sync(~0u, odd ? x.of[0] : x.of[1], 1);
     const float high = (odd ? x.of[3] : x.of[2]) + __shfl_xor_sync(~0u, odd ? x.of[2] : x.of[3], 1);
@@ -49,7 +49,7 @@ static __device__ __forceinline__ float added_up(const Four& x, int lane) {
 }
 
 // All rows' numbers, of which each lane has one
-static __device__ __forceinline__ Four of_rows(float x) {
+static __device__ Four of_rows(float x) {
     return {__shfl_sync(~0u, x, 0, ROWS), __shfl_sync(~0u, x, 1, ROWS), __shfl_sync(~0u, x, 2, ROWS), __shfl_sync(~0u, x, 3, ROWS)};
 }
 
@@ -63,7 +63,7 @@ struct Tile {
     __device__ __forceinline__ int column(int m) const { return m * LANES + lane * 4; }
 
     // each(i, M_im, x_im) for the elements of a matrix x, or of its transpose
-    template <bool TRANSPOSED, class Each> __device__ __forceinline__ void with(const float* x, const Each& each) {
+    template <bool TRANSPOSED, class Each> __device__ void with(const float* x, const Each& each) {
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4)
 #pragma unroll
@@ -74,10 +74,10 @@ struct Tile {
                     TRANSPOSED ? each(e, of[e][m + i], some.of[e]) : each(i, of[i][m + e], some.of[e]);
             }
     }
-    template <bool TRANSPOSED> __device__ __forceinline__ void read(const float* from) {
+    template <bool TRANSPOSED> __device__ void read(const float* from) {
         with<TRANSPOSED>(from, [](int, float& own, float x) { own = x; });
     }
-    __device__ __forceinline__ void write(float* to) const {
+    __device__ void write(float* to) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -85,7 +85,7 @@ struct Tile {
                 *reinterpret_cast<Four*>(to + (row + i) * N + column(m)) =
                     {of[i][m], of[i][m + 1], of[i][m + 2], of[i][m + 3]};
     }
-    __device__ __forceinline__ float times(const Vector& q) const {
+    __device__ float times(const Vector& q) const {
         Four sums = {};
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4) {
@@ -98,7 +98,7 @@ struct Tile {
         return added_up(sums, lane);
     }
     // The decay is one of columns, or with BY_ROW of rows. P and Q are of the lane's row.
-    template <bool BY_ROW> __device__ __forceinline__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
+    template <bool BY_ROW> __device__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
         const Four u = four(step.u.of + row), decay_of_rows = four(step.decay.of + row);
         Four Ps = {}, Qs = {};
 #pragma unroll
@@ -122,7 +122,7 @@ struct Tile {
 };
 
 template <bool KEEP>
-static __device__ __forceinline__ void run(
+static __device__ void run(
         const Number* r, const float* log_w, const Number* k, const Number* v, const Number* a, const Number* b,
         const float* state, Number* y, float* after, float* sa_of_all, float* states, int T, int H) {
     __shared__ Step<Vector> steps[2];
