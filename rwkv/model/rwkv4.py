@@ -26,6 +26,7 @@ NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
 NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
+UNUSED = ()                              # tensors of its files that nothing reads
 KEPT_FLOAT32 = ("time_decay", "time_first")      # in half precision too: a decay rounded to bfloat16 is another decay
 Shape = tuple[int, ...]
 
@@ -58,9 +59,9 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return replace(config, n_att=A, n_ffn=F)
 
 
-def operator_width(config: ModelConfig) -> int:
-    """The number of channels of k and v."""
-    return sizes(config)[1]
+def operator_work(config: ModelConfig) -> int:
+    """How many float32 values per token the operator of one layer works with at its peak: kernels/wkv4/README.md."""
+    return 8 * sizes(config)[1]
 
 
 def kept_for_backward(config: ModelConfig, half: bool) -> float:

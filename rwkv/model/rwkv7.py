@@ -27,6 +27,7 @@ from torch.nn.functional import normalize
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
+from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
 from rwkv.model.hooks import untouched
 from rwkv.model.step import norm_function, product_function, products_function
@@ -56,9 +57,12 @@ class Sizes(NamedTuple):
 def sizes(config: ModelConfig) -> Sizes:
     """The widths of a model.
 
-    A rank that is None is the official trainer's of today, 32 times a whole number; released files have others.
+    A rank that is None is the official trainer's of today, 32 times a whole number; released files have others. Raises
+    UserError where the width is not a whole number of heads.
     """
     C, N = config.n_embd, config.head_size
+    if C % N:
+        raise UserError(f"model.n_embd is a multiple of model.head_size, which is {N}; got {C}")
     given = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
              "g": config.gate_low_rank_dim}
     ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in given.items()}
@@ -91,9 +95,9 @@ def resolved(config: ModelConfig) -> ModelConfig:
                    gate_low_rank_dim=ranks["g"])
 
 
-def operator_width(config: ModelConfig) -> int:
-    """The number of channels of k and v."""
-    return config.n_embd
+def operator_work(config: ModelConfig) -> int:
+    """How many float32 values per token the operator of one layer works with at its peak, what it keeps aside."""
+    return 16 * config.n_embd
 
 
 def kept_for_backward(config: ModelConfig, half: bool) -> float:

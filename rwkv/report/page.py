@@ -110,7 +110,7 @@ def _errors(comparison: Comparison) -> list[str]:
     if not kernels:
         return []
     rows = [_error_row(kernel, when, comparison.results) for kernel in kernels for when in WHEN]
-    return ["<h2>Error of WKV on this run's own data</h2>",
+    return ["<h2>Error of the operator on this run's own data</h2>",
             '<p class="quiet">Against the float64 reference, on the inputs and the upstream gradient of the model itself at '
             "the start and at the end of training: RMS error / RMS, and below it the largest absolute error, of the worst "
             f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",

@@ -18,7 +18,6 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
 CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
-RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")      # of RWKV-4's operator
 Curve = dict[int, float]                 # by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 

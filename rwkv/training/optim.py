@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from rwkv.config import ORTHOGONAL, OptimConfig
-from rwkv.model.base import Model
+from rwkv.model.base import MATRICES, Model
 from rwkv.training.muon import Muon
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
-DECAYED = ("matrix", "gate", "embedding")        # groups of parameters that weight decay acts on
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
@@ -27,7 +26,7 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
         group = model.generation.group(name)
         orthogonal = optim.name in ORTHOGONAL and group == "matrix"
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name, model.generation.LR_SCALES, optim)
-        decay = optim.weight_decay if group in DECAYED else 0.0
+        decay = optim.weight_decay if group in MATRICES else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     muon = {"orthogonal": True, "momentum": optim.matrix_momentum}
     adam = {"betas": optim.betas, "eps": optim.eps}
