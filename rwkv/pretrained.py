@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.select import select
+from kernels.registry import UnknownKernel, all_names
+from kernels.select import AUTO, select, selectable
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
+from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import Model
+from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -44,10 +46,11 @@ class RWKV(Model):
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype == "int8":
             raise UserError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
-        wkv = select("wkv4", kernel, device, computed_in(dtype))
+        checkpoint = read_checkpoint(path)
+        wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         if trainable:
-            return cls.to_train_on(read_checkpoint(path), wkv, device, dtype)
-        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)
+            return cls.to_train_on(checkpoint, wkv, device, dtype)
+        return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
@@ -63,7 +66,8 @@ class RWKV(Model):
         """The same with matrices converted to int8 one at a time; everything else is computed in float32."""
         if device != "cpu":
             raise UserError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
-        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
+        group = generation(checkpoint.config).group
+        weights = {name: (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
         return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
 
@@ -96,8 +100,23 @@ class RWKV(Model):
         write_checkpoint(checkpoint, path, dtype, format)
 
 
+def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
+    """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
+
+    Raises UnknownKernel where the kernel is of another generation's operator alone, and as kernels.select.select does.
+    """
+    model = generation(config)
+    if kernel != AUTO and kernel not in all_names(model.OPERATOR):
+        others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
+        owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]
+        if owners:
+            raise UnknownKernel(f"{kernel} computes the operator of {' and '.join(owners)}; for {model.NAME} there are: "
+                                f"{', '.join([AUTO, *selectable(model.OPERATOR)])}")
+    return select(model.OPERATOR, kernel, device, dtype)
+
+
 def computed_in(dtype: str) -> torch.dtype:
-    """The dtype of k and v in a model of this dtype."""
+    """The dtype of the operator's inputs in a model of this dtype."""
     return torch.float32 if dtype == "int8" else getattr(torch, dtype)
 
 
