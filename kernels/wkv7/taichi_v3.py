@@ -31,7 +31,7 @@ from kernels.registry import Requires
 
 LANES = 16  # of a vector: its running sums and its two outer products' rows then stay in AVX2's registers
 CHUNK = 16  # steps between two multiplications of the matrix by the decay
-GROUP = 4  # columns of which a pass loads all before it stores any: Taichi reloads the data's address after a store
+GROUP = 2  # columns of which a pass loads all before it stores any: Taichi reloads the data's address after a store
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
 FORWARDS, BACKWARDS = (0, 1, 2, 3), (3, 2, 1, 0)  # the order of a step's four vectors: two are added, two are multiplied
 LOG2_E = 1.4426950408889634
