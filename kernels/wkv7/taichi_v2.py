@@ -35,7 +35,7 @@ FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # the order of a step's 
 LOG2_E = 1.4426950408889634
 EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
         0.00015403530393381606)  # of 2^f, |f| <= 1/2, to 1e-8
-REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), N_multiple=LANES)
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",), N_multiple=LANES)
 Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
