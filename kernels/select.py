@@ -34,7 +34,7 @@ RULES = {
     ("wkv4", "cuda", torch.float32): CUDA,
     ("wkv4", "cuda", torch.bfloat16): CUDA,
     ("wkv4", "cuda", torch.float64): Rule(("torch_scan",), measured=False),
-    **{("wkv7", device, dtype): Rule(("reference",), measured=False)
+    **{("wkv7", device, dtype): Rule(("torch_chunk", "reference"), measured=False)
        for device in ("cpu", "cuda") for dtype in (torch.float32, torch.bfloat16, torch.float64)},
 }
 
