@@ -12,7 +12,7 @@ import torch
 from cuda_host import ORDERS, Host, on_the_cpu
 
 from kernels.compare import errors, misses
-from kernels.registry import names
+from kernels.registry import KernelUnavailable, names
 from kernels.wkv7 import WKV7, cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -99,3 +99,9 @@ def test_conforms(wkv7: WKV7, test: Callable[[tuple[object, WKV7], str], None]) 
 def test_inputs_inside_a_larger_buffer(wkv7: WKV7) -> None:
     """At an address that no float4 load takes."""
     conformance.test_inputs_inside_a_larger_buffer((OF, wkv7), 1, "cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda_v1", "cuda_v2", "cuda_v3"])
+def test_a_head_too_large_for_a_block_is_refused(name: str, host: Host) -> None:
+    with on_the_cpu(host), pytest.raises(KernelUnavailable, match=f"{name}.*1056.*cuda_v0"):
+        WKV7(name)(*cases.inputs(1, 1, 1, 1025))

@@ -28,7 +28,7 @@ EPS = 0.25
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks and chunks, because the interpreter takes its time for each element, and so that small shapes are several."""
+    """Small blocks and chunks: the interpreter takes its time for each element, and C = 5, T = 9 are to be several."""
     monkeypatch.setattr("kernels.operator.check", lambda *args: None)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
     monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "CHUNK", 4)
