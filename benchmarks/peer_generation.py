@@ -30,7 +30,7 @@ def seconds(function):
 
 
 def rwkv_rows(folder, dtype, batches, prompt):
-    from rwkv.pretrained import RWKV
+    from rwkv.model import RWKV
 
     strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
     began = time.perf_counter()
