@@ -200,9 +200,14 @@ class LoggerConfig:
     project: str = option("timemix", "project in W&B")
     group: str | None = option(None, "group of runs in W&B; null: none", verbatim=NAME)
     run_name: str | None = option(None, "name of the run in W&B; null: chosen by W&B", verbatim=NAME)
+    published_losses: list[float] = option(list, "mean training losses of a published run, for the report: of its first "
+                                           "published_steps steps, of the next, ...")
+    published_steps: int = option(0, "steps that each of published_losses is the mean of", least=0)
 
     def __post_init__(self) -> None:
         check_options(self, "logger.")
+        if bool(self.published_losses) != bool(self.published_steps):
+            raise UserError("logger.published_losses and logger.published_steps belong together: give both or neither")
 
 
 @dataclass

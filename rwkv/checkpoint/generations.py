@@ -107,7 +107,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
     sizes = {"n_layer": n_layer, **generation.widths(matrix), "ctx_len": ctx_len}
     try:
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
-        generation.model.resolved(config)
+        generation.model.resolved(config)        # refuses sizes that do not go together
     except UserError as error:
         raise CheckpointError(f"{path} has tensors of sizes that no {generation.model.NAME} has: the file is damaged, or was "
                               f"converted wrongly ({error})") from error

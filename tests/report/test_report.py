@@ -395,6 +395,17 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     assert "compared with taichi_v3" in parsed(tmp_path / "report.html").text
 
 
+def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
+    """As far as the run has come; what is not such a list is none."""
+    published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
+    make_run(tmp_path, "conv1d", 0, [4.0, 3.0, 2.0, 1.0, 0.5], logger=published)
+    make_run(tmp_path, "conv1d", 1, [4.0, 3.0], logger={"published_losses": "x", "published_steps": 2})
+    assert report_tool.main([str(tmp_path)]) == 0
+    text = parsed(tmp_path / "report.html").text
+    assert all(number in text for number in ("1 to 2", "3.2500", "3.5000", "+0.2500", "3 to 4", "1.0000", "1.5000", "+0.5000"))
+    assert "5 to 6" not in text
+
+
 @pytest.mark.parametrize(("changed", "said"), [
     ({"optim": {"lr": 0.2}}, "optim.lr is 0.1 in kernel=conv1d,seed=0; 0.2 in "),
     ({"resume": "auto", "logger": {"run_name": "x"}}, None),
