@@ -98,7 +98,7 @@ def trial(folder: Path, generation: str, format: str, seed: int) -> bool:
         chance.choice(TENSORS)(checkpoint, chance)
     try:
         write_checkpoint(checkpoint, path, format=format)
-    except (ValueError, KeyError, RuntimeError):         # our own writer will not write some of these: another trial of the bytes
+    except (ValueError, KeyError, RuntimeError):         # our own writer refuses some of these: another trial of the bytes
         write_checkpoint(small(generation, format), path, format=format)
     if seed % 3:
         files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

@@ -142,8 +142,9 @@ def test_a_directory_is_flas(model: RWKV, tmp_path: Path) -> None:
     assert stated.items() <= config.items()
 
 
-@pytest.mark.parametrize(("change", "said"), [({"norm_eps": 1e-3}, "norm_eps"), ({"head_dim": 4}, "head_size=4"),
-                                              ({"v_low_rank_dim": 32}, "v_low_rank_dim=32"), ({"model_type": "rwkv8"}, "RWKV-8")])
+@pytest.mark.parametrize(("change", "said"), [
+    ({"norm_eps": 1e-3}, "norm_eps"), ({"head_dim": 4}, "head_size=4"), ({"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
+    ({"model_type": "rwkv8"}, "RWKV-8")])
 def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
     model.save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
@@ -201,8 +202,8 @@ def test_gguf_is_llama_cpps(model: RWKV, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert tuple(held[name].shape) == tuple(reversed(tensor.shape)), name
         assert np.array_equal(held[name].data, tensor), name
-    stated = {"block_count": 3, "embedding_length": 16, "feed_forward_length": 64, "wkv.head_size": 8, "context_length": 1 << 20,
-              "attention.head_count": 0, "attention.decay_lora_rank": 5, "attention.iclr_lora_rank": 4,
+    stated = {"block_count": 3, "embedding_length": 16, "feed_forward_length": 64, "wkv.head_size": 8,
+              "context_length": 1 << 20, "attention.head_count": 0, "attention.decay_lora_rank": 5, "attention.iclr_lora_rank": 4,
               "attention.value_residual_mix_lora_rank": 3, "attention.gate_lora_rank": 6}
     assert {key: field(tmp_path / "model.gguf", f"rwkv7.{key}") for key in stated} == stated
     assert field(tmp_path / "model.gguf", "general.architecture") == "rwkv7"
