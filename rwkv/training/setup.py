@@ -5,8 +5,6 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
-from dataclasses import replace
-
 import torch
 
 from kernels.select import AUTO, select, why_auto
@@ -15,7 +13,7 @@ from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TrainConfig
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.pretrained import RWKV
+from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_capacity
@@ -43,8 +41,8 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     return data
 
 
-def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: WKV) -> RWKV:
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: WKV) -> Model:
     """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len."""
     if init_checkpoint is None:
-        return RWKV(config, tokenizer.vocab_size, wkv).init_weights()
-    return RWKV.to_train_on(replace(init_checkpoint, config=config), wkv)
+        return Model(config, tokenizer.vocab_size, wkv).init_weights()
+    return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))

@@ -30,7 +30,6 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
-from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks import Bar, Metrics, StopCleanly
 from rwkv.training.checkpoints import LAST, Checkpoints, RandomState, VerifiedFiles
@@ -115,7 +114,8 @@ def _trained_model(task: LanguageModel, config: TrainConfig, out_dir: Path) -> M
     """The model in memory; with trainer=fsdp, where each process has a share of the weights, that of the last checkpoint."""
     if config.trainer.strategy != "fsdp":
         return task.model
-    return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), task.model.operator, str(task.device))
+    weights = read_checkpoint(out_dir / LAST).tensors("float32", str(task.device), mmap=True)
+    return Model.with_weights(task.model.config, task.model.operator, weights)
 
 
 def leave_report(out_dir: Path) -> None:
