@@ -42,6 +42,7 @@ peers: $(PEERS)/installed                ## PyPI's rwkv and transformers, apart:
 
 bench-peers: $(READY_TO_TEST) $(PEERS)/installed  ## reading and writing, beside the peers on the same checkpoint
 	$(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python --json $(RESULTS)/generation-cpu.json
+	$(BIN)/python -m benchmarks.generation --generation rwkv7 --peers $(PEERS)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
 	$(BIN)/python -m benchmarks.tables
 
 parity: $(READY_TO_TEST) $(PEERS)/installed     ## logits and state beside the peers' and beside float64, under every kernel

@@ -2,9 +2,9 @@
 
     wkv = select("wkv4", "taichi_v3", device, dtype)
 
-The names of an operator are the files of its folder. An operator in COMPOSED can also be computed from the operator named
-there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV with
-TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
+The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be computed from the
+operator named there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV
+with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
 """
 
 import importlib
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.registry import KernelUnavailable, UnknownKernel, load, names, operators, why_not
+from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, names, operators, why_not
 
 AUTO = "auto"
-COMPOSED = {"wkv4": "timex"}
 
 
 class Rule(NamedTuple):

@@ -5,10 +5,10 @@ from typing import Any, Self
 
 import torch
 
-from kernels.select import select
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.errors import UserError
-from rwkv.model.base import Model
+from rwkv.model.base import MATRICES, Model, generation
+from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -34,11 +34,11 @@ class RWKV(Model):
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype == "int8":
             raise UserError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
-        wkv = select("wkv4", kernel, device, computed_in(dtype))
+        checkpoint = read_checkpoint(path)
+        wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         if trainable:
-            checkpoint = read_checkpoint(path)
             return cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
-        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)
+        return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
@@ -54,7 +54,8 @@ class RWKV(Model):
         """The same with matrices converted to int8 one at a time; everything else is computed in float32."""
         if device != "cpu":
             raise UserError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
-        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
+        group = generation(checkpoint.config).group
+        weights = {name: (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
         return to_int8(cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval())
 
@@ -74,7 +75,7 @@ class RWKV(Model):
 
 
 def computed_in(dtype: str) -> torch.dtype:
-    """The dtype of k and v in a model of this dtype."""
+    """The dtype of the operator's inputs in a model of this dtype."""
     return torch.float32 if dtype == "int8" else getattr(torch, dtype)
 
 

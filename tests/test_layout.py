@@ -57,7 +57,7 @@ RULES = (
     Rule(r"(?!rwkv\.(training\b|data\.loaders$)).*", r"lightning|pytorch_lightning"),
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
-    Rule(r"rwkv\.model\b.*", r"kernels\.select"),                # the model is given its operator
+    Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
     Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )

@@ -42,6 +42,15 @@ class Source:
     def __init__(self, python_file: str, name: str, **macros: int) -> None:
         self.path = Path(python_file).parent / name
         self.macros = macros
+        self._variants: dict[tuple[int, ...], Source] = {}
+
+    def variant(self, **macros: int) -> "Source":
+        """The same file with other values of some macros: one object, and one compilation, for each set of values."""
+        values = self.macros | macros
+        key = tuple(values.values())
+        if key not in self._variants:
+            self._variants[key] = Source(str(self.path), self.path.name, **values)
+        return self._variants[key]
 
     def launch(self, kernel: str, grid: Size, block: Size, *args: Tensor | int | float, shared: int = 0) -> None:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.

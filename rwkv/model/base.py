@@ -10,9 +10,13 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     Block, State, empty_state      Block.forward: (x, state of this layer or None, carry) -> (x, state, carry)
     init_weights(model)            the initialisation
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
+    LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
     Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
     NON_NEGATIVE                   linear layers whose inputs are never negative (int8)
-    operator_width(config), kept_for_backward(config, half)        for estimates of memory
+    UNUSED                         tensors of its files that nothing reads, and some files lack
+    operator_work(config), kept_for_backward(config, half)         for estimates of memory
+
+Each block has its operator as block.att.wkv.
 """
 
 import hashlib
@@ -29,6 +33,7 @@ from rwkv.config import ModelConfig
 from rwkv.model.hooks import untouched
 from rwkv.model.state import State
 
+MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 
@@ -143,6 +148,8 @@ class Model(nn.Module):
             return self.fingerprint_before
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
+            if name in self.generation.UNUSED:
+                continue
             spaced = tensor.detach().flatten()[::max(1, tensor.numel() // SAMPLED)]
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())

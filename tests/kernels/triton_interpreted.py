@@ -1,6 +1,6 @@
 """The Triton kernels on a CPU, under Triton's interpreter: test_triton.py runs this file in a process with TRITON_INTERPRET=1.
 
-They go through TimeX, WKV and Softmax as for a user; only the registry's word that they need a GPU is not taken.
+They go through TimeX, WKV, WKV7 and Softmax as for a user; only the registry's word that they need a GPU is not taken.
 """
 
 import itertools
@@ -19,6 +19,8 @@ from kernels.timex import cases as timex_cases
 from kernels.wkv4 import WKV, WKVState
 from kernels.wkv4 import cases as wkv_cases
 from kernels.wkv4.cases import double
+from kernels.wkv7 import WKV7
+from kernels.wkv7 import cases as wkv7_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 0.25
@@ -26,9 +28,11 @@ EPS = 0.25
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 channels, because the interpreter takes its time for each element, and so that C = 5 is two of them."""
+    """Small blocks and chunks, because the interpreter takes its time for each element, and so that small shapes are several."""
     monkeypatch.setattr("kernels.operator.check", lambda *args: None)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
+    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "CHUNK", 4)
+    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "SHARE", 4)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)

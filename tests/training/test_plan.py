@@ -70,7 +70,7 @@ WIDTHS = st.integers(1, 90)
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 3), WIDTHS, st.none() | WIDTHS, st.none() | WIDTHS, WIDTHS)
 def test_the_formula_counts_any_model(L: int, C: int, A: int | None, F: int | None, V: int) -> None:
-    config = ModelConfig(L, C, A, F)
+    config = ModelConfig(n_layer=L, n_embd=C, n_att=A, n_ffn=F)
     assert memory.n_parameters(config, V) == parameters_on_meta(config, V)
 
 
@@ -78,7 +78,8 @@ def test_the_formula_counts_any_model(L: int, C: int, A: int | None, F: int | No
 
 
 def configured(L: int, C: int, B: int, T: int, **trainer: Any) -> TrainConfig:
-    return TrainConfig(model=ModelConfig(L, C, ctx_len=T), data=DataConfig(batch_size=B), trainer=TrainerConfig(**trainer))
+    return TrainConfig(model=ModelConfig(n_layer=L, n_embd=C, ctx_len=T), data=DataConfig(batch_size=B),
+                       trainer=TrainerConfig(**trainer))
 
 
 def measured_peak(config: TrainConfig, V: int, kernel: str) -> int:
@@ -228,7 +229,7 @@ def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monk
 
 def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints that the run has already are replaced, so that their space is free."""
-    config, size = configured(2, 64, 8, 128), 12 * memory.n_parameters(ModelConfig(2, 64), 256)
+    config, size = configured(2, 64, 8, 128), 12 * memory.n_parameters(ModelConfig(n_layer=2, n_embd=64), 256)
     monkeypatch.setattr(memory, "free_disk", lambda folder: 4 * size - 1)
     with pytest.raises(UserError, match=r"trainer\.keep_last"):
         memory.require_capacity(config, tmp_path, CPU, 256)
