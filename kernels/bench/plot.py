@@ -179,17 +179,13 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     groups: list[list[float]] = []                           # original heights, each group laid out around its mean
     for height in heights:
         groups.append([height])
-        while len(groups) > 1 and _top(groups[-2], gap) + gap > _bottom(groups[-1], gap):
+        while len(groups) > 1 and _bottom(groups[-2], gap) + gap * len(groups[-2]) > _bottom(groups[-1], gap):
             groups[-2:] = [groups[-2] + groups[-1]]
     return [_bottom(group, gap) + gap * index for group in groups for index in range(len(group))]
 
 
 def _bottom(group: list[float], gap: float) -> float:
     return sum(group) / len(group) - gap * (len(group) - 1) / 2
-
-
-def _top(group: list[float], gap: float) -> float:
-    return _bottom(group, gap) + gap * (len(group) - 1)
 
 
 def _bars(panel: Any, times: Mapping[str, float], rungs: Sequence[str]) -> None:
