@@ -54,7 +54,7 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
     _check_name(operator, name, device.type)
     reason = why_not(folder(operator, name), name, device.type)
     if reason:
-        others = _runnable(operator, device.type)
+        others = runnable_on(operator, device.type)
         only_auto = others == [AUTO]
         raise KernelUnavailable(reason, "" if only_auto else f"on {device.type} there are: {', '.join(others)}")
     kind = importlib.import_module(f"kernels.{operator}").OPERATOR
@@ -106,7 +106,7 @@ def _check_name(operator: str, name: str, device: str) -> None:
         return
     owners = [other for other in operators() if name in names(other) and name != inner]
     problem = f"{name} is a kernel of {' and '.join(owners)}, not of {operator}" if owners else f"unknown kernel {name!r}"
-    raise UnknownKernel(f"{problem}; on {device} there are: {', '.join(_runnable(operator, device))}")
+    raise UnknownKernel(f"{problem}; on {device} there are: {', '.join(runnable_on(operator, device))}")
 
 
 def _has_rule(operator: str) -> bool:
@@ -120,7 +120,7 @@ def _usable_inside(operator: str, name: str) -> bool:
         return True
 
 
-def _runnable(operator: str, device: str) -> list[str]:
+def runnable_on(operator: str, device: str) -> list[str]:
     """The names that select takes for the operator on the device type `device`, auto first where there is a rule."""
     here = [name for name in selectable(operator) if why_not(folder(operator, name), name, device) is None]
     return [AUTO, *here] if _has_rule(operator) else here

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from kernels.registry import UnknownKernel, all_names
-from kernels.select import AUTO, select, selectable
+from kernels.select import AUTO, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation
 
@@ -21,5 +21,5 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]
         if owners:
             raise UnknownKernel(f"{kernel} computes the operator of {' and '.join(owners)}; for {model.NAME} there are: "
-                                f"{', '.join([AUTO, *selectable(model.OPERATOR)])}")
+                                f"{', '.join(runnable_on(model.OPERATOR, torch.device(device).type))}")
     return select(model.OPERATOR, kernel, device, dtype)

@@ -189,7 +189,7 @@ class TimeMix(nn.Module):
 
     def _can_fuse(self) -> bool:
         """Whether nothing has to see the layers called, and nothing is frozen: its gradient would be computed for nothing."""
-        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first: torch.compile cannot trace hooks
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # asked first, for torch.compile
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)

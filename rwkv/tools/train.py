@@ -2,6 +2,7 @@
 
   python train.py                                     a small model, in minutes
   python train.py kernel=taichi_v3 model=small
+  python train.py model=rwkv7_tiny                    RWKV-7 instead of RWKV-4
   python train.py data=text data.path=FILE data.tokenizer=char
   python train.py data=jsonl data.path="corpus/*.jsonl.gz" plan=true
   python train.py model=169m trainer.max_tokens=1e9 plan=true

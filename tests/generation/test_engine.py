@@ -25,8 +25,9 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenize
 PROMPT = "naïve — 你好\n"
 BYTES = ByteTokenizer()
 TOKENIZERS = {"byte": BYTES, "char": CharTokenizer(PROMPT + "abcdefghij"), "bpe": JsonTokenizer.train([PROMPT * 20], 300)}
-KERNELS = ("conv1d", "torch_scan", "reference")
-MODELS = {kernel: small_model(kernel, vocab_size=256) for kernel in KERNELS}
+KERNELS = ("conv1d", "torch_scan", "reference", "rwkv7")                 # of RWKV-4, and one of RWKV-7
+MODELS = {kernel: small_model(kernel, vocab_size=256) for kernel in KERNELS[:-1]}
+MODELS["rwkv7"] = small_model("reference", vocab_size=256, generation="rwkv7")
 PROMPTS = st.lists(st.text("ab\n", max_size=12), min_size=1, max_size=5)
 OPTIONS = st.fixed_dictionaries({"temperature": st.sampled_from([0.0, 0.7, 1.3]), "top_p": st.sampled_from([0.5, 1.0]),
                                  "repetition_penalty": st.sampled_from([1.0, 1.2])})

@@ -6,6 +6,10 @@ plain-torch twin below. Sources: arXiv 2503.14456; RWKV-LM, RWKV-v7/train_temp/s
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,12 +19,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, group_norm, layer_norm, normalize
 
 from kernels.select import select
+from rwkv.checkpoint.files import checkpoint_of
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.errors import UserError
 from rwkv.model import fused
 from rwkv.model.base import n_parameters
 from rwkv.model.rwkv7 import UNUSED, State, resolved, shapes
 from rwkv.pretrained import RWKV
+from rwkv.training.kernel_probe import measure_errors
 from rwkv.training.optim import parameter_groups
 from rwkv.training.task import LanguageModel
 
@@ -162,6 +168,47 @@ def test_a_model_of_the_same_weights_without_the_unused_tensors_is_the_same_mode
     with torch.no_grad():
         model.blocks[0].att.w0.add_(1)
     assert model.fingerprint() != before
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0.02), ("int8", 0.3)])
+@torch.no_grad()
+def test_weights_in_bfloat16_are_computed_in_other_dtypes(tmp_path: Path, dtype: str, allowed: float) -> None:
+    """In int8 the low-rank matrices, which are no linear layers, become float32 like the vectors."""
+    model = small(n_embd=64)
+    model.save_pretrained(tmp_path / "model.safetensors", dtype="bfloat16")
+    loaded = RWKV.from_pretrained(tmp_path / "model.safetensors", "reference", dtype=dtype)
+    expected = model(tokens(model))[0]
+    assert (loaded(tokens(model))[0] - expected).norm() < allowed * expected.norm()
+
+
+@torch.no_grad()
+def test_a_model_in_bfloat16_computes_its_decay_in_float32() -> None:
+    """A decay near 1 rounded to bfloat16 is 1."""
+    model = small(n_embd=64)
+    stored = checkpoint_of(model.state_dict()).stored_in("bfloat16")
+    assert {name for name, tensor in stored.items() if tensor.get().dtype == torch.float32} == {
+        f"blocks.{layer}.att.w0" for layer in range(3)}
+    seen: list[Tensor] = []
+    operator = model.blocks[0].att.wkv
+    model = model.bfloat16()
+    model.blocks[0].att.w0.data = model.blocks[0].att.w0.data.float()
+    model.blocks[0].att.wkv = lambda r, log_w, *others: (seen.append(log_w), operator(r, log_w, *others))[1]
+    model(tokens(model))
+    assert seen[0].dtype == torch.float32
+    assert (seen[0] != seen[0].bfloat16()).float().mean() > 0.9
+
+
+def test_the_errors_of_a_run_s_operator_are_measured_in_every_layer() -> None:
+    """What trainer.probe=true writes: y and the six gradients, which lie within what the operator's tests allow."""
+    model = small("torch_chunk", n_layer=2)
+    task = LanguageModel(model, OptimConfig(), 10, 1.0)
+    trainer = SimpleNamespace(global_step=2, precision_plugin=SimpleNamespace(train_step_context=nullcontext))
+    found = measure_errors(cast(Any, trainer), task, (tokens(model), tokens(model, seed=2)))
+    assert len(found["layers"]) == 2
+    for layer in found["layers"]:
+        assert list(layer["errors"]) == ["y", *(f"grad {name}" for name in ("r", "log_w", "k", "v", "a", "b"))]
+        assert all(0 < error["err_ratio"] < found["allowed"][name] for name, error in layer["errors"].items())
+        assert layer["ranges"]["log_w"][1] <= 0
 
 
 # Initialisation and groups, as in RWKV-LM

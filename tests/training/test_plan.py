@@ -55,7 +55,8 @@ def parameters_on_meta(config: ModelConfig, vocab_size: int) -> int:
 
 
 def test_every_preset_is_known() -> None:
-    assert {path.stem for path in (cli.CONFIGS / "model").glob("*.yaml")} == {*PRESETS, *(f"rwkv7_{name}" for name in PRESETS_7)}
+    known = {*PRESETS, *(f"rwkv7_{name}" for name in PRESETS_7)}
+    assert {path.stem for path in (cli.CONFIGS / "model").glob("*.yaml")} == known
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -135,12 +136,12 @@ def test_the_estimate_is_near_the_measured_peak(sizes: tuple[int, ...], V: int, 
 
 
 @pytest.mark.parametrize(("sizes", "options"), [
-    ((4, 192, 4, 128), {}), ((4, 192, 4, 128), {"precision": "bf16-mixed"}), ((2, 64, 2, 64), {"tbptt": 4}),
-], ids=["activations", "bf16", "tbptt"])
+    ((2, 64, 8, 128), {}), ((2, 64, 8, 128), {"precision": "bf16-mixed"}),
+    ((4, 64, 4, 128), {"activation_checkpointing": True}), ((2, 64, 2, 64), {"tbptt": 4}),
+], ids=["activations", "bf16", "checkpointing", "tbptt"])
 def test_the_estimate_is_near_the_measured_peak_of_rwkv_7(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-    """Sizes at which the reference's backward, which keeps all states as no other does, is a small part of all."""
     config = configured(*sizes, generation="rwkv7", **options)
-    assert memory.estimate(config, 256).total == pytest.approx(measured_peak(config, 256, "reference"), rel=0.25)
+    assert memory.estimate(config, 256).total == pytest.approx(measured_peak(config, 256, "torch_chunk"), rel=0.25)
 
 
 def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
