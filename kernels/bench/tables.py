@@ -38,8 +38,8 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 def section(report: dict[str, Any]) -> str:
     """The machine, a table for each shape, and for a scan over T how cost grows with T."""
-    table = {"timex": timex_table, "wkv4": wkv_table, "wkv7": wkv_table}.get(report["op"], bandwidth_table)
-    growth = growth_table(report["shapes"]) if table is wkv_table else None
+    table = {"timex": timex_table, "wkv4": scan_table, "wkv7": scan_table}.get(report["op"], bandwidth_table)
+    growth = growth_table(report["shapes"]) if table is scan_table else None
     return "\n\n".join((caption(report), *map(table, report["shapes"]), *filter(None, [growth])))
 
 
@@ -53,7 +53,7 @@ def timex_table(measured: dict[str, Any]) -> str:
             f"{measured['baseline']}.\n\n{markdown(rows)}{_notes(measured)}")
 
 
-def wkv_table(measured: dict[str, Any]) -> str:
+def scan_table(measured: dict[str, Any]) -> str:
     """Times; their ratios to the limit, where operations are counted, and to a copy of one tensor; extra memory; and the speed
     of both passes relative to the baseline."""
     results = _by_name(measured)

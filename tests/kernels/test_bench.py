@@ -21,10 +21,12 @@ from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
 from kernels.bench.results import exit_status
 from kernels.bench.wkv4 import Case as WKVCase
+from kernels.bench.wkv7 import Case as WKV7Case
 from kernels.compare import err_ratio, misses
 from kernels.timex import TimeX, conv1d, formula
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import reference
+from kernels.wkv7 import reference as wkv7_reference
 
 ROOT = hardware.ROOT
 
@@ -76,6 +78,43 @@ def test_a_sweep_in_half_precision_with_the_default_allocator(op: str, capsys: p
     assert (report["dtype"], report["malloc"]) == ("bfloat16", "default")
     assert [measured["shape"]["T"] for measured in report["sweep"]] == [8, 24], "16 is measured already"
     assert all(1e-4 < result["err_ratio"] < 2e-2 for measured in report["sweep"] for result in measured["results"])
+
+
+def test_wkv7_is_verified_with_a_few_heads_repeated_and_timed_beside_its_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, report = run(capsys, "wkv7", "--shape", "3,4,8,20", "--sweep", "1,20", "--only", "torch_chunk")
+    assert code == 0
+    measured, = report["shapes"]
+    assert measured["shape"] == {"B": 3, "H": 4, "N": 8, "T": 20}
+    assert [one["shape"]["T"] for one in report["sweep"]] == [1]
+    assert [(result["name"], result["pass"]) for result in measured["results"]] == [
+        (name, part) for name in ("reference", "torch_chunk") for part in ("forward", "backward")]
+    sequence, state = 4 * 3 * 4 * 8 * 20, 4 * 3 * 4 * 8 * 8
+    for result in measured["results"]:
+        forward = result["pass"] == "forward"
+        assert result["gflops"] * result["ms"] * 1e6 == pytest.approx((10 if forward else 32) * 20 * state / 4)
+        assert result["gbs"] * result["ms"] * 1e6 == pytest.approx(7 * sequence + state if forward else 13 * sequence)
+        assert result["x_limit"] * result["gflops"] == pytest.approx(measured["limits"]["matmul_gflops"])
+        assert result["err_ratio"] < 1e-6
+    assert max(map(len, out.splitlines()[:-1])) <= 128
+
+
+def test_wkv7_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, report = run(capsys, "wkv7", "--shape", "2,3,8,20", "--only", "torch_chunk", "--dtype", "bfloat16")
+    assert code == 0
+    assert all(1e-4 < result["err_ratio"] < 2e-2 for result in report["shapes"][0]["results"])
+
+
+def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though every row holds the same few heads."""
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, state = wkv7_reference.forward(*inputs)
+        return y.roll(1, 0), state
+
+    with stub("wkv7", forward, wkv7_reference.backward) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.select.names", registry.names)
+        code, _, report = run(capsys, "wkv7", "--shape", "2,12,8,5", "--only", name)
+    assert code == 1
+    assert "y" in report["shapes"][0]["wrong"][name]
 
 
 def test_flop_and_traffic_are_those_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +256,15 @@ def test_the_estimate_of_one_block_grows_with_the_square_of_its_length(monkeypat
     assert (case.estimate("conv1d").seconds, case.estimate(case.baseline).seconds) == (8.0, 64.0)
 
 
+def test_the_estimate_of_the_loop_over_many_steps_runs_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "seconds", lambda function, device, repeats=1: 1.0)
+    case = WKV7Case(1, 2, 4, 640, "cpu")
+    estimate = case.estimate("reference")
+    assert estimate.seconds == 10.0
+    states = 4 * 2 * 4 * 4 * 640
+    assert states < estimate.peak_extra < 3 * states
+
+
 def test_err_ratio() -> None:
     ones = torch.ones(2, 2)
     assert err_ratio(1.5 * ones, ones) == 0.5
@@ -343,6 +391,15 @@ def test_the_tables_show_every_machine_and_the_cost_of_more_steps() -> None:
     assert "| taichi_scan | x 8.0 | x 8.1 | 3.0 to 24 | 3.0 to 24 |" in text
     assert "conv1d" in text, "too slow to be measured"
     assert "cuda_v0" not in text, "not expected on a CPU"
+
+
+def test_the_table_of_wkv7_has_its_times_relative_to_the_limit() -> None:
+    short, long = ([*passes("reference", 900 * n, 4000 * n, gflops=1.0, x_limit=40.0, extra_mb=8.0),
+                    *passes("torch_chunk", 100 * n, 400 * n, gflops=9.0, x_limit=5.25)] for n in (1, 2))
+    text = between_markers("wkv7", report_of("wkv7", "cpu", ((8, 12, 64, 512), short), ((8, 12, 64, 1024), long), axes="BHNT"))
+    assert "| torch_chunk | 100 | 400 | 5.2, 5.2 | 100, 400 | 0.0, 0.0 | 9.8 |" in text
+    assert "From T = 512 to T = 1024, 2 times the steps, B = 8, H = 12, N = 64" in text
+    assert "| torch_chunk | x 2.0 | x 2.0 | 0.0 to 0.0 | 0.0 to 0.0 |" in text
 
 
 def test_an_operator_bound_by_memory_has_a_table_and_a_figure_of_its_bandwidth(tmp_path: Path) -> None:

@@ -46,6 +46,13 @@ def test_k_of_0_and_a_direction_of_norm_0(wkv7: WKV7, device: str) -> None:
         assert not wrong(wkv7, changed(inputs, **new)), list(new)
 
 
+def test_the_same_direction_at_every_step(wkv7: WKV7, device: str) -> None:
+    """At the full rate and nearly without decay, as where a text repeats one token: a chunk's powers of b a^T grow to 1e3 and more."""
+    inputs = cases.inputs(1, 150, 2, 64, log_w=cases.SLOWEST, device=device)
+    same = inputs[4][:, :1].expand_as(inputs[4]).contiguous()
+    assert not wrong(wkv7, changed(inputs, a=same, b=-same))
+
+
 def test_no_state_is_the_empty_state(wkv7: WKV7, device: str) -> None:
     sequences = cases.inputs(2, 20, 2, 64, device=device)[:6]
     found = wkv7(*sequences)
@@ -101,3 +108,7 @@ def test_nan_stays_in_its_head_and_reaches_no_earlier_step(wkv7: WKV7, device: s
         assert torch.equal(y[1, :t, 0], expected[1, :t, 0]), name
         assert not y[1, t, 0].isfinite().all() or name == "v", name
         assert y[1, t:, 0].isnan().any(), name
+        if name == "v":
+            assert torch.equal(y[..., 6:], expected[..., 6:]), "other rows of the state"
+        if name == "r":
+            assert torch.equal(y[1, t + 1:], expected[1, t + 1:]), "other steps"
