@@ -13,7 +13,7 @@ gl_t = sum_i S_{t-1} w_t G_t is
 
     gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
 
-and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Kept by forward: sa, as
+and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
 large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
 """
 

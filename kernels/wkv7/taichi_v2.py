@@ -8,12 +8,12 @@
 G = dL/dS; rows and keys go from the last step to the first.
 
 Since sa is computed a step ahead, each of the four is one pass over a matrix: it is multiplied by the decay, two outer products
-are added, and it is multiplied by two vectors. Lanes are where no sum is, and log_w's gradient needs no product of two matrices:
+are added, and it is multiplied by two vectors. Lanes are where no sum is. log_w's gradient needs no product of two matrices:
 gl_t = sum_i S_{t-1} w_t G_t is
 
     gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
 
-and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Kept by forward: sa, as
+and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
 large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
 """
 
