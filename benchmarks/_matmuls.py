@@ -27,9 +27,11 @@ def seconds_per_step(config: ModelConfig, vocab_size: int, B: int, T: int, devic
 
 
 def layer_linears(config: ModelConfig) -> list[Linear]:
-    """The matrices of one block."""
-    shapes = generation(config).shapes(config, 1).items()
-    return [(shape[1], shape[0]) for name, shape in shapes if name.startswith("blocks.0.") and len(shape) == 2]
+    """The matrices of one block, the low-rank ones included: of the last, since RWKV-7's first does not use all of its own."""
+    model = generation(config)
+    last = f"blocks.{config.n_layer - 1}."
+    return [(shape[1], shape[0]) for name, shape in model.shapes(config, 1).items()
+            if name.startswith(last) and model.group(name) != "vector"]
 
 
 def _shortest(linears: list[Linear], N: int, device: torch.device, dtype: torch.dtype, calls: int) -> float:

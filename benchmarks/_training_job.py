@@ -1,4 +1,4 @@
-"""One measurement in a process of its own, for benchmarks/training.py: _training_job.py steps PRECISION | head chunked|whole.
+"""One measurement in a process of its own, for benchmarks/training.py: steps GENERATION PRECISION | head chunked|whole.
 
 steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, until killed.
 head: ms and peak resident memory (MB beyond that before the step) of a step with the loss in chunks or with all logits at
@@ -22,16 +22,17 @@ from benchmarks._matmuls import seconds_per_step
 from kernels.backends.allocator import keep_large_blocks
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
+from rwkv.model.base import generation
 from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
 B = 4
-SHAPE = ModelConfig(n_layer=6, n_embd=384, ctx_len=512), 8192
+VOCABULARY = 8192
 LARGE_HEAD = ModelConfig(n_layer=2, n_embd=256, ctx_len=1024), 65536
 
 
-def steps(precision: str) -> None:
-    config, vocab_size = SHAPE
+def steps(name: str, precision: str) -> None:
+    config, vocab_size = ModelConfig(generation=name, n_layer=6, n_embd=384, ctx_len=512), VOCABULARY
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
     task, x = _task(config, vocab_size, dtype), torch.randint(vocab_size, (B, config.ctx_len))
     optimizer = task.configure_optimizers()["optimizer"]
@@ -75,7 +76,8 @@ def _whole(model: RWKV, x: Tensor) -> Tensor:
 def _task(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> LanguageModel:
     keep_large_blocks()
     torch.manual_seed(0)
-    return LanguageModel(RWKV(config, vocab_size, select("wkv4", AUTO, dtype=dtype)).init_weights(), OptimConfig(), 1000, 1.0)
+    operator = select(generation(config).OPERATOR, AUTO, dtype=dtype)
+    return LanguageModel(RWKV(config, vocab_size, operator).init_weights(), OptimConfig(), 1000, 1.0)
 
 
 def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) -> None:
@@ -105,4 +107,4 @@ def _resident() -> int:
 
 
 if __name__ == "__main__":
-    {"steps": steps, "head": head}[sys.argv[1]](sys.argv[2])
+    {"steps": steps, "head": head}[sys.argv[1]](*sys.argv[2:])

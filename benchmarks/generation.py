@@ -1,10 +1,11 @@
-"""python -m benchmarks.generation [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--peers PYTHON] [--json FILE]
+"""python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--json FILE]
 
 Tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates stand beside
 their limit in the same run: the model's matrix products alone, on the same weights. The weights are random, because the time
 does not depend on them. Each dtype runs in a process of its own, so that peak memory is its own.
 
---peers PYTHON adds PyPI's rwkv and transformers, from an environment that has them (make peers), on the same checkpoint.
+--peers PYTHON adds PyPI's rwkv and, for RWKV-4, transformers, from an environment that has them (make peers), on the same
+checkpoint.
 The last line of standard output is the result as JSON.
 """
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,11 +33,14 @@ from kernels.select import select
 from rwkv.config import ModelConfig
 from rwkv.generation.decoder import Decoder
 from rwkv.generation.prefill import prefill
+from rwkv.model.base import generation
 from rwkv.model.quantized import Int8Linear
 from rwkv.pretrained import RWKV
 
 DTYPES = ("float32", "bfloat16", "int8")
-PEERS = (*(("rwkv", dtype) for dtype in DTYPES), ("transformers", "float32"), ("transformers", "bfloat16"))
+PEERS = {"rwkv4": (*(("rwkv", dtype) for dtype in DTYPES), ("transformers", "float32"), ("transformers", "bfloat16")),
+         "rwkv7": (("rwkv7", "float32"), ("rwkv7", "bfloat16"))}
+SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
 ROUNDS = 7                               # in each the work and its limit in turns
 ROUND_S = 0.6                            # seconds of either
 
@@ -47,11 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(measure(args.checkpoint, args.measure, args.batch, args.prompt)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder), args.shape)
+        shape = args.shape or SHAPES[args.generation]
+        checkpoint = write_checkpoint(Path(folder), args.generation, shape)
         rows = [row for dtype in args.dtype for row in _in_a_process(args, checkpoint, dtype)]
-        peers = [row for peer in PEERS for row in _peer(args, checkpoint, *peer)] if args.peers else []
-    report = {"shape": dict(zip("LCV", args.shape, strict=True)), "prompt": args.prompt, "rows": rows + peers,
-              "machine": hardware.describe("cpu")}
+        peers = [row for peer in PEERS[args.generation] for row in _peer(args, checkpoint, *peer)] if args.peers else []
+    report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
+              "rows": rows + peers, "machine": hardware.describe("cpu")}
     print(table(report))
     publish(report, args.json)
     return 0
@@ -85,18 +90,17 @@ def _peak_mib() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def write_checkpoint(folder: Path, shape: tuple[int, int, int]) -> Path:
-    """Writes a random model as a float16 .pth, and beside it as a Hugging Face directory; returns the .pth."""
+def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
+    """Writes a random model of the generation as a .pth, and beside it as a Hugging Face directory; returns the .pth."""
     L, C, V = shape
     torch.manual_seed(0)
-    model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("wkv4", "reference"))
+    config = ModelConfig(generation=name, n_layer=L, n_embd=C)
+    model = RWKV(config, V, select(generation(config).OPERATOR, "reference")).init_weights()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, C ** -0.5)
-            elif "time_mix" in name:
-                weight.uniform_(0, 1)
-    model.save_pretrained(folder / "model.pth", dtype="float16")
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, C ** -0.5)
+    model.save_pretrained(folder / "model.pth", dtype="float16" if name == "rwkv4" else "bfloat16")
     model.save_pretrained(folder / "huggingface", dtype="float32")
     return folder / "model.pth"
 
@@ -189,7 +193,8 @@ def _last_line(command: list[str], folder: Path) -> list[dict[str, Any]]:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description="Speed of prefill and decode.")
-    parser.add_argument("--shape", type=_numbers, default=[12, 768, 50277], metavar="L,C,V", help="layers, width, vocabulary")
+    parser.add_argument("--generation", choices=PEERS, default="rwkv4")
+    parser.add_argument("--shape", type=_numbers, metavar="L,C,V", help="layers, width, vocabulary")
     parser.add_argument("--dtype", type=lambda text: text.split(","), default=list(DTYPES), metavar="NAME,...")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], metavar="B,...")
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS")

@@ -1,5 +1,7 @@
 """peer_generation.py PEER DTYPE FOLDER BATCHES PROMPT: prefill and decode of PyPI's rwkv or transformers, as JSON rows.
 
+PEER: rwkv (an RWKV-4 checkpoint), rwkv7 (PyPI's rwkv on an RWKV-7 checkpoint) or transformers.
+
 benchmarks.generation --peers runs it on the checkpoint in FOLDER, in an environment with the peer and without this project.
 """
 
@@ -29,12 +31,17 @@ def seconds(function):
     return median(samples)
 
 
-def rwkv_rows(folder, dtype, batches, prompt):
-    from rwkv.pretrained import RWKV
+def rwkv7_rows(folder, dtype, batches, prompt):
+    os.environ["RWKV_V7_ON"] = "1"
+    yield from rwkv_rows(folder, dtype, batches, prompt, suffix="")          # that form of it adds the suffix itself
+
+
+def rwkv_rows(folder, dtype, batches, prompt, suffix=".pth"):
+    from rwkv.model import RWKV
 
     strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
     began = time.perf_counter()
-    model = RWKV(model=f"{folder}/model.pth", strategy=strategy, verbose=False)
+    model = RWKV(model=f"{folder}/model{suffix}", strategy=strategy, verbose=False)
     load_s = time.perf_counter() - began
     tokens = torch.randint(1000, (prompt,)).tolist()
     _, state = model.forward(tokens[:8], None)
@@ -70,7 +77,7 @@ def decode(model, B):
 
 
 def main(peer, dtype, folder, batches, prompt):
-    rows = {"rwkv": rwkv_rows, "transformers": transformers_rows}[peer](
+    rows = {"rwkv": rwkv_rows, "rwkv7": rwkv7_rows, "transformers": transformers_rows}[peer](
         folder, dtype, [int(B) for B in batches.split(",")], int(prompt))
     same = {"of": peer, "dtype": dtype}
     print(json.dumps([row | same | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024} for row in rows]))

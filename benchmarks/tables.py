@@ -46,15 +46,17 @@ def generation(report: Report) -> str:
 def training(report: Report) -> str:
     """A step through train.py beside the same step bare and its matrix products alone, and the benchmark's other parts."""
     table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
-    for dtype in ("float32", "bfloat16"):
-        if dtype in report:
-            one = report[dtype]
-            table.append([dtype, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
+    for part, name in STEPS.items():
+        if part in report:
+            one = report[part]
+            table.append([name, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
                           f"{one['around_a_step']:.1%}"])
     parts = (markdown(table), AROUND, _losses(report), _shakespeare(report), _head(report), _earlier(report))
     return "\n\n".join(filter(None, parts))
 
 
+STEPS = {f"{prefix}{dtype}": f"{name}, {dtype}" for prefix, name in (("", "RWKV-4"), ("rwkv7_", "RWKV-7"))
+         for dtype in ("float32", "bfloat16")}
 AROUND = ("Around a step: the time that train.py takes beyond the bare step, measured in turns with it, relative to the bare "
           "step; a negative share is the noise of the two measurements.")
 
@@ -131,7 +133,8 @@ def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
-    "generation": ("generation-cpu.json", generation), "training": ("training-cpu.json", training),
+    "generation": ("generation-cpu.json", generation), "generation of RWKV-7": ("generation-rwkv7-cpu.json", generation),
+    "training": ("training-cpu.json", training),
     "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),
     "corpus": ("tokenize-corpus.json", corpus)}
 

@@ -4,6 +4,7 @@ The time of a training step in train.py, beside the same step bare (no Lightning
 matrix products alone, in turns; medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
+    rwkv7_float32, rwkv7_bfloat16      the same of RWKV-7
     --losses STEPS             the loss after that many steps of one window each, in float32 and bf16-mixed
     --shakespeare FILE         experiment=shakespeare_char on that text to its end, with three seeds, and in float32;
                                --nanogpt FOLDER: nanoGPT's CPU recipe, which is in float32, in turns with each of them (a
@@ -34,6 +35,7 @@ from rwkv.config import TrainerConfig
 ROOT = Path(__file__).parent.parent
 SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab_size=8192", "data.batch_size=4",
          "data.val_fraction=0.002", "trainer.val_every=100000", "trainer.log_every=1"]
+GENERATIONS = {"": "rwkv4", "rwkv7_": "rwkv7"}            # the prefix of a part's name
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
@@ -62,7 +64,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Report]]:
-    parts = {name: lambda name=name: throughput(PRECISIONS[name], scratch / name) for name in PRECISIONS}
+    parts = {f"{prefix}{name}": lambda generation=generation, name=name: throughput(generation, PRECISIONS[name], scratch)
+             for prefix, generation in GENERATIONS.items() for name in PRECISIONS}
     parts["head"] = lambda: {name: _middle_of_three("head", name) for name in ("chunked", "whole")}
     if args.losses:
         parts["losses"] = lambda: {name: loss_after(args.losses, PRECISIONS[name], scratch / f"losses-{name}")
@@ -72,11 +75,13 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
     return {name: part for name, part in parts.items() if not args.only or name in args.only}
 
 
-def throughput(precision: str, out_dir: Path) -> Report:
+def throughput(generation: str, precision: str, scratch: Path) -> Report:
     """ms of a step in train.py, of the bare step and of its matrix products; tokens per second, and their ratios."""
-    command = _train_command(out_dir, *SHAPE, f"trainer.precision={precision}", f"trainer.max_steps={STEPS[precision]}",
+    out_dir = scratch / f"{generation}-{precision}"
+    command = _train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
+                             f"trainer.max_steps={STEPS[precision]}",
                              f"trainer.checkpoint_every={SAVED_EVERY}")
-    printed = _turns.beside(command, ROOT, _job_command("steps", precision), ROOT, TURNS[precision])
+    printed = _turns.beside(command, ROOT, _job_command("steps", generation, precision), ROOT, TURNS[precision])
     alone = [json.loads(line) for line in printed.splitlines() if line.endswith("}")][WARM:]
     ms = _of_throughput(out_dir) | {name: median(one[name] for one in alone) for name in ("bare", "matmuls")}
     return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * TOKENS / ms["step"],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
     import torch
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
+COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
@@ -75,6 +76,15 @@ def names(op: str) -> tuple[str, ...]:
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
+
+
+def all_names(op: str) -> set[str]:
+    """The names of `op` and of the operator that it can be computed from, some of which kernels.select may refuse inside it.
+
+    The file that composes the two has the name of the other operator, and is no name.
+    """
+    inner = COMPOSED.get(op)
+    return {*names(op), *(names(inner) if inner else ())} - {inner}
 
 
 @cache

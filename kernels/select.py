@@ -2,9 +2,9 @@
 
     wkv = select("wkv4", "taichi_v3", device, dtype)
 
-The names of an operator are the files of its folder. An operator in COMPOSED can also be computed from the operator named
-there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV with
-TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
+The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be computed from the
+operator named there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV
+with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
 """
 
 import importlib
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.registry import KernelUnavailable, UnknownKernel, load, names, operators, why_not
+from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, names, operators, why_not
 
 AUTO = "auto"
-COMPOSED = {"wkv4": "timex"}
 
 
 class Rule(NamedTuple):
@@ -28,6 +27,8 @@ class Rule(NamedTuple):
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
+CPU_7 = Rule(("taichi_v3", "torch_chunk"), measured=False)
+CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
 RULES = {
     ("wkv4", "cpu", torch.float32): CPU,
     ("wkv4", "cpu", torch.bfloat16): CPU,
@@ -35,10 +36,11 @@ RULES = {
     ("wkv4", "cuda", torch.float32): CUDA,
     ("wkv4", "cuda", torch.bfloat16): CUDA,
     ("wkv4", "cuda", torch.float64): Rule(("torch_scan",), measured=False),
-    **{("wkv7", "cpu", dtype): Rule(("taichi_v3", "reference"), measured=False) for dtype in (torch.float32, torch.bfloat16)},
-    ("wkv7", "cpu", torch.float64): Rule(("reference",), measured=False),
-    **{("wkv7", "cuda", dtype): Rule(("reference",), measured=False)
-       for dtype in (torch.float32, torch.bfloat16, torch.float64)},
+    ("wkv7", "cpu", torch.float32): CPU_7,
+    ("wkv7", "cpu", torch.bfloat16): CPU_7,
+    ("wkv7", "cuda", torch.float32): CUDA_7,
+    ("wkv7", "cuda", torch.bfloat16): CUDA_7,
+    **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
 }
 
 

@@ -1,7 +1,7 @@
 """The command line of train, generate and evaluate: arguments are checked, Hydra composes, and a user's error is one sentence.
 
 The options are the dataclasses of rwkv/config.py; configs/NAME.yaml and the files of its groups compose them, and the group
-`kernel` has a choice for each file in kernels/timex and kernels/wkv4. Free text and paths (prompt=, data.path=, ...) never
+`kernel` has a choice for each implementation of any generation's operator. Free text and paths (prompt=, data.path=, ...) never
 reach Hydra's grammar: commas, quotes, equals signs and newlines need no escaping. A wrong name is found before Hydra and torch
 are imported.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kernels.registry import KernelUnavailable, UnknownKernel, names
+from kernels.registry import KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.config import PATH, TEXT, options
 from rwkv.errors import UserError
 from rwkv.help import description, page
@@ -27,7 +27,8 @@ from rwkv.io.unread import unread
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
-KERNELS = tuple(sorted({"auto", *names("timex"), *names("wkv4")} - {"timex"}))       # wkv4/timex.py takes its name from timex/
+TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one for each generation
+KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 OPTIONAL = ("experiment", "debug")       # groups with null as a choice
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")

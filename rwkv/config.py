@@ -8,11 +8,13 @@ import math
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 from rwkv.errors import UserError
 
-SCALED = ("time_mix", "time_decay", "time_first")        # parameters with a learning rate scale of their own
+SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are the factors on learning rates
+GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
 
 
@@ -20,16 +22,17 @@ PATH, NAME, TEXT = "path", "name", "text"                # options whose values 
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
-           above: float | None = None, below: float = math.inf, verbatim: str | None = None,
+           above: float | None = None, below: float = math.inf, verbatim: str | None = None, only: str | None = None,
            heading: str | None = None) -> Any:
     """A dataclass field for one option.
 
     default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
     and of those after it. one_of, least, above and below: the allowed values, beside None; least: a finite number of that size.
-    verbatim: PATH (~/ is the home folder), NAME, or TEXT (null is a text); None for a value in Hydra's grammar.
+    verbatim: PATH (~/ is the home folder), NAME, or TEXT (null is a text); None for a value in Hydra's grammar. only: the
+    generation of models that has the option, None for all.
     """
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "above": above, "below": below,
-                "verbatim": verbatim}
+                "verbatim": verbatim, "only": only}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -60,6 +63,14 @@ def check_options(config: Any, group: str = "") -> None:
             _between(group + item.name, value, limits["above"], limits["below"])
 
 
+def require_options_of(generation: str, config: Any, group: str) -> None:
+    """Raises UserError for the first option of `config` that another generation of models has, unless it is at its default."""
+    for item in fields(config):
+        if item.metadata["only"] not in (None, generation) and getattr(config, item.name) != item.default:
+            raise UserError(f"{group}{item.name} is an option of {item.metadata['only']}, and the model is {generation}: leave "
+                            "it out, or take another model=")
+
+
 @dataclass
 class KernelConfig:
     name: str = option("auto", "set by kernel=")
@@ -67,16 +78,24 @@ class KernelConfig:
 
 @dataclass
 class ModelConfig:
-    generation: ClassVar[str] = "rwkv4"      # the file of rwkv/model/ that says everything about the architecture
+    """The widths of a model; rwkv/model/GENERATION.py says which it has, and what null means."""
 
-    n_layer: int = option(4, "number of blocks", least=1, heading="Model")
+    generation: str = option("rwkv4", "architecture, set by model=", one_of=GENERATIONS, heading="Model")
+    n_layer: int = option(4, "number of blocks", least=1)
     n_embd: int = option(192, "width in channels", least=1)
-    n_att: int | None = option(None, "width inside time mixing; null: n_embd", least=1)
+    n_att: int | None = option(None, "width inside time mixing; null: n_embd (rwkv4)", least=1, only="rwkv4")
     n_ffn: int | None = option(None, "width inside channel mixing; null: 4 n_embd", least=1)
+    head_size: int = option(64, "width of a head (rwkv7)", least=1, only="rwkv7")
+    decay_low_rank_dim: int | None = option(None, "rank of the decay, w1 and w2; null: as RWKV-LM has it for n_embd (rwkv7)",
+                                            least=1, only="rwkv7")
+    a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1, only="rwkv7")
+    v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1, only="rwkv7")
+    gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1, only="rwkv7")
     ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:
         check_options(self, "model.")
+        require_options_of(self.generation, self, "model.")
 
 
 @dataclass
@@ -114,9 +133,9 @@ class OptimConfig:
     warmup_steps: int = option(20, "steps in which the rate first rises to lr", least=0)
     matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0)
     matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon")
-    time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_*", least=0)
-    time_decay_lr_scale: float = option(2.0, "factor on the rate of time_decay", least=0)
-    time_first_lr_scale: float = option(3.0, "factor on the rate of time_first", least=0)
+    time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_* (rwkv4)", least=0, only="rwkv4")
+    time_decay_lr_scale: float = option(2.0, "factor on the rate of the decays: rwkv4's time_decay, rwkv7's w0", least=0)
+    time_first_lr_scale: float = option(3.0, "factor on the rate of time_first (rwkv4)", least=0, only="rwkv4")
     betas: tuple[float, float] = option((0.9, 0.99), "decay rates of Adam's two moments")
     eps: float = option(1e-8, "Adam's epsilon", least=0)
     weight_decay: float = option(0.0, "weight decay, of matrices alone", least=0)
@@ -181,9 +200,14 @@ class LoggerConfig:
     project: str = option("timemix", "project in W&B")
     group: str | None = option(None, "group of runs in W&B; null: none", verbatim=NAME)
     run_name: str | None = option(None, "name of the run in W&B; null: chosen by W&B", verbatim=NAME)
+    published_losses: list[float] = option(list, "mean training losses of a published run, for the report: of its first "
+                                           "published_steps steps, of the next, ...")
+    published_steps: int = option(0, "steps that each of published_losses is the mean of", least=0)
 
     def __post_init__(self) -> None:
         check_options(self, "logger.")
+        if bool(self.published_losses) != bool(self.published_steps):
+            raise UserError("logger.published_losses and logger.published_steps belong together: give both or neither")
 
 
 @dataclass
@@ -203,6 +227,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
+        require_options_of(self.model.generation, self.optim, "optim.")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "

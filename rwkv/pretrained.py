@@ -4,25 +4,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from kernels.select import select
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.errors import UserError
-from rwkv.model.base import Model
+from rwkv.model.base import MATRICES, Model, generation
+from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "int8")         # that a model computes in; int8: its matrices, on a CPU
-
-
-class Unfilled(TorchFunctionMode):
-    """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        skipped = getattr(function, "__module__", None) == torch.nn.init.__name__
-        return None if skipped else function(*args, **(kwargs or {}))
 
 
 class RWKV(Model):
@@ -44,10 +34,11 @@ class RWKV(Model):
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype == "int8":
             raise UserError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
-        wkv = select("wkv4", kernel, device, computed_in(dtype))
+        checkpoint = read_checkpoint(path)
+        wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         if trainable:
-            return cls.to_train_on(read_checkpoint(path), wkv, device, dtype)
-        return cls.from_checkpoint(read_checkpoint(path), wkv, device, dtype, mmap)
+            return cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
+        return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
@@ -55,31 +46,18 @@ class RWKV(Model):
         """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
         if dtype == "int8":
             return cls._in_int8(checkpoint, wkv, device, mmap)
-        weights = {name: tensor.get(copy=not mmap).to(device) for name, tensor in checkpoint.stored_in(dtype).items()}
-        return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
+        weights = checkpoint.tensors(dtype, device, mmap)
+        return cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
     def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
         """The same with matrices converted to int8 one at a time; everything else is computed in float32."""
         if device != "cpu":
             raise UserError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
-        weights = {name: (tensor if len(tensor.shape) == 2 else tensor.cast(torch.float32)).get(copy=not mmap)
+        group = generation(checkpoint.config).group
+        weights = {name: (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
-        return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
-
-    @classmethod
-    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
-        """The model of a checkpoint that has been read, for training: with gradients, in memory of its own."""
-        weights = {name: tensor.get(copy=True).to(device) for name, tensor in checkpoint.stored_in(dtype).items()}
-        return cls._of(checkpoint, wkv, weights)
-
-    @classmethod
-    def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Self:
-        """The model with these weights, built without memory of its own and without random initialisation."""
-        with torch.device("meta"), Unfilled():
-            model = cls(checkpoint.config, checkpoint.vocab_size, wkv)
-        model.load_state_dict(weights, assign=True)
-        return model
+        return to_int8(cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval())
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
@@ -97,7 +75,7 @@ class RWKV(Model):
 
 
 def computed_in(dtype: str) -> torch.dtype:
-    """The dtype of k and v in a model of this dtype."""
+    """The dtype of the operator's inputs in a model of this dtype."""
     return torch.float32 if dtype == "int8" else getattr(torch, dtype)
 
 

@@ -32,10 +32,11 @@ class Resources(NamedTuple):
 
 
 def sources() -> list[Source]:
-    """Every `Source` of every file kernels/*/cuda_*.py."""
+    """Every `Source` of every file kernels/*/cuda_*.py, in bfloat16, too, where it has that."""
     modules = [importlib.import_module(f"kernels.{path.parent.name}.{path.stem}")
                for path in sorted(ROOT.glob("kernels/*/cuda_*.py"))]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
+    return [*found, *(source.variant(BFLOAT16=1) for source in found if "BFLOAT16" in source.macros)]
 
 
 def name_of(source: Source) -> str:

@@ -1,38 +1,72 @@
-"""Small models whose every weight matters, and the kernels that they can run on here."""
+"""Small models of every generation whose every weight matters, and the kernels that they can run on here."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
-from rwkv.config import ModelConfig
+from rwkv.config import GENERATIONS, ModelConfig
+from rwkv.model.base import generation as module_of
+from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 
 SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
+RANKS = {"decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6}
+OWN: dict[str, dict[str, Any]] = {"rwkv4": {}, "rwkv7": {"head_size": 8, **RANKS}}       # options that a generation has alone
+OPERATORS = {name: module_of(ModelConfig(generation=name)).OPERATOR for name in GENERATIONS}
+each_generation = pytest.mark.parametrize("generation", GENERATIONS)
 
 
-def reasons() -> dict[str, str | None]:
+def reasons(operator: str = "wkv4") -> dict[str, str | None]:
     """Every selectable kernel, and why it cannot run on this machine's CPU, None where it can."""
-    return {name: why_not(folder("wkv4", name), name) for name in selectable("wkv4")}
+    return {name: why_not(folder(operator, name), name) for name in selectable(operator)}
 
 
-def kernels() -> list[object]:
+def kernels(operator: str = "wkv4") -> list[Any]:
     """Every selectable kernel as a parameter; those that cannot run on this machine's CPU are skipped with their reason."""
-    return [pytest.param(name, marks=[pytest.mark.skip(reason)] if reason else []) for name, reason in reasons().items()]
+    return [pytest.param(name, marks=[pytest.mark.skip(reason)] if reason else [])
+            for name, reason in reasons(operator).items()]
 
 
-def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, **sizes: int) -> RWKV:
+def every_kernel() -> list[Any]:
+    """Every generation with each of its kernels, as two parameters."""
+    return [pytest.param(generation, *kernel.values, marks=kernel.marks, id=f"{generation}-{kernel.values[0]}")
+            for generation, operator in OPERATORS.items() for kernel in kernels(operator)]
+
+
+def small_config(generation: str = "rwkv4", **sizes: int) -> ModelConfig:
+    return ModelConfig(generation=generation, **{**SMALL, **OWN[generation], **sizes})
+
+
+def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, generation: str = "rwkv4",
+                **sizes: int) -> RWKV:
     """A model with the matrices that start at zero, the norms and the mixing weights randomised: logits of order 1."""
     torch.manual_seed(seed)
-    model = RWKV(ModelConfig(**{**SMALL, **sizes}), vocab_size, select("wkv4", kernel)).init_weights()
+    model = RWKV(small_config(generation, **sizes), vocab_size, select(OPERATORS[generation], kernel)).init_weights()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
-                weight.normal_(0, weight.shape[1] ** -0.5)
-            elif "ln" in name:
+                weight.normal_(0, weight.shape[0 if model.generation.group(name) == "low rank" else 1] ** -0.5)
+            elif "ln" in name or generation == "rwkv7":
                 weight.add_(0.1 * torch.randn_like(weight))
     return model
 
 
-def tokens(model: RWKV, B: int = 2, T: int = 24, seed: int = 1) -> torch.Tensor:
+def tokens(model: RWKV, B: int = 2, T: int = 24, seed: int = 1) -> Tensor:
     return torch.randint(model.vocab_size, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def as_values(state: State) -> dict[str, Tensor]:
+    """The state in its one form: RWKV-4's (a, b, p) has many, a/b and p + log b one."""
+    parts = state.named()
+    if "p" in parts:
+        a, b, p = (parts.pop(name) for name in "abp")
+        parts |= {"a/b": a / b, "p + log b": p + b.log()}
+    return parts
+
+
+def assert_same_state(actual: State, expected: State, atol: float = 1e-4) -> None:
+    torch.testing.assert_close(as_values(actual), as_values(expected), rtol=0, atol=atol, check_dtype=False)

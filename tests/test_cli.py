@@ -163,9 +163,12 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("kernel.name=nonsense", "'nonsense'; there are: auto, conv1d, "),
     ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, conv1d, "),
     ("kernel=fft", "fft"),
-    ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, small, tiny"),
+    ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
     ("model=null", "'null'; there are: 169m"),
     ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original, shakespeare_char"),
+    ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
+    ("model.head_size=32", "model.head_size is an option of rwkv7"),
+    ("model.gate_low_rank_dim=8", "model.gate_low_rank_dim is an option of rwkv7"),
     ("model.n_layer=two", "model.n_layer: "),
     ("model.n_layer=1.5", "model.n_layer: "),
     ("model.n_layer=0", "model.n_layer"),
@@ -201,6 +204,17 @@ def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str,
     if argument == "trainer=gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     one_sentence(run("train", argument), said)
+    assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["model.n_att=8"], "model.n_att is an option of rwkv4"),
+    (["optim.time_first_lr_scale=2"], "optim.time_first_lr_scale is an option of rwkv4"),
+    (["model.head_size=50", "kernel=reference"], "model.head_size, which is 50"),
+    (["kernel=conv1d"], "conv1d computes the operator of RWKV-4; for RWKV-7 there are: auto, reference"),
+])
+def test_what_is_of_another_generation_is_one_sentence(run: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
+    one_sentence(run("train", "model=rwkv7_tiny", *arguments), said)
     assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
 
 

@@ -30,12 +30,16 @@ class Content:
 
 @dataclass
 class Outgoing:
-    """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it."""
+    """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
+
+    quantised: the name of the block format for the large matrices, one of the format's QUANTISED; None: as `tensors` says.
+    """
 
     tensors: dict[str, Stored]
     config: ModelConfig
     vocab_size: int
     entry: dict[str, Any]
+    quantised: str | None = None
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:

@@ -65,6 +65,10 @@ class Checkpoint:
         return {name: tensor.cast(DTYPES["float32" if name.endswith(kept) else dtype])
                 for name, tensor in self.weights.stored.items()}
 
+    def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
+        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, those that the file holds in `dtype` are mapped."""
+        return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
+
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
@@ -109,17 +113,21 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
     module = formats.load(format) if format else formats.by_suffix(path)
-    tensors = checkpoint.stored_in(dtype)
+    quantised = dtype if dtype in getattr(module, "QUANTISED", ()) else None
+    if dtype is not None and dtype not in DTYPES and not quantised:
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}, and in GGUF also q8_0; got {dtype!r}")
     if hasattr(module, "dtype_for"):
-        tensors = {name: tensor.cast(module.dtype_for(tensor, dtype)) for name, tensor in checkpoint.weights.stored.items()}
+        group = generation(checkpoint.config).group
+        tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
+                   for name, tensor in checkpoint.weights.stored.items()}
+    else:
+        tensors = checkpoint.stored_in(dtype)
     total = sum(tensor.nbytes for tensor in tensors.values())
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = checkpoint.run or {"model": asdict(checkpoint.config)}
     entry = _entry(run, checkpoint.vocab_size, checkpoint.tokenizer, checkpoint.tokenizer_hash)
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry))
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
@@ -168,7 +176,7 @@ def follow(path: Path) -> Path:
 def _understand(content: Content) -> Checkpoint:
     """The checkpoint with official names and shapes, after its tensors and everything beside them have been compared."""
     path = content.path
-    module, tensors = recognise(path, content.tensors)
+    module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
         tensors.setdefault("head.weight", tensors["emb.weight"].renamed("head.weight"))
     config, vocab_size = config_of(path, module, tensors, content.declared.get("ctx_len", DEFAULT_CTX_LEN))

@@ -1,8 +1,14 @@
 """The generations whose checkpoints are read, one file rwkvN.py each beside this one, and the checks that they share.
 
-A generation offers model (the file of the same name in rwkv/model/, which states names and shapes), recognises(tensors),
-official_name(name), widths(matrix), has_many_forms(name), and for Hugging Face directories HUGGING_FACE_TYPE,
-HUGGING_FACE_SIZES, hugging_face_name(name) and hugging_face_config(config, vocab_size).
+A generation offers
+
+    model                          the file of the same name in rwkv/model/, which states names and shapes
+    official_name, recognises      the official name for another program's; whether tensors by official names are its own
+    arranged, laid_out             tensors from any format's arrangement to the official one; to that of a format
+    widths, has_many_forms         the sizes that follow from the tensors' shapes; whether a vector has several shapes in files
+    HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, HUGGING_FACE_EPSILON, hugging_face_config          for config.json
+    GGUF_ARCHITECTURE              None where GGUF does not have it; else also GGUF_SIZES, gguf_sizes, GGUF_FLOAT32 and
+                                   GGUF_UNQUANTISED, the names of tensors that are float32, or never quantised
 """
 
 import importlib
@@ -15,14 +21,16 @@ from typing import Any
 
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 
 Shape = tuple[int, ...]
 
 # Versions and names of tensors that only they have, for the message about a file that no generation recognises: RWKV-LM's
-# RWKV-v1 to RWKV-v7, and rwkv.cpp's joined x_rwkvag
-OTHER_VERSIONS = (("RWKV-1", r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)"), ("RWKV-2", r".*\.time_mix"),
-                  ("RWKV-7", r".*\.(x_r|r_k|k_k|x_rwkvag)"), ("RWKV-6", r".*\.time_(maa|decay_w)\w*"),
+# RWKV-v1 to RWKV-v8, where 7a, 7b and 8 have more of these than the ones before them
+OTHER_VERSIONS = (("RWKV-8", r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?"), ("RWKV-7b", r".*\.qkv\..*"),
+                  ("RWKV-7a", r".*\.ffn\.(s_emb\w*|s[012])(\.weight)?"),
+                  ("RWKV-1", r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)"), ("RWKV-2", r".*\.time_mix"),
+                  ("RWKV-6", r".*\.time_(maa|decay_w)\w*"),
                   ("RWKV-5", r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"))
 
 
@@ -44,12 +52,16 @@ def supported() -> str:
     return " and ".join(generation.model.NAME for generation in generations())
 
 
-def recognise(path: Path, tensors: Mapping[str, Stored]) -> tuple[ModuleType, dict[str, Stored]]:
-    """The generation of a file's tensors, and the tensors by official name. Raises CheckpointError where there is none."""
+def recognise(path: Path, tensors: Mapping[str, Stored],
+              declared: Mapping[str, Any]) -> tuple[ModuleType, dict[str, Stored]]:
+    """The generation of a file's tensors, and the tensors by official name and in the official arrangement.
+
+    declared: the sizes that the file states, by their names in ModelConfig. Raises CheckpointError where there is none.
+    """
     for generation in generations():
         official = _official(path, tensors, generation)
         if generation.recognises(official):
-            return generation, official
+            return generation, generation.arranged(official, declared)
     raise CheckpointError(_why_none(path, tensors))
 
 
@@ -92,7 +104,14 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         return tensors[name].shape
 
     n_layer = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
-    return ModelConfig(n_layer=n_layer, **generation.widths(matrix), ctx_len=ctx_len), matrix("emb.weight")[0]
+    sizes = {"n_layer": n_layer, **generation.widths(matrix), "ctx_len": ctx_len}
+    try:
+        config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
+        generation.model.resolved(config)        # refuses sizes that do not go together
+    except UserError as error:
+        raise CheckpointError(f"{path} has tensors of sizes that no {generation.model.NAME} has: the file is damaged, or was "
+                              f"converted wrongly ({error})") from error
+    return config, matrix("emb.weight")[0]
 
 
 def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vocab_size: int) -> None:

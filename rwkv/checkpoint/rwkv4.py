@@ -1,11 +1,13 @@
 """RWKV-4 in files: how its tensors are recognised, their Hugging Face names, and the sizes that follow from their shapes.
 
-Official names and shapes are those of rwkv/model/rwkv4.py.
+Official names and shapes are those of rwkv/model/rwkv4.py. GGUF has no RWKV-4: llama.cpp runs RWKV-6 and 7 and nothing older.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
@@ -13,9 +15,11 @@ from rwkv.model import rwkv4 as model
 
 FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which has time_first and time_mix_k as well
 
+GGUF_ARCHITECTURE = None
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "attention_hidden_size": "n_att",
-                      "intermediate_size": "n_ffn", "vocab_size": "vocab_size"}
+                      "intermediate_size": "n_ffn", "vocab_size": "vocab_size", "context_length": "ctx_len"}
+HUGGING_FACE_EPSILON = "layer_norm_epsilon"
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward", "time_mix_k": "time_mix_key",
                 "time_mix_v": "time_mix_value", "time_mix_r": "time_mix_receptance"}
 OFFICIAL = {theirs: ours for ours, theirs in HUGGING_FACE.items()}
@@ -37,18 +41,30 @@ def official_name(name: str) -> str:
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
-def hugging_face_name(name: str) -> str:
-    """The name that RwkvForCausalLM gives to the tensor with an official name."""
-    translated = ".".join(HUGGING_FACE.get(part, part) for part in name.split("."))
-    return translated if name.startswith("head.") else f"rwkv.{translated}"
+def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors, which every format arranges as the official files do."""
+    return tensors
 
 
-def hugging_face_config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The part of config.json that describes the architecture."""
+def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
+    """The tensors by the names that `format` gives them; the official ones but for huggingface, RwkvForCausalLM's."""
+    if format != "huggingface":
+        return dict(tensors)
+    names = {name: ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")) for name in tensors}
+    names = {name: theirs if name.startswith("head.") else f"rwkv.{theirs}" for name, theirs in names.items()}
+    return {names[name]: tensor.renamed(names[name]) for name, tensor in tensors.items()}
+
+
+def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The part of config.json that describes the architecture.
+
+    RwkvConfig's rescale_every (6 by default) halves the weights of the layers in memory, in its state_dict too, to keep
+    float16 activations small; a directory saved from such a model looks like any other. 0 changes nothing.
+    """
     C, A, F = model.sizes(config)
     return {"architectures": ["RwkvForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
             "context_length": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": C,
-            "attention_hidden_size": A, "intermediate_size": F}
+            "attention_hidden_size": A, "intermediate_size": F, "rescale_every": 6 if dtype == torch.float16 else 0}
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]]) -> dict[str, int]:

@@ -5,6 +5,7 @@ are never both in memory; where it does not, the tensor is a view of the mapping
 """
 
 import ctypes
+import functools
 import math
 import mmap
 import sys
@@ -49,8 +50,13 @@ class Stored:
         return cls(name, source, tuple(tensor.shape), tensor.dtype, lambda: tensor, mapped)
 
     @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.count * self.dtype.itemsize
 
     def renamed(self, name: str) -> "Stored":
         return replace(self, name=name)
@@ -60,6 +66,22 @@ class Stored:
 
     def cast(self, dtype: torch.dtype) -> "Stored":
         return replace(self, dtype=dtype)
+
+    def transposed(self) -> "Stored":
+        """The transpose of a matrix; a tensor of another number of dimensions as it is, for `fit` to refuse."""
+        if len(self.shape) != 2:
+            return self
+        return replace(self, shape=self.shape[::-1], data=lambda: self.data().reshape(self.shape).T)
+
+    def part(self, index: int, name: str, shape: tuple[int, ...]) -> "Stored":
+        """Element `index` along the first axis, as a tensor of its own."""
+        return replace(self, name=name, shape=shape, data=lambda: self.data().reshape(self.shape)[index])
+
+    @classmethod
+    def joined(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
+        """One tensor that holds `parts`, each of the same size, one after another, in the widest of their dtypes."""
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
         """The contiguous tensor, which the caller may keep. copy=True: always in memory of its own, never a view of the file.

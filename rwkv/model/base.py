@@ -10,9 +10,13 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     Block, State, empty_state      Block.forward: (x, state of this layer or None, carry) -> (x, state, carry)
     init_weights(model)            the initialisation
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
+    LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
     Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
     NON_NEGATIVE                   linear layers whose inputs are never negative (int8)
-    operator_width(config), kept_for_backward(config, half)        for estimates of memory
+    UNUSED                         tensors of its files that nothing reads, and some files lack
+    operator_work(config), kept_for_backward(config, half)         for estimates of memory
+
+Each block has its operator as block.att.wkv.
 """
 
 import hashlib
@@ -23,11 +27,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rwkv.config import ModelConfig
 from rwkv.model.hooks import untouched
 from rwkv.model.state import State
 
+MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 
@@ -47,6 +53,14 @@ def state_nbytes(config: ModelConfig) -> int:
     return state.nbytes()
 
 
+class _NoInitialisation(TorchFunctionMode):
+    """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        skipped = getattr(function, "__module__", None) == nn.init.__name__
+        return None if skipped else function(*args, **(kwargs or {}))
+
+
 class Model(nn.Module):
     """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
 
@@ -58,6 +72,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+
+    @classmethod
+    def with_weights(cls, config: ModelConfig, operator: Any, weights: dict[str, Tensor]) -> Self:
+        """The model that consists of these tensors: they are not copied, and no others are made or initialised."""
+        with torch.device("meta"), _NoInitialisation():
+            model = cls(config, len(weights["emb.weight"]), operator)
+        model.load_state_dict(weights, assign=True)
+        return model
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         hidden, state = self.hidden(tokens, state)
@@ -126,6 +148,8 @@ class Model(nn.Module):
             return self.fingerprint_before
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
+            if name in self.generation.UNUSED:
+                continue
             spaced = tensor.detach().flatten()[::max(1, tensor.numel() // SAMPLED)]
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
-from rwkv.model import rwkv4_fused, state
+from rwkv.model import fused, rwkv4_fused, state
 from rwkv.model.rwkv4_step import Step as Step
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
 NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
+LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
+UNUSED = ()                              # tensors of its files that nothing reads
 KEPT_FLOAT32 = ("time_decay", "time_first")      # in half precision too: a decay rounded to bfloat16 is another decay
 Shape = tuple[int, ...]
 
@@ -57,9 +59,9 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return replace(config, n_att=A, n_ffn=F)
 
 
-def operator_width(config: ModelConfig) -> int:
-    """The number of channels of k and v."""
-    return sizes(config)[1]
+def operator_work(config: ModelConfig) -> int:
+    """How many float32 values per token the operator of one layer works with at its peak: kernels/wkv4/README.md."""
+    return 8 * sizes(config)[1]
 
 
 def kept_for_backward(config: ModelConfig, half: bool) -> float:
@@ -121,14 +123,14 @@ class TimeMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None) -> tuple[Tensor, Tensor, WKVState]:
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
-        if not rwkv4_fused.can_fuse(self.key, self.value, self.receptance, self.output):
-            mix_k, mix_v, mix_r = rwkv4_fused.token_shift(x, last_x, *mus)
+        if not fused.can_fuse(self.key, self.value, self.receptance, self.output):
+            mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus)
             y, after = self._wkv(self.key(mix_k), self.value(mix_v), before)
-            return self.output(torch.sigmoid(self.receptance(mix_r)) * y), rwkv4_fused.last(x), after
+            return self.output(torch.sigmoid(self.receptance(mix_r)) * y), fused.last(x), after
         weights = self.key.weight, self.value.weight, self.receptance.weight
-        k, v, r = rwkv4_fused.mixed_products(x, last_x, mus, weights)
+        k, v, r = fused.mixed_products(x, last_x, mus, weights)
         y, after = self._wkv(k, v, before)
-        return rwkv4_fused.gated_product(r, y, self.output.weight), rwkv4_fused.last(x), after
+        return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last(x), after
 
     def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None) -> tuple[Tensor, WKVState]:
         if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
@@ -150,12 +152,12 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
         mus = self.time_mix_k, self.time_mix_r
-        if not rwkv4_fused.can_fuse(self.key, self.receptance, self.value):
-            mix_k, mix_r = rwkv4_fused.token_shift(x, last_x, *mus)
+        if not fused.can_fuse(self.key, self.receptance, self.value):
+            mix_k, mix_r = fused.token_shift(x, last_x, *mus)
             relu_k = torch.relu(self.key(mix_k))
-            return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), rwkv4_fused.last(x)
+            return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
-        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), rwkv4_fused.last(x)
+        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x)
 
 
 class Block(nn.Module):

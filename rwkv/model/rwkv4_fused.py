@@ -1,70 +1,13 @@
-"""RWKV-4's token shift, and the fused form of time and channel mixing: three autograd functions with gradients of their own.
+"""The fused form of RWKV-4's time and channel mixing: autograd functions with gradients of their own (see fused.py)."""
 
-Each uses few operations and few temporaries. A CPU spends a third of a small model's training step on starting operations and
-on autograd itself, and the operations between a large model's matrix products are bound by memory: autograd's general formulas
-read and write each tensor several times more. Under autocast everything here is computed in the dtype of the matrix products.
-rwkv4.py has the plain formulas beside the calls of these functions; `can_fuse` chooses between them.
-"""
-
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch import Tensor
+from torch.nn.functional import linear
 
-from kernels.backends.torch_private import transforms_active
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.hooks import untouched
-
-Tensors = tuple[Tensor, ...]
-
-
-def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor) -> Tensors:
-    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
-
-    x (B,T,C), and last_x (B,C) before its first step, None for zeros.
-    """
-    dtype = product_dtype(x)
-    x = x.to(dtype)
-    before = _before(x, last_x)
-    return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x in a matrix product: autocast's, which leaves float64 as it is."""
-    lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
-
-
-def last(x: Tensor) -> Tensor:
-    """The last step of x (B,T,C), for the next state: (B,C), not a view, which would keep all of x in memory."""
-    return x[:, -1].clone()
-
-
-def can_fuse(*layers: nn.Module) -> bool:
-    """Whether these layers' products may be computed without calling the layers.
-
-    False where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call; where
-    a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
-    """
-    seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active()
-    return not seen and all(map(_is_plain, layers))
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    return (type(layer) is nn.Linear and layer.bias is None and untouched(layer)
-            and type(layer.weight) in (nn.Parameter, Tensor)
-            and (layer.weight.requires_grad or not torch.is_grad_enabled()))
-
-
-def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
-    """W mix(x) for each mu (1,1,C) and its W (O,C), with mix(x) = mu x_t + (1 - mu) x_{t-1}: (B,T,O) each.
-
-    x (B,T,C), and last_x (B,C) before its first step, None for zeros.
-    """
-    products: Tensors = _MixedProducts.apply(product_dtype(x), x, last_x, *mus, *weights)
-    return products
+from rwkv.model.fused import Tensors, cast, gate_backward, mix, mix_backward, product_backward, product_dtype
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -77,24 +20,6 @@ def channel_mixing(x: Tensor, last_x: Tensor | None, mus: Tensors, key: Tensor, 
     """sigmoid(R mix_r(x)) * (V max(K mix_k(x), 0)^2), (B,T,C), with mus = (mu_k, mu_r); x and last_x as in mixed_products."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, *mus, key, receptance, value)
     return mixed
-
-
-class _MixedProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
-        mus, weights = others[:len(others) // 2], _cast(dtype, others[len(others) // 2:])
-        kept, mixes = _mix(dtype, x, last_x, mus)
-        ctx.save_for_backward(*mixes, *weights, *kept)
-        return tuple(map(linear, mixes, weights))
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        n, saved = len(grads), ctx.saved_tensors
-        products = list(map(_product_backward, grads, saved[:n], saved[n:2 * n]))
-        grad_mixes, grad_weights = zip(*products, strict=True)
-        grad_x, grad_last_x, *grad_mus = _mix_backward(saved[2 * n:], grad_mixes)
-        return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, *grad_mus, *grad_weights
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -110,16 +35,16 @@ class _GatedProduct(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         gate, x, gated, weight = ctx.saved_tensors
-        grad_gated, grad_weight = _product_backward(grad, gated, weight)
-        return *_gate_backward(grad_gated, gate, x), grad_weight
+        grad_gated, grad_weight = product_backward(grad, gated, weight)
+        return *gate_backward(grad_gated, gate, x), grad_weight
 
 
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
-        kept, (mix_k, mix_r) = _mix(dtype, x, last_x, (mu_k, mu_r))
-        key, receptance, value = weights = _cast(dtype, weights)
+        kept, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
+        key, receptance, value = weights = cast(dtype, weights)
         relu_k = linear(mix_k, key).clamp_(min=0)
         gate = linear(mix_r, receptance).sigmoid_()
         hidden = relu_k * relu_k
@@ -131,54 +56,11 @@ class _ChannelMixing(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mix_k, mix_r, relu_k, hidden, gate, kv, key, receptance, value, *kept = ctx.saved_tensors
-        grad_r, grad_kv = _gate_backward(grad, gate, kv)
-        grad_hidden, grad_value = _product_backward(grad_kv, hidden, value)
+        grad_r, grad_kv = gate_backward(grad, gate, kv)
+        grad_hidden, grad_value = product_backward(grad_kv, hidden, value)
         grad_k = torch.addcmul(grad.new_zeros(()), grad_hidden, relu_k, value=2, out=grad_hidden)     # 2 grad_hidden relu_k
-        grad_mix_k, grad_key = _product_backward(grad_k, mix_k, key)
-        grad_mix_r, grad_receptance = _product_backward(grad_r, mix_r, receptance)
-        grad_x, grad_last_x, *grad_mus = _mix_backward(kept, (grad_mix_k, grad_mix_r))
+        grad_mix_k, grad_key = product_backward(grad_k, mix_k, key)
+        grad_mix_r, grad_receptance = product_backward(grad_r, mix_r, receptance)
+        grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_mix_k, grad_mix_r))
         of_last_x = grad_last_x if ctx.needs_input_grad[2] else None
         return None, grad_x, of_last_x, *grad_mus, grad_key, grad_receptance, grad_value
-
-
-def _before(x: Tensor, last_x: Tensor | None) -> Tensor:
-    """x (B,T,C) shifted by one step: last_x (B,C), or zeros, and then x without its last step."""
-    if last_x is None:
-        return pad(x[:, :-1], (0, 0, 1, 0))
-    return torch.cat((last_x.unsqueeze(1).to(x.dtype), x[:, :-1]), dim=1)
-
-
-def _mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[Tensors, Tensors]:
-    """The tensors that _mix_backward reads, and the mixes in dtype."""
-    x, mus = x.to(dtype), _cast(dtype, mus)
-    before = _before(x, last_x)
-    change = x - before
-    return (change, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
-
-
-def _mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
-    """The gradients of x, last_x and each mu from those of the mixes, which are overwritten."""
-    change, *mus = kept
-    wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
-    grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
-    grad_x, grad_before = grads[0] * mus[0], grads[0]
-    for grad, mu in zip(grads[1:], mus[1:], strict=True):
-        grad_x.addcmul_(grad, mu)
-        grad_before += grad
-    grad_before -= grad_x
-    grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the part back once more
-    return grad_x, grad_before[:, 0], *grad_mus
-
-
-def _product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O)."""
-    return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
-
-
-def _gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the gate before its sigmoid and of x, from the gradient of gate * x."""
-    return torch.ops.aten.sigmoid_backward(grad * x, gate), grad * gate
-
-
-def _cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
-    return tuple(tensor.to(dtype) for tensor in tensors)

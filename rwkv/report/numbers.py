@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rwkv.errors import UserError
-from rwkv.report.reading import RESULTS, Curve, Run
+from rwkv.report.reading import Curve, Run
 
 REFERENCES = ("reference", "formula")    # the kernels that define their operator
 EARLY = 20                               # steps in which rounding hardly separates kernels that compute the same
@@ -132,10 +132,9 @@ def column(kind: str, when: str, result: str) -> str:
 
 
 def _results(runs: list[Run]) -> list[str]:
-    """The operator's results whose errors were measured; those of RWKV-4's operator if none were."""
-    measured = {result for run in runs for when in WHEN for layer in run.layers(when) for result in layer["errors"]}
-    known = [result for result in RESULTS if result in measured]
-    return known + sorted(measured.difference(known)) or list(RESULTS)
+    """The operator's results whose errors were measured, in the order of the measurements: "y", then "grad NAME"."""
+    return list(dict.fromkeys(result for run in runs for when in WHEN for layer in run.layers(when)
+                              for result in layer["errors"]))
 
 
 def _reference(runs: list[Run], given: str | None) -> str | None:

@@ -26,8 +26,8 @@ SAMPLES_SHOWN = 3                        # the first and the latest
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *map(_finding, findings), *_summary(comparison),
-            *_plots(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison), *_setting(comparison),
-            _method(comparison)]
+            *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison),
+            *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n")
@@ -110,7 +110,7 @@ def _errors(comparison: Comparison) -> list[str]:
     if not kernels:
         return []
     rows = [_error_row(kernel, when, comparison.results) for kernel in kernels for when in WHEN]
-    return ["<h2>Error of WKV on this run's own data</h2>",
+    return ["<h2>Error of the operator on this run's own data</h2>",
             '<p class="quiet">Against the float64 reference, on the inputs and the upstream gradient of the model itself at '
             "the start and at the end of training: RMS error / RMS, and below it the largest absolute error, of the worst "
             f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
@@ -186,6 +186,26 @@ def _plots(comparison: Comparison) -> list[str]:
     ]
     drawn = [f"<figure><figcaption>{caption}</figcaption>{figure}</figure>" for caption, figure in figures if figure]
     return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(drawn)}</div>'] if drawn else []
+
+
+def _published(comparison: Comparison) -> list[str]:
+    """Each run's mean training losses beside those of the published run that its recipe is of, as far as it has come."""
+    rows = [row for run in comparison.runs for row in _published_rows(run)]
+    header = ["run", "steps", "published", "this run", "difference"]
+    return ["<h2>Training loss beside the published run</h2>", _table(header, rows)] if rows else []
+
+
+def _published_rows(run: Run) -> list[str]:
+    rows, losses, (all_published, every) = [], run.curve("train/loss"), run.published
+    for number, published in enumerate(all_published):
+        first, last = number * every, (number + 1) * every
+        within = [loss for step, loss in losses.items() if first < step <= last]
+        if not within or last > max(losses):
+            break
+        mean = statistics.fmean(within)
+        rows.append(f"<tr><td>{escape(run.name)}</td><td>{first + 1} to {last}</td><td>{published:.4f}</td><td>{mean:.4f}</td>"
+                    f"<td>{mean - published:+.4f}</td></tr>")
+    return rows
 
 
 def _column(name: str) -> Callable[[Run], Curve]:

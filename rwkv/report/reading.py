@@ -18,7 +18,6 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
 CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
-RESULTS = ("y", "grad k", "grad v", "grad time_decay", "grad time_first")      # of RWKV-4's operator
 Curve = dict[int, float]                 # by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 
@@ -26,7 +25,7 @@ Damaged = list[str]                      # a sentence for each part of a file th
 # {key: of its value} or {str: of every value}.
 NUMBER = (int, float)
 LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
-OF_CONFIG = {"kernel": {"name": str}, "seed": int}
+OF_CONFIG = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
 OF_MEASURED = {"warm_up": int, "precision": str, "machine": dict,
                "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
                "errors": {str: {"layers": [LAYER], "allowed": {str: NUMBER}}}}
@@ -53,6 +52,13 @@ class Run:
 
     def curve(self, name: str) -> Curve:
         return self.metrics.get(name, {})
+
+    @property
+    def published(self) -> tuple[list[float], int]:
+        """The mean losses of the published run that this one's recipe is of, and the steps that each is the mean of."""
+        logger = self.config.get("logger", {})
+        losses, steps = logger.get("published_losses"), logger.get("published_steps")
+        return (losses, steps) if losses and _fits(losses, [NUMBER]) and _fits(steps, int) else ([], 0)
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -146,7 +152,7 @@ def _of_sweep(folder: Path, entry: dict[str, Any]) -> Run:
 
 def _run(folder: Path, name: str) -> Run:
     damaged: Damaged = []
-    config = _fitting(_yaml(folder / CONFIG, damaged), OF_CONFIG, CONFIG, damaged)
+    config = _fitting(_mapping(folder / CONFIG, yaml.safe_load, damaged), OF_CONFIG, CONFIG, damaged)
     measured = _fitting(_json(folder / KERNEL, damaged), OF_MEASURED, KERNEL, damaged)
     return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
                status="finished" if measured.get("finished") else "not finished",
@@ -182,10 +188,6 @@ def _number(text: Any) -> float | None:
 
 def _json(path: Path, damaged: Damaged) -> dict[str, Any]:
     return _mapping(path, json.loads, damaged)
-
-
-def _yaml(path: Path, damaged: Damaged) -> dict[str, Any]:
-    return _mapping(path, yaml.safe_load, damaged)
 
 
 def _mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:

@@ -1,41 +1,50 @@
-"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT]: RWKV weights from any format into any other.
+"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: weights from any format to any.
 
 It converts one tensor at a time, in the memory of the largest tensor; OUT is written whole or not at all.
 """
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats.gguf import QUANTISED
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
 from rwkv.model.base import generation, n_parameters
+from rwkv.pretrained import tokenizer_of
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 
-EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, rwkv.cpp's ggmf, a Hugging Face directory or a run's.
-OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; none for a Hugging Face directory.
-time_decay and time_first are float32 whatever the dtype; ggmf takes float32 and float16, and keeps vectors in float32."""
+EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
+OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
+none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
+float32 and float16; ggmf and GGUF keep vectors in float32; q8_0 is for GGUF. llama.cpp needs the tokenizer in the file."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        convert(options.source, options.target, options.dtype, options.format)
+        convert(options.source, options.target, options.dtype, options.format, options.tokenizer)
 
 
-def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None) -> None:
+def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
+            tokenizer: str | None = None) -> None:
     """Writes the checkpoint at `source` to `target`; dtype None keeps each tensor's, format None takes that of the suffix.
 
+    tokenizer: the name of one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
     Raises UserError where `source` cannot be read, or `target` cannot be written in that format and dtype.
     """
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]
     checkpoint = read_checkpoint(source)
+    if tokenizer is not None:
+        chosen = tokenizer_of(checkpoint, tokenizer)
+        checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     _log(f"{checkpoint.path}: {_description(checkpoint)}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
@@ -45,7 +54,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         write_checkpoint(checkpoint, target, dtype, name, progress)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
-        _log(f"the tokenizer that {checkpoint.path} holds is not in {target}: the format {name} cannot hold one")
+        _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
 
 
 def _description(checkpoint: Checkpoint) -> str:
@@ -60,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", type=Path)
     parser.add_argument("target", metavar="OUT", type=Path)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="by default each tensor keeps its own")
+    parser.add_argument("--dtype", choices=(*DTYPES, *QUANTISED), help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
+    parser.add_argument("--tokenizer", metavar="NAME", help="world, FILE.json or FILE.txt, to write too; by default IN's")
     return parser
 
 

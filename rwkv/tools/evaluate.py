@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.select import select
 from rwkv import cli
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
 from rwkv.model.base import Model
+from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -36,8 +36,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select("wkv4", config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 

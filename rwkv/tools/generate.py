@@ -24,17 +24,17 @@ from rwkv.io.unread import abandon, unread
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     import torch
 
-    from kernels.select import select
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.generation.output import check_config, prompts_from, run_generation
     from rwkv.generation.states import load_context
+    from rwkv.model.operators import operator_for
     from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
     check_config(config)
     prompts = prompts_from(config)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    wkv = select("wkv4", config.kernel.name, device, computed_in(config.dtype))
     checkpoint = read_checkpoint(config.checkpoint)
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     context = load_context(config.state, model, tokenizer) if config.state else None

@@ -13,7 +13,7 @@ from rwkv.errors import CheckpointError
 from rwkv.model.base import generation
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-SIZES = ("n_layer", "n_embd", "n_att", "n_ffn")
+NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends
 MADE_FROM_DATA = ("bpe", "char")         # tokenizers that depend on the text
 
 
@@ -30,10 +30,10 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
 
 
 def _require_sizes(config: ModelConfig, found: ModelConfig, given: Collection[str], checkpoint: Checkpoint) -> None:
-    config, found = generation(config).resolved(config), generation(found).resolved(found)
-    for name in SIZES:
-        wanted, has = getattr(config, name), getattr(found, name)
-        if wanted != has and not {"model", f"model.{name}"}.isdisjoint(given):
+    wanted_sizes, found_sizes = (vars(generation(sizes).resolved(sizes)) for sizes in (config, found))
+    for name, wanted in wanted_sizes.items():
+        has = found_sizes[name]
+        if name != NOT_A_SIZE and wanted != has and not {"model", f"model.{name}"}.isdisjoint(given):
             raise CheckpointError(f"model.{name} is {wanted} on the command line and {has} in {checkpoint.path}: leave model= "
                                   "out, and the file's sizes are taken")
 

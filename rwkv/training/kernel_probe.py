@@ -4,8 +4,8 @@ The machine is always recorded. trainer.probe=true adds:
 - times of about SAMPLES steps after the warm-up: the step, and in it the operator's forward and backward passes, by a clock
   on a CPU, by CUDA events on a GPU, which are read after training;
 - errors of the operator in each layer, of its output and all gradients, against the reference in float64, on the inputs and
-  the upstream gradient of a batch at the start and of the last batch after the last step. The start is the third step: RWKV-4
-  begins with keys and outputs of zero, so that all gradients that reach WKV are zero before.
+  the upstream gradient of a batch at the start and of the last batch after the last step. The start is the third step: a
+  model begins with matrices of zero, so that all gradients that reach the operator are zero before.
 
 The probe does not change training by a bit: the operator is wrapped during sampled steps only, clocks only read the time, and
 errors are measured in an extra pass over half of a batch (so that it takes less memory than a step), whose gradients are

@@ -4,22 +4,23 @@
     require_capacity     refuses a run that cannot fit, before its data are tokenised and its model is built
     free_memory, resident_memory, free_disk      what this machine has, the limit of its container included
 
-The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, A = n_att, F = n_ffn, V vocabulary,
-L layers, P parameters (the sum of the generation's shapes):
+The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers; by the
+generation, P parameters (the sum of its shapes), K numbers that a block keeps for each token (kept_for_backward), W that its
+operator works with (operator_work), S that a state has for each row:
 
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them
-    activations kept for the backward pass             N L (10 C + 5 A + 2 F)
-      in half precision                                N L (7 C + 2.5 A + F), and a copy of the weights in P / 2
+    activations kept for the backward pass             N L K
+      in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
-      with tbptt=K                                     those of one segment, N/K tokens; K states of L (2 C + 3 A) for each
-                                                       row; the head's input and its gradient, 2 N C
+      with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
+                                                       head's input and its gradient, 2 N C
     the loss                                           three copies of one chunk of logits, and the head's gradient
-    the first layer to run backward                    8 N A in WKV, and two copies of the head's gradient; the loss is free
+    the first layer to run backward                    N W, and two copies of the head's gradient; the loss is free
                                                        again by then, and there are no other gradients yet
 
-The counts per token are those of the tensors that rwkv/model/{rwkv4,rwkv4_fused,loss}.py keep; a test compares the total with
-the measured peak. The gradients of a step live until the backward pass of the next one begins (Lightning's order).
-Sources for the host: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
+The counts per token are those of the tensors that rwkv/model/ keeps; a test compares the total with the measured peak. The
+gradients of a step live until the backward pass of the next one begins (Lightning's order). Sources for the host: the Linux
+kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
 
 import os
@@ -41,7 +42,6 @@ from rwkv.training.checkpoints import FOLDER
 FLOAT = 4                                # bytes
 MOMENTS = 2                              # Adam's
 LOGITS = 3                               # live copies of one chunk of logits at the peak
-WKV_WORK = 8                             # tensors (B,T,n_att) in one layer's WKV at its peak: kernels/wkv4/README.md
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
@@ -89,7 +89,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
     block = int(FLOAT * n * model.kept_for_backward(config.model, half))
-    backward = FLOAT * n * WKV_WORK * model.operator_width(config.model) + 2 * head
+    backward = FLOAT * n * model.operator_work(config.model) + 2 * head
     if trainer.activation_checkpointing:
         kept = L * FLOAT * n * C
         backward += block

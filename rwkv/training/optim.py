@@ -1,15 +1,15 @@
 """The optimiser, its parameter groups and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rwkv.config import ORTHOGONAL, SCALED, OptimConfig
-from rwkv.model.base import Model
+from rwkv.config import ORTHOGONAL, OptimConfig
+from rwkv.model.base import MATRICES, Model
 from rwkv.training.muon import Muon
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -17,7 +17,7 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups, each of one learning rate and one weight decay; vectors have no weight decay.
+    """The optimiser's groups, each of one learning rate and one weight decay; vectors and low-rank matrices have none.
 
     muon and normuon update the blocks' matrices except the gates, which learn as well with AdamW at a lower cost.
     """
@@ -25,8 +25,8 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
     for name, parameter in model.named_parameters():
         group = model.generation.group(name)
         orthogonal = optim.name in ORTHOGONAL and group == "matrix"
-        lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name.rpartition(".")[2], optim)
-        decay = 0.0 if group == "vector" else optim.weight_decay
+        lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name, model.generation.LR_SCALES, optim)
+        decay = optim.weight_decay if group in MATRICES else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     muon = {"orthogonal": True, "momentum": optim.matrix_momentum}
     adam = {"betas": optim.betas, "eps": optim.eps}
@@ -34,9 +34,10 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
             for (lr, decay, orthogonal), parameters in groups.items()]
 
 
-def lr_scale(name: str, optim: OptimConfig) -> float:
-    """The learning rate of a parameter as a multiple of optim.lr. name: the parameter's, without its module's."""
-    return next((float(getattr(optim, f"{scaled}_lr_scale")) for scaled in SCALED if name.startswith(scaled)), 1.0)
+def lr_scale(name: str, scales: Mapping[str, str], optim: OptimConfig) -> float:
+    """The learning rate of a parameter as a multiple of optim.lr. scales: LR_SCALES of the parameter's generation."""
+    last = name.rpartition(".")[2]
+    return next((float(getattr(optim, option)) for begin, option in scales.items() if last.startswith(begin)), 1.0)
 
 
 def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:

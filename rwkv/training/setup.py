@@ -5,28 +5,32 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kernels.select import AUTO, select, why_auto
-from kernels.wkv4 import WKV
+from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TrainConfig
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.pretrained import RWKV
+from rwkv.model.base import Model, generation
+from rwkv.model.operators import operator_for
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_capacity
 from rwkv.training.run import Run
 
 
-def kernel_for(config: TrainConfig, device: torch.device) -> tuple[WKV, str]:
-    """The operator and its name, which for kernel=auto has the reason for the choice. Raises as kernels.select.select does."""
+def kernel_for(config: TrainConfig, device: torch.device) -> tuple[Any, str]:
+    """The operator and its name, which for kernel=auto has the reason for the choice.
+
+    Raises as rwkv.model.operators.operator_for does.
+    """
     dtype = dtype_for(config.trainer.precision)
-    wkv = select("wkv4", config.kernel.name, device, dtype)
-    return wkv, why_auto("wkv4", device, dtype) if config.kernel.name == AUTO else wkv.name
+    wkv = operator_for(config.model, config.kernel.name, device, dtype)
+    auto = config.kernel.name == AUTO
+    return wkv, why_auto(generation(config.model).OPERATOR, device, dtype) if auto else wkv.name
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:
@@ -43,8 +47,8 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     return data
 
 
-def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: WKV) -> RWKV:
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any) -> Model:
     """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len."""
     if init_checkpoint is None:
-        return RWKV(config, tokenizer.vocab_size, wkv).init_weights()
-    return RWKV.to_train_on(replace(init_checkpoint, config=config), wkv)
+        return Model(config, tokenizer.vocab_size, wkv).init_weights()
+    return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))

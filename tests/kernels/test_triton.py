@@ -66,7 +66,8 @@ def test_every_kernel_compiles(cubins: Cubins) -> None:
     widths = 2 if arch == 90 else 1
     assert {name: kernels.count(name) for name in set(kernels)} == {
         "convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
-        "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1}
+        "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
+        "recurrence": 4, "rows": 2, "keys": 2}
 
 
 def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:

@@ -32,7 +32,8 @@ def main(arch: int) -> None:
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         constants = {param.name: arg for param, arg in zip(kernel.params, args, strict=True) if is_constant(param, arg)}
-        name = " ".join([kernel.__name__.lstrip("_"), *(f"{key}={value}" for key, value in constants.items())])
+        narrow = ["bfloat16"] if any(isinstance(arg, Tensor) and arg.dtype == torch.bfloat16 for arg in args) else []
+        name = " ".join([kernel.__name__.lstrip("_"), *(f"{key}={value}" for key, value in constants.items()), *narrow])
         if name not in found:
             source = ASTSource(kernel, *signature(kernel, args, constants))
             found[name] = facts(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
@@ -46,6 +47,7 @@ def main(arch: int) -> None:
 def launches(widths: tuple[int, ...]) -> Iterator[Any]:
     """Every kernel with every set of constants that there is; of the WKV's, one per width: 96 is compiled in, 1 is not."""
     timex, wkv, softmax = load("timex", "triton_v0"), load("wkv4", "triton_scan"), load("softmax", "triton_v0")
+    wkv7 = load("wkv7", "triton_v0")
     for B, C in ((1, 1), (40, 32), (256, 32)):
         w, k = torch.empty(C, 64), torch.empty(B, C, 64)
         yield lambda w=w, k=k: timex.forward(w, k, 0.0)
@@ -59,6 +61,12 @@ def launches(widths: tuple[int, ...]) -> Iterator[Any]:
         x = torch.empty(2, M)
         yield lambda x=x: softmax.forward(x)
         yield lambda x=x: softmax.backward(x, x)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, log_w, state = torch.empty(2, 70, 3, 64, dtype=dtype), torch.empty(2, 70, 3, 64), torch.empty(2, 3, 64, 64)
+        kept = [torch.empty(shape) for shape in wkv7.kept(2, 70, 3, 64)]
+        yield lambda x=x, w=log_w, s=state: wkv7.forward(x, w, x, x, x, x, s)
+        yield lambda x=x, w=log_w, s=state, kept=kept: wkv7.forward(x, w, x, x, x, x, s, *kept)
+        yield lambda x=x, w=log_w, s=state, kept=kept: wkv7.backward(x, w, x, x, x, x, s, *kept, x, s)
 
 
 def is_constant(param: Any, arg: Any) -> bool:
@@ -75,7 +83,9 @@ def signature(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, A
 
 
 def kind(arg: Any) -> str:
-    return "*fp32" if isinstance(arg, Tensor) else "i32" if isinstance(arg, int) else "fp32"
+    if isinstance(arg, Tensor):
+        return "*bf16" if arg.dtype == torch.bfloat16 else "*fp32"
+    return "i32" if isinstance(arg, int) else "fp32"
 
 
 def is_even(arg: Any) -> bool:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kernels.wkv4 import WKV, WKVState
-from rwkv.model import rwkv4_fused
+from rwkv.model import fused, rwkv4_fused
+from rwkv.model.fused import token_shift
 from rwkv.model.rwkv4 import ChannelMix, TimeMix
-from rwkv.model.rwkv4_fused import token_shift
 
 B, T, C, A = 2, 5, 3, 4
 MIX = ((B, T, C), (B, C))
@@ -18,7 +18,7 @@ MU, SQUARE, UP, DOWN = (1, 1, C), (C, C), (A, C), (C, A)
 
 
 def products(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    return rwkv4_fused.mixed_products(x, last_x, others[:len(others) // 2], others[len(others) // 2:])
+    return fused.mixed_products(x, last_x, others[:len(others) // 2], others[len(others) // 2:])
 
 
 def plain_products(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -156,20 +156,20 @@ def test_a_layer_with_a_hook_is_called(number: int) -> None:
 def test_layers_of_another_kind_are_called() -> None:
     """As adapters and quantised weights are."""
     plain = nn.Linear(C, C, bias=False)
-    assert rwkv4_fused.can_fuse(plain, plain)
+    assert fused.can_fuse(plain, plain)
     other = type("Adapter", (nn.Linear,), {})(C, C, bias=False)
     quantised = nn.Linear(C, C, bias=False)
     quantised.weight = nn.Parameter(torch.Tensor._make_subclass(type("Quantised", (Tensor,), {}), torch.ones(C, C)))
     patched = nn.Linear(C, C, bias=False)
     patched.forward = lambda x: x                                        # type: ignore[method-assign]
-    assert not any(rwkv4_fused.can_fuse(plain, layer) for layer in (other, quantised, patched, nn.Linear(C, C), nn.Identity()))
+    assert not any(fused.can_fuse(plain, layer) for layer in (other, quantised, patched, nn.Linear(C, C), nn.Identity()))
 
 
 def test_frozen_weights_are_left_to_autograd() -> None:
     frozen = nn.Linear(C, C, bias=False).requires_grad_(False)
-    assert not rwkv4_fused.can_fuse(frozen)
+    assert not fused.can_fuse(frozen)
     with torch.no_grad():
-        assert rwkv4_fused.can_fuse(frozen)
+        assert fused.can_fuse(frozen)
 
 
 def test_a_global_hook_sees_all_layers() -> None:

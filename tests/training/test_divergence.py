@@ -38,7 +38,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return grad_w, grad_k * (math.nan if next(calls) >= timed + FIRST - 1 else 1.0)
 
     with stub("timex", conv1d.forward, backward) as name:
-        monkeypatch.setattr("rwkv.training.setup.select", lambda *_: WKV("timex", timex=name))
+        monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_: WKV("timex", timex=name))
         yield
 
 

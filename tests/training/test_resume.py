@@ -131,7 +131,7 @@ def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, begun: s
     status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", *given)
     assert status == 0, error
     optim = OptimConfig(begun, **options)
-    expected = parameter_groups(RWKV(ModelConfig(1, 32, ctx_len=16), 256, select("wkv4", "torch_scan")), optim)
+    expected = parameter_groups(RWKV(ModelConfig(n_layer=1, n_embd=32, ctx_len=16), 256, select("wkv4", "torch_scan")), optim)
     factor = lr_factor(optim, 4)
     logged = losses(Path("run"), "lr")
     assert [logged[3], logged[4]] == [expected[0]["lr"] * factor(2), expected[0]["lr"] * factor(3)]

@@ -3,11 +3,14 @@
     pth           what torch.save writes: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
     ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
     safetensors   weights by official names; the same entry in the metadata
-    huggingface   a directory of config.json, weights by transformers' names, and tokenizer.json
+    huggingface   a directory of config.json, weights by transformers' or fla's names, and the tokenizer
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
+    gguf          llama.cpp's, F32, F16, BF16 and Q8_0, with the tokenizer; RWKV-7 alone
 
-A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing), and dtype_for(tensor, dtype)
-where it cannot hold every dtype. The content of a file decides how it is read, the suffix of a name which format is written.
+A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing); where it cannot hold every
+tensor in every dtype, dtype_for(tensor, group, dtype), group being the generation's for the tensor's name; and where it has
+block formats, QUANTISED. How a format names and arranges tensors is their generation's to say (rwkv/checkpoint/rwkvN.py).
+The content of a file decides how it is read, the suffix of a name which format is written.
 Modules that begin with _ are shared.
 """
 
@@ -42,8 +45,8 @@ def recognise(path: Path) -> ModuleType:
         raise CheckpointError(f"{path} holds no checkpoint: expected a config.json as Hugging Face's directories have")
     start = first_bytes(path, BYTES_SHOWN)
     found = f"begins with {start!r}" if start else "is empty (0 bytes), as an interrupted copy or download leaves it"
-    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {found}; expected a file of torch.save, .safetensors, or "
-                          "rwkv.cpp's ggmf")
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {found}; expected a file of torch.save, .safetensors, "
+                          "rwkv.cpp's ggmf, or GGUF")
 
 
 def by_suffix(path: Path) -> ModuleType:

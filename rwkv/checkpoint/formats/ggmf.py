@@ -3,10 +3,12 @@
     header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
-FP16 files keep vectors in FP32; vectors are [C]. time_decay is stored as -exp(raw), rounded to float32 by torch.exp. A stored
-value comes back to the bit from ggmf -> ours -> ggmf. From ours -> ggmf -> ours, raw comes back up to the values that share a
-float32 exponential, which are less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
-python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it was written for.
+FP16 files keep vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files; what else
+RWKV-7's files arrange differently is in rwkv/checkpoint/rwkv7.py. time_decay is stored as -exp(raw), rounded to float32 by
+torch.exp. A stored value comes back to the bit from ggmf -> ours -> ggmf. From ours -> ggmf -> ours, raw comes back up to the
+values that share a float32 exponential, which are less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp,
+docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it
+was written for.
 """
 
 import math
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import Content, Outgoing
 from rwkv.checkpoint.formats import first_bytes
+from rwkv.checkpoint.generations import generation_of
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw, release
 from rwkv.errors import CheckpointError, UserError
@@ -51,9 +54,9 @@ def read(path: Path) -> Content:
     return Content(path, tensors, declared=declared)
 
 
-def dtype_for(tensor: Stored, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor in ggmf: FP16 is only for matrices. Raises UserError for a dtype that ggmf lacks."""
-    if len(_vector_or_matrix(tensor.shape)) == 1:
+def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
+    """The dtype of a tensor of this group in ggmf: FP16 is only for matrices. Raises UserError for a dtype that ggmf lacks."""
+    if group == "vector":
         return torch.float32
     matrices = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
     if matrices not in DTYPES:
@@ -69,12 +72,12 @@ def write(path: Path, outgoing: Outgoing) -> None:
 def _write(file: BinaryIO, outgoing: Outgoing) -> None:
     config, dtype = outgoing.config, outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
-    for tensor in outgoing.tensors.values():
-        shape, key = _vector_or_matrix(tensor.shape), tensor.name.encode()
+    for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
+        shape, key = _squeezed(tensor), tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
         is_decay = tensor.name.endswith(DECAY)
-        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))  # type: ignore[misc]
+        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))
 
 
 def stored_decay(decay: Tensor) -> Tensor:
@@ -99,9 +102,9 @@ def raw_decay(stored: Tensor) -> Tensor:
     return candidate.gather(0, distance.argmin(0, keepdim=True))[0]
 
 
-def _vector_or_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[1,1,C] is a vector [C]."""
-    return shape[-1:] if len(shape) == 3 else shape
+def _squeezed(tensor: Stored) -> tuple[int, ...]:
+    """The shape to write: RWKV-4's time_mix_* [1,1,C] are [C]."""
+    return tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape
 
 
 def _header(path: Path, file: BinaryIO) -> dict[str, int]:

@@ -1,16 +1,14 @@
-"""A Hugging Face directory: config.json, weights by transformers' names, in one file or in shards, and tokenizer.json.
+"""A Hugging Face directory: config.json, weights by transformers' names (RWKV-4) or fla's (RWKV-7), in one file or in shards,
+and the tokenizer: tokenizer.json, or the World vocabulary in the file that fla's directories and llama.cpp's converter have.
 
-Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py. RwkvConfig's rescale_every (6 by
-default) halves the weights of the layers in memory, in its state_dict too, to keep float16 activations small; a directory
-saved from such a model looks like any other. Ours have rescale_every 0, which changes nothing, unless they hold float16.
+Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py; flash-linear-attention,
+fla/models/rwkv7.
 """
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
@@ -21,10 +19,10 @@ from rwkv.io.atomic import write_file, write_folder
 
 SUFFIXES = ("",)
 CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
-OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS)
+WORLD = "rwkv_vocab_v20230424.txt"
+OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-LAYER_NORM_EPSILON = 1e-5                # torch's default, which RWKV-4 was trained with
-RESCALE_FLOAT16_EVERY = 6
+LAYER_NORM_EPSILON = 1e-5                # torch's default, which every generation was trained with
 
 
 def recognises(path: Path) -> bool:
@@ -36,9 +34,10 @@ def read(path: Path) -> Content:
     content = _weights(path)
     sizes = next(module.HUGGING_FACE_SIZES for module in generations() if module.HUGGING_FACE_TYPE == config["model_type"])
     declared = {ours: config[theirs] for theirs, ours in sizes.items() if config.get(theirs) is not None}
-    if isinstance(length := config.get("context_length"), int) and length > 0:
+    length = declared.pop("ctx_len", None)
+    if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
-    return replace(content, path=path, declared=declared, tokenizer=_tokenizer(path / TOKENIZER),
+    return replace(content, path=path, declared=declared, tokenizer=_tokenizer(path),
                    tied=config.get("tie_word_embeddings") is True)
 
 
@@ -49,10 +48,9 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
-    rename = generation_of(outgoing.config).hugging_face_name
-    tensors = [tensor.renamed(rename(name)) for name, tensor in outgoing.tensors.items()]
+    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, "huggingface")
     metadata = {ENTRY: json.dumps(outgoing.entry)}
-    write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors, metadata))
+    write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
     for name, text in _texts(outgoing).items():
         write_file(folder / name, lambda file, text=text: file.write(text.encode()))     # type: ignore[misc]
 
@@ -63,15 +61,16 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
     if tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str):
         texts[TOKENIZER] = tokenizer["definition"]
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+    if tokenizer.get("kind") == "world":
+        texts[WORLD] = tokenizer["vocabulary"]
     return texts
 
 
 def _described(outgoing: Outgoing) -> dict[str, Any]:
-    dtype = outgoing.tensors["emb.weight"].dtype
-    return {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size),
-            "layer_norm_epsilon": LAYER_NORM_EPSILON, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
-            "rescale_every": RESCALE_FLOAT16_EVERY if dtype == torch.float16 else 0, "use_cache": True,
-            "torch_dtype": str(dtype).removeprefix("torch.")}
+    dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
+    return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype),
+            generation.HUGGING_FACE_EPSILON: LAYER_NORM_EPSILON, "bos_token_id": 0, "eos_token_id": 0,
+            "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _require_ours(path: Path) -> None:
@@ -85,15 +84,17 @@ def _require_ours(path: Path) -> None:
 
 def _config(path: Path) -> dict[str, Any]:
     config = _json(path)
-    kind, epsilon = config.get("model_type"), config.get("layer_norm_epsilon", LAYER_NORM_EPSILON)
-    known = [module.HUGGING_FACE_TYPE for module in generations()]
-    if kind not in known:
+    kind = config.get("model_type")
+    generation = next((module for module in generations() if module.HUGGING_FACE_TYPE == kind), None)
+    if generation is None:
+        known = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
-        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected "
-                              f"{' or '.join(map(repr, known))}): this program runs {supported()}")
+        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected {known}): "
+                              f"this program runs {supported()}")
+    epsilon = config.get(generation.HUGGING_FACE_EPSILON, LAYER_NORM_EPSILON)
     if epsilon != LAYER_NORM_EPSILON:
-        raise CheckpointError(f"{path} has layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which "
-                              f"{supported()} is computed with")
+        raise CheckpointError(f"{path} has {generation.HUGGING_FACE_EPSILON} {epsilon}, expected {LAYER_NORM_EPSILON}, which "
+                              f"{generation.model.NAME} is computed with")
     return config
 
 
@@ -134,10 +135,12 @@ def _tensor(index: Path, shard: Content, name: str) -> Stored:
     return shard.tensors[name]
 
 
-def _tokenizer(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    return {"kind": "json", "definition": _text(path)}
+def _tokenizer(folder: Path) -> dict[str, Any] | None:
+    if (folder / TOKENIZER).is_file():
+        return {"kind": "json", "definition": _text(folder / TOKENIZER)}
+    if (folder / WORLD).is_file():
+        return {"kind": "world", "vocabulary": _text(folder / WORLD)}
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

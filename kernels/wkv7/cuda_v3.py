@@ -1,0 +1,52 @@
+"""Rung 3: tiles of 4 x 8 numbers, so that 4 products share a load; the backward's keys in all chunks of 64 steps at once.
+
+An H100 executes 128 multiply-adds a cycle and multiprocessor, for which its shared memory delivers 32 numbers: rungs 1 and 2,
+with a number for each, are bound by that. And they have B H blocks of N threads. At B = 8, H = 12, N = 64 those are 192 warps
+for 528 schedulers; here they are 384, and in backward_keys 96 T / 64 blocks. (Estimated.)
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.backends.cuda import Source, aligned
+from kernels.registry import KernelUnavailable, Requires
+
+REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
+
+CHUNK = 64                           # steps between two states that forward keeps
+ROWS, LANES = 4, 8                   # of a thread's tile, and threads that share these rows
+N_MAX = 512                          # a block has 2 N threads
+SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, LANES=LANES, BFLOAT16=0)
+
+
+def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+    return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
+
+
+def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+            *sa_and_states: Tensor) -> tuple[Tensor, Tensor]:
+    (B, T, H, N), y, after = v.shape, torch.empty_like(v), torch.empty_like(state)
+    _source(v).launch("forward_keeping" if sa_and_states else "forward", B * H, N // ROWS * LANES,
+                      r, log_w, k, v, a, b, aligned(state), y, after, *sa_and_states, T, H)
+    return y, after
+
+
+def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+             sa: Tensor, states: Tensor, grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    B, T, H, N = v.shape
+    grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
+    grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_state_before = grads
+    gsa, Gs = torch.empty_like(sa), torch.empty_like(states)
+    source, threads = _source(v), N // ROWS * LANES
+    source.launch("backward_rows", B * H, threads, r, log_w, k, a, b, grad_y, aligned(grad_state), grad_v, gsa, Gs,
+                  grad_state_before, T, H)
+    source.launch("backward_keys", B * H * -(-T // CHUNK), threads, r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs,
+                  grad_r, grad_log_w, grad_k, grad_a, grad_b, T, H)
+    return tuple(grads)
+
+
+def _source(v: Tensor) -> Source:
+    N = v.shape[-1]
+    if N > N_MAX:
+        raise KernelUnavailable(f"cuda_v3 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+    return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

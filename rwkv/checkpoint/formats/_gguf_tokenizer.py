@@ -1,0 +1,149 @@
+"""Tokenizers in GGUF's metadata: the World vocabulary (`rwkv`), byte-level BPE as GPT-2 splits text (`gpt2`), or none.
+
+    tokenizer.ggml.model, .tokens, .token_type      rwkv: a token is Python's repr of its bytes, without b and quotes
+    tokenizer.ggml.merges, .pre                     gpt2: a token is the text that stands for its bytes, two of them a merge
+    tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, by our writer
+
+Ids that are not in use, up to the number of rows of the embedding, are [PADid], of the type "unused". Sources: llama.cpp,
+conversion/base.py and src/llama-vocab.cpp; ggml, docs/gguf.md.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rwkv.checkpoint.content import Outgoing
+from rwkv.errors import CheckpointError, UserError
+from rwkv.tokenizer.world import Vocabulary
+
+GGML = "tokenizer.ggml."
+JSON = "tokenizer.huggingface.json"
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5         # token_type
+WORLD_START = "<s>"                      # the text of id 0 of the World vocabulary in GGUF, where it is no token's
+PRE_TOKENIZER = "gpt-2"
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+PLAIN_BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+PLAIN_ADDED = {"single_word": False, "lstrip": False, "rstrip": False}
+NO_MODEL = ("none", "no_vocab")
+ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+
+def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
+    """The metadata for the tokenizer to write. Raises UserError for one that GGUF has no place for."""
+    definition = outgoing.entry.get("tokenizer")
+    if definition is None:
+        return {f"{GGML}model": NO_MODEL[0]}
+    if definition["kind"] == "world":
+        tokens, types = _world_tokens(definition["vocabulary"])
+        special: dict[str, Any] = {f"{GGML}model": "rwkv"}
+        end_of_text = 0
+    elif definition["kind"] == "json":
+        parsed = json.loads(definition["definition"])
+        tokens, types, end_of_text = _bpe_tokens(parsed)
+        special = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": _merges(parsed),
+                   JSON: definition["definition"]}
+    else:
+        raise UserError(f"GGUF has no place for the tokenizer {definition['kind']}: it holds the World vocabulary or a "
+                        "byte-level BPE, as data.tokenizer=world or bpe; choose another format")
+    spare = range(len(tokens), outgoing.vocab_size)
+    return {**special, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
+            f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": end_of_text,
+            f"{GGML}eos_token_id": end_of_text, f"{GGML}add_bos_token": False}
+
+
+def _world_tokens(vocabulary: str) -> tuple[list[str], list[int]]:
+    tokens = Vocabulary.parse(vocabulary, "the tokenizer's definition").tokens
+    texts = [repr(token)[2:-1] or f"[PAD{index}]" for index, token in enumerate(tokens)]
+    texts[0] = WORLD_START
+    return texts, [CONTROL, *(NORMAL if token else UNUSED for token in tokens[1:])]
+
+
+def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int], int]:
+    """Texts, types and the end of a text. Raises UserError where the file splits text in a way that GGUF cannot state."""
+    model, added = parsed["model"], parsed.get("added_tokens") or []
+    unlike = [name for name, value in PLAIN_BPE.items() if (model.get(name) or None) != (value or None)]
+    parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": _unlike_byte_level(parsed.get("pre_tokenizer")),
+             "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
+             "another model": unlike and f"{unlike[0]} {model.get(unlike[0])!r}",
+             "added tokens that take in spaces": any(token.get(name) for token in added for name in PLAIN_ADDED)}
+    for described, found in parts.items():
+        if found:
+            raise UserError(f"GGUF holds byte-level BPE as GPT-2 has it, and this tokenizer has {described}: choose another "
+                            "format, or leave the tokenizer out")
+    names = {index: text for text, index in model["vocab"].items()} | {token["id"]: token["content"] for token in added}
+    types = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
+    ids = range(1 + max(names))
+    end_of_text = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), 0)
+    return ([names.get(index, f"[PAD{index}]") for index in ids],
+            [types.get(index, NORMAL) if index in names else UNUSED for index in ids], end_of_text)
+
+
+def _unlike_byte_level(pre_tokenizer: Any) -> bool:
+    wanted = {name: value for name, value in BYTE_LEVEL.items() if name != "trim_offsets"}      # which changes no id
+    return not isinstance(pre_tokenizer, dict) or any(pre_tokenizer.get(name, True) != value for name, value in wanted.items())
+
+
+def _merges(parsed: dict[str, Any]) -> list[str]:
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in parsed["model"]["merges"]]
+
+
+def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer's definition, None where the file has none. Raises CheckpointError for one that we do not have."""
+    kind = metadata.get(f"{GGML}model", NO_MODEL[0])
+    if kind in NO_MODEL:
+        return None
+    if kind == "rwkv":
+        return {"kind": "world", "vocabulary": _world_in(path, *_tokens(path, metadata))}
+    if kind != "gpt2":
+        raise CheckpointError(f"{path} holds a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
+                              "(byte-level BPE): convert the model's original files instead")
+    if isinstance(metadata.get(JSON), str):
+        return {"kind": "json", "definition": metadata[JSON]}
+    if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
+        raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, "
+                              f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
+    return {"kind": "json", "definition": json.dumps(_bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges")))}
+
+
+def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
+    tokens, types = metadata.get(f"{GGML}tokens"), metadata.get(f"{GGML}token_type")
+    if not _list_of(str, tokens) or not _list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
+        raise CheckpointError(f"{path} has no {GGML}tokens with as many {GGML}token_type: the file is damaged")
+    return tokens, types         # type: ignore[return-value]
+
+
+def _list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _world_in(path: Path, texts: list[str], types: list[int]) -> str:
+    """The text of a vocabulary file."""
+    try:
+        tokens = [_bytes_of(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a token that is not in Python's notation of bytes ({error}): the file is "
+                              "damaged") from error
+    return Vocabulary(tokens).to_text()
+
+
+def _bytes_of(text: str) -> bytes:
+    """The bytes whose repr is b"text". Raises ValueError."""
+    return re.sub(rb"\\(x..|.)", lambda match: _unescaped(match[1]), text.encode("ascii"), flags=re.DOTALL)
+
+
+def _unescaped(escape: bytes) -> bytes:
+    return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
+
+
+def _bpe_in(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:
+    """The content of a file of the `tokenizers` library."""
+    if not _list_of(str, merges):
+        raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: the file is damaged")
+    added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}
+             for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ in (CONTROL, USER_DEFINED)]
+    vocab = {text: index for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": BYTE_LEVEL, "post_processor": None, "decoder": BYTE_LEVEL | {"add_prefix_space": True},
+            "model": {**PLAIN_BPE, "vocab": vocab, "merges": [merge.split(" ", 1) for merge in merges]}}

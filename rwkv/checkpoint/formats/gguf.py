@@ -1,0 +1,185 @@
+"""GGUF, llama.cpp's: F32, F16, BF16 and Q8_0, with the tokenizer and our entry in the metadata.
+
+Names and arrangement are those of rwkv/checkpoint/rwkv7.py. As llama.cpp's converter has it, vectors and a few small matrices
+are F32 whatever the dtype. As its quantizer has it, Q8_0 leaves vectors and low-rank matrices as they are, and a matrix whose
+rows are no multiple of 32 is F16. context_length is the converter's, for no RWKV has a limit; our entry keeps ctx_len.
+Q8_0 keeps 32 neighbours as an F16 scale and 32 int8; its values are exact in float32, which they are read as.
+
+Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp and src/models/rwkv7.cpp; ggml, docs/gguf.md.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
+from rwkv.checkpoint.formats import _gguf_tokenizer, first_bytes
+from rwkv.checkpoint.formats._gguf_header import MAGIC, Described, read_header
+from rwkv.checkpoint.generations import generation_of, generations
+from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
+from rwkv.checkpoint.stored import Stored, raw, release
+from rwkv.errors import CheckpointError, UserError
+from rwkv.io.atomic import write_file
+
+SUFFIXES = (".gguf",)
+QUANTISED = ("q8_0",)
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": torch.float32}
+TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}           # general.file_type, by the type of most tensors
+QUANTIZATION_VERSION = 2
+BLOCK = 32
+LARGEST = 127 * torch.finfo(torch.float16).max           # what a block of Q8_0 can hold
+CONTEXT_LENGTH = 1 << 20
+LAYER_NORM_EPSILON = 1e-5
+
+
+def recognises(path: Path) -> bool:
+    return path.is_file() and first_bytes(path, 4) == MAGIC
+
+
+def read(path: Path) -> Content:
+    bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    metadata, described = read_header(path, bytes_.numpy().data)
+    tensors: dict[str, Stored] = {}
+    for each in described:
+        if each.name in tensors:
+            raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is damaged")
+        tensors[each.name] = _stored(path, each, bytes_[each.start:each.end])
+    tokenizer = _gguf_tokenizer.tokenizer_in(path, metadata)
+    return Content(path, tensors, _entry(path, metadata), _declared(path, metadata), tokenizer)
+
+
+def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
+    dtype = DTYPES[described.type]
+    if described.type == "Q8_0":
+        return Stored(described.name, str(path), described.shape, dtype, lambda: _from_q8_0(bytes_))
+    return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
+
+
+def _from_q8_0(bytes_: Tensor) -> Tensor:
+    blocks = bytes_.view(-1, 2 + BLOCK)
+    scale = blocks[:, :2].contiguous().view(torch.float16)
+    values = (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
+    release(bytes_)
+    return values
+
+
+def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that the metadata state. Raises CheckpointError for a file of another architecture, or part of one."""
+    architecture = metadata.get("general.architecture")
+    known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
+    if architecture not in known:
+        raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
+                              f"{' and '.join(known)} from GGUF")
+    if metadata.get("split.count", 1) != 1:
+        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts of a model: put them together with "
+                              "llama.cpp's llama-gguf-split --merge")
+    epsilon = metadata.get(f"{architecture}.attention.layer_norm_epsilon", LAYER_NORM_EPSILON)
+    if not isinstance(epsilon, float) or abs(epsilon / LAYER_NORM_EPSILON - 1) > 1e-6:
+        raise CheckpointError(f"{path} has the layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which "
+                              f"{known[architecture].model.NAME} is computed with")
+    sizes = {f"{architecture}.{key}": name for key, name in known[architecture].GGUF_SIZES.items()}
+    declared = {name: metadata[key] for key, name in sizes.items() if key in metadata}
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return declared | ({"vocab_size": len(tokens)} if isinstance(tokens, list) else {})
+
+
+def _entry(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
+    """Our entry, which has no tokenizer of its own here."""
+    if ENTRY not in metadata:
+        return None
+    try:
+        return plain_entry(path, json.loads(metadata[ENTRY]))
+    except (TypeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
+                              "damaged") from error
+
+
+def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
+    """The dtype of a tensor of this group: vectors are float32; q8_0 is made of what the tensor has."""
+    if group == "vector":
+        return torch.float32
+    return tensor.dtype if dtype is None or dtype in QUANTISED else DTYPES_BY_NAME[dtype]
+
+
+def write(path: Path, outgoing: Outgoing) -> None:
+    """Raises UserError where GGUF has no such generation or tokenizer, and where the package gguf is missing."""
+    generation = generation_of(outgoing.config)
+    if generation.GGUF_ARCHITECTURE is None:
+        raise UserError(f"GGUF has no {generation.model.NAME}: llama.cpp runs RWKV-6 and 7 and nothing older; choose "
+                        ".safetensors, .pth, or rwkv.cpp's .bin")
+    package = _package()
+    tokenizer = _gguf_tokenizer.metadata_of(outgoing)
+    tensors = {name: _typed(generation, tensor, outgoing.quantised)
+               for name, tensor in generation.laid_out(outgoing.tensors, "gguf").items()}
+    metadata = _metadata(generation, outgoing, tensors) | tokenizer
+    write_file(path, lambda file: _write(package, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
+
+
+def _package() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("writing GGUF needs the package gguf, which is not installed: pip install 'timemix[gguf]'") from error
+    return gguf
+
+
+def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
+    """The tensor in the dtype to read it in, and its type in the file."""
+    if len(tensor.shape) == 1 or re.fullmatch(generation.GGUF_FLOAT32, tensor.name):
+        return tensor.cast(torch.float32), "F32"
+    if quantised is None or re.fullmatch(generation.GGUF_UNQUANTISED, tensor.name):
+        return tensor, TYPES[tensor.dtype]
+    if tensor.shape[-1] % BLOCK:
+        return tensor.cast(torch.float16), "F16"
+    return tensor.cast(torch.float32), quantised.upper()
+
+
+def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> dict[str, Any]:
+    """head_count is required by llama.cpp and means nothing."""
+    architecture, most = generation.GGUF_ARCHITECTURE, tensors["output.weight"][1]
+    sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size, "attention.head_count": 0,
+             "attention.layer_norm_epsilon": LAYER_NORM_EPSILON, **generation.gguf_sizes(outgoing.config)}
+    general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
+    return {**general, **{f"{architecture}.{key}": value for key, value in sizes.items()},
+            ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
+
+
+def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, Any],
+           tensors: dict[str, tuple[Stored, str]]) -> None:
+    """Through the package's writer, one tensor in memory at a time."""
+    writer = package.GGUFWriter(None, architecture)
+    for key, value in metadata.items():
+        _adder(writer, value)(key, value)
+    for name, (tensor, type_) in tensors.items():
+        kind = package.GGMLQuantizationType[type_]
+        elements, nbytes = package.GGML_QUANT_SIZES[kind]
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.count // elements * nbytes, raw_dtype=kind)
+    writer.fout, writer.state = [file], package.WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor, type_ in tensors.values():
+        tensor.pass_on(lambda data, type_=type_, tensor=tensor: writer.write_tensor_data(      # type: ignore[misc]
+            _q8_0(package, tensor, data) if type_ == "Q8_0" else np.frombuffer(raw(data), np.uint8)))
+
+
+def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
+    """The writer's method for values of this type."""
+    adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+              list: writer.add_array}
+    return adders[type(value)]
+
+
+def _q8_0(package: Any, tensor: Stored, data: Tensor) -> Any:
+    if (largest := data.abs().max().item()) > LARGEST:
+        raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than q8_0 can hold: choose another "
+                              "dtype")
+    return package.quants.quantize(data.numpy(), package.GGMLQuantizationType.Q8_0)

@@ -1,0 +1,238 @@
+"""RWKV-7 in files: how its tensors are recognised, and how each format names and arranges them.
+
+Official names and shapes are those of rwkv/model/rwkv7.py. What other formats do:
+
+    huggingface    fla's names; w1 .. g2 transposed, as the weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
+    ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
+    gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
+
+Layer 0's v0, v1 and v2 are never read by any program, and each wants something else of them. The official trainer loads no file
+without them: .pth, .ckpt and .safetensors have them. fla has no such parameters, and rwkv.cpp aborts on them: Hugging Face
+directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1, and its converter writes a0, a1 and a2 in
+their place, as is done here. A file without them, or with GGUF's, is read with zeros in their place.
+
+Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
+python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; llama.cpp, conversion/rwkv.py, src/models/rwkv7.cpp and
+src/llama-quant.cpp.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from rwkv.checkpoint.stored import Stored
+from rwkv.config import ModelConfig
+from rwkv.model import rwkv7 as model
+
+EXTENSIONS = r".*\.(s_emb\w*|s[012]|enn)(\.weight)?|.*\.(qkv|rosa)\..*"        # of RWKV-7a, 7b and 8, which have r_k as well
+JOINED = "x_rwkvag"
+TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
+LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
+VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a)"
+
+HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
+RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
+HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
+                      "head_dim": "head_size", "vocab_size": "vocab_size", "max_position_embeddings": "ctx_len",
+                      **{name: name for name in RANKS}}
+HUGGING_FACE_EPSILON = "norm_eps"
+HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
+                "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight"}
+HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
+HUGGING_FACE_ATTENTION = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
+
+GGUF_ARCHITECTURE = "rwkv7"
+GGUF_SIZES = {"block_count": "n_layer", "embedding_length": "n_embd", "feed_forward_length": "n_ffn",
+              "wkv.head_size": "head_size", "attention.decay_lora_rank": "decay_low_rank_dim",
+              "attention.iclr_lora_rank": "a_low_rank_dim", "attention.value_residual_mix_lora_rank": "v_low_rank_dim",
+              "attention.gate_lora_rank": "gate_low_rank_dim"}
+GGUF = {"emb.weight": "token_embd.weight", "blocks.0.ln0.weight": "token_embd_norm.weight",
+        "blocks.0.ln0.bias": "token_embd_norm.bias", "ln_out.weight": "output_norm.weight", "ln_out.bias": "output_norm.bias",
+        "head.weight": "output.weight"}
+GGUF_LAYERS = {"ln1": "attn_norm", "ln2": "attn_norm_2", "att.ln_x": "time_mix_ln", f"att.{JOINED}": "time_mix_lerp_fused",
+               "ffn.x_k": "channel_mix_lerp_k", "ffn.key": "channel_mix_key", "ffn.value": "channel_mix_value"}
+GGUF_FLOAT32 = r".*\.time_mix_(w[12]|lerp_fused)\.weight"           # by llama.cpp's converter, beside all vectors
+GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # by its quantizer
+
+
+def recognises(tensors: Mapping[str, Stored]) -> bool:
+    """Whether tensors with these names are RWKV-7's: there is r_k, and nothing that later versions have beside it."""
+    return any(name.endswith(".att.r_k") for name in tensors) and not any(re.fullmatch(EXTENSIONS, name) for name in tensors)
+
+
+def official_name(name: str) -> str:
+    """The official name for one of fla's or llama.cpp's, with the same prefix; an official name is returned unchanged.
+
+    The name of a low-rank matrix that fla stores transposed ends in TRANSPOSED.
+    """
+    top, layers, gguf = _from_others()
+    if name in gguf:
+        return gguf[name]
+    if match := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
+        return f"blocks.{match[1]}.{gguf.get(match[2], match[2])}"
+    if match := re.fullmatch(r"(.*?)((?:model|lm_head)\..*)", name):
+        prefix, theirs = match.groups()
+        if theirs in top:
+            return prefix + top[theirs]
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", theirs)
+        if layer and layer[2] in layers:
+            return f"{prefix}blocks.{layer[1]}.{layers[layer[2]]}"
+    return name
+
+
+@cache
+def _from_others() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """fla's names outside the layers and within one, and llama.cpp's, both, to the official ones."""
+    config = ModelConfig(generation="rwkv7", n_layer=1, n_embd=1, head_size=1)
+    block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
+    layers = {_in_hugging_face(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
+    gguf = {theirs: ours for ours, theirs in GGUF.items()} | {_in_gguf(name): name for name in (*block, f"att.{JOINED}")}
+    return {theirs: ours for ours, theirs in HUGGING_FACE.items()}, layers, gguf
+
+
+def _in_hugging_face(name: str) -> str:
+    """fla's name within a layer for an official one within a block."""
+    part, _, rest = name.partition(".")
+    if part == "att" and (match := re.fullmatch(r"([wavg])([012])", rest)):
+        rest = f"{match[1]}_lora.lora." + {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[match[2]]
+    elif part == "att":
+        head, dot, tail = rest.partition(".")
+        rest = HUGGING_FACE_ATTENTION.get(head, head) + dot + tail
+    return f"{HUGGING_FACE_LAYERS[part]}.{rest}"
+
+
+def _in_gguf(name: str) -> str:
+    """llama.cpp's name within a block for an official one."""
+    stem, suffix = (name.rpartition(".")[::2]) if name.endswith((".weight", ".bias")) else (name, "weight")
+    theirs = GGUF_LAYERS.get(stem) or f"time_mix_{stem.removeprefix('att.')}"
+    return f"{theirs}.{suffix}"
+
+
+def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors as the official files have them, from the arrangement of any format.
+
+    declared: the sizes that the file states, by their names in ModelConfig. GGUF's r_k, which is [C], is split into heads of
+    head_size; where layer 0's v1 is missing and there is no other, its rank is v_low_rank_dim, or that of a1.
+    """
+    joined = any(name.endswith(f".{JOINED}") for name in tensors)
+    found: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(f".{JOINED}"):
+            found |= _apart(name, tensor)
+        elif name.endswith(TRANSPOSED) or (joined and name.endswith(LOW_RANK)):
+            official = name.removesuffix(TRANSPOSED)
+            found[official] = tensor.renamed(official).transposed()
+        else:
+            found[name] = _in_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
+    if joined:
+        found = {name: tensor for name, tensor in found.items() if name not in model.UNUSED}
+    return found | _unused(found, declared)
+
+
+def _apart(name: str, tensor: Stored) -> dict[str, Stored]:
+    """x_r .. x_g out of x_rwkvag; a tensor of another shape as it is, for `fit` to refuse."""
+    if tensor.shape[:1] != (len(model.MIXES),) or len(tensor.shape) < 2:
+        return {name: tensor}
+    names = [name.replace(JOINED, f"x_{letter}") for letter in model.MIXES]
+    return {part: tensor.part(index, part, tensor.shape[1:]) for index, part in enumerate(names)}
+
+
+def _in_heads(tensor: Stored, head_size: Any) -> Stored:
+    if len(tensor.shape) != 1 or not isinstance(head_size, int) or head_size < 1 or tensor.shape[0] % head_size:
+        return tensor
+    return tensor.viewed((tensor.shape[0] // head_size, head_size))
+
+
+def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+    """Zeros for those of layer 0's v0, v1 and v2 that are missing; nothing where a0 and a1 do not say the sizes."""
+    bias, matrix = (tensors.get(name.replace(".v", ".a")) for name in model.UNUSED[:2])
+    if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
+        return {}
+    of_others = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
+    C, rank = bias.shape[-1], next(iter(of_others), declared.get("v_low_rank_dim")) or matrix.shape[1]
+    shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
+    return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape))     # type: ignore[misc]
+            for name, shape in shapes.items() if name not in tensors}
+
+
+def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
+    """The tensors by the names, and in the arrangement, that `format` gives them."""
+    arrange = {"huggingface": _laid_out_for_hugging_face, "ggmf": _laid_out_for_ggmf, "gguf": _laid_out_for_gguf}.get(format)
+    laid = arrange(tensors) if arrange else dict(tensors)
+    return {name: tensor.renamed(name) for name, tensor in laid.items()}
+
+
+def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    laid: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if name in HUGGING_FACE:
+            laid[HUGGING_FACE[name]] = tensor
+        elif name not in model.UNUSED:
+            _, layer, rest = name.split(".", 2)
+            vector = len(tensor.shape) == 3 and not rest.startswith("att.x_")
+            tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
+            laid[f"model.layers.{layer}.{_in_hugging_face(rest)}"] = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
+    return laid
+
+
+def _laid_out_for_ggmf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    return _joined({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
+
+
+def _joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Each block's x_r .. x_g as x_rwkvag [6,1,C], where x_r stood; low-rank matrices transposed."""
+    laid: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".att.x_r"):
+            stem = name.removesuffix("x_r")
+            parts = [tensors[f"{stem}x_{letter}"] for letter in model.MIXES]
+            laid[stem + JOINED] = Stored.joined(stem + JOINED, parts, (len(parts), 1, tensor.shape[-1]))
+        elif ".att.x_" not in name:
+            laid[name] = tensor.transposed() if name.endswith(LOW_RANK) else tensor
+    return laid
+
+
+def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    copies = {name: tensors[name.replace(".v", ".a")] for name in model.UNUSED}
+    laid: dict[str, Stored] = {}
+    for name, tensor in _joined({**tensors, **copies}).items():
+        if name in GGUF:
+            laid[GGUF[name]] = tensor
+            continue
+        _, layer, rest = name.split(".", 2)
+        if rest.endswith(JOINED):
+            tensor = tensor.viewed((*tensor.shape[:1], 1, *tensor.shape[1:]))
+        elif model.group(name) == "vector":
+            tensor = tensor.viewed((tensor.count,))
+        laid[f"blk.{layer}.{_in_gguf(rest)}"] = tensor
+    return laid
+
+
+def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The part of config.json that describes the architecture; fla's group norm has head_dim times norm_eps."""
+    config = model.resolved(config)
+    return {"architectures": ["RWKV7ForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
+            "max_position_embeddings": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd,
+            "intermediate_size": config.n_ffn, "head_dim": config.head_size, "hidden_act": "sqrelu", "norm_first": True,
+            "norm_bias": True, "attn_mode": "chunk", **{name: getattr(config, name) for name in RANKS}}
+
+
+def gguf_sizes(config: ModelConfig) -> dict[str, int]:
+    """The sizes by llama.cpp's keys, without the architecture's name before them."""
+    config = model.resolved(config)
+    return {key: getattr(config, name) for key, name in GGUF_SIZES.items()}
+
+
+def widths(matrix: Callable[[str], tuple[int, ...]]) -> dict[str, int]:
+    """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name."""
+    return {"n_embd": matrix("emb.weight")[1], "n_ffn": matrix("blocks.0.ffn.key.weight")[0],
+            "head_size": matrix("blocks.0.att.r_k")[1],
+            **{size: matrix(f"blocks.0.att.{name}")[1] for size, name in RANKS.items()}}
+
+
+def has_many_forms(name: str) -> bool:
+    """Whether files have this vector as [C] or [1,1,C]."""
+    return re.fullmatch(VECTOR, name) is not None

@@ -1,0 +1,397 @@
+"""RWKV-7 "Goose": tensors and shapes, state, time and channel mixing, blocks, initialisation and optimiser groups.
+
+Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r w k v a g:
+
+    r = R m_r    k = K m_k    v = V m_v    g = sigmoid(m_g g1) g2
+    log_w = -e^-0.5 sigmoid(w0 + tanh(m_w w1) w2)                 rate = sigmoid(a0 + (m_a a1) a2)
+    v = v + (v_first - v) sigmoid(v0 + (m_v v1) v2)               v_first: v of layer 0, for the same token
+    kk = k k_k, each head divided by its norm                     k = k (1 + (rate - 1) k_a)
+    y = wkv7(r, log_w, k, v, -kk, kk rate)                        out = O ((GroupNorm(y) + (sum over the head of r k r_k) v) g)
+
+Channel mixing, the feed-forward half, is V relu(K m_k)^2 (after ln2).
+
+V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers
+Source: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; names, initialisation and optimiser groups are those of
+RWKV-LM, RWKV-v7/train_temp/src/model.py. Layer 0's v0, v1 and v2 are in its files, and nothing reads them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from kernels.wkv7 import WKV7
+from kernels.wkv7 import empty_state as empty_wkv
+from rwkv.config import ModelConfig
+from rwkv.errors import UserError
+from rwkv.model import fused, rwkv7_fused, state
+from rwkv.model.hooks import untouched
+from rwkv.model.step import norm_function, product_function, products_function
+
+NAME = "RWKV-7"
+OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
+NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
+KEPT_FLOAT32 = ("w0",)                   # in half precision too: a decay rounded to bfloat16 is another decay
+LR_SCALES = {"w0": "time_decay_lr_scale"}        # the names of parameters that begin so, and the option with their factor
+MIXES = "rwkvag"
+LOW_RANK = "wavg"
+RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
+UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
+Shape = tuple[int, ...]
+
+
+class Sizes(NamedTuple):
+    """C, H, N and F, and the ranks of the low-rank gates."""
+
+    C: int
+    H: int
+    N: int
+    F: int
+    ranks: dict[str, int]
+
+
+def sizes(config: ModelConfig) -> Sizes:
+    """The widths of a model.
+
+    A rank that is None is the official trainer's of today, 32 times a whole number; released files have others. Raises
+    UserError where the width is not a whole number of heads.
+    """
+    C, N = config.n_embd, config.head_size
+    if C % N:
+        raise UserError(f"model.n_embd is a multiple of model.head_size, which is {N}; got {C}")
+    given = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
+             "g": config.gate_low_rank_dim}
+    ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in given.items()}
+    return Sizes(C, C // N, N, config.n_ffn or 4 * C, ranks)
+
+
+def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
+    """The name and shape of every tensor of a model, in the model's order; layer 0 has the unused v0, v1 and v2."""
+    C, H, N, F, ranks = sizes(config)
+    found: dict[str, Shape] = {"emb.weight": (V, C)}
+    for layer in range(config.n_layer):
+        norms = (["ln0"] if layer == 0 else []) + ["ln1", "ln2"]
+        block: dict[str, Shape] = {f"{norm}.{part}": (C,) for norm in norms for part in ("weight", "bias")}
+        block |= {f"att.x_{name}": (1, 1, C) for name in MIXES}
+        for name in LOW_RANK:
+            bias: dict[str, Shape] = {} if name == "g" else {f"att.{name}0": (1, 1, C)}
+            block |= bias | {f"att.{name}1": (C, ranks[name]), f"att.{name}2": (ranks[name], C)}
+        block |= {"att.k_k": (1, 1, C), "att.k_a": (1, 1, C), "att.r_k": (H, N)}
+        block |= {f"att.{name}.weight": (C, C) for name in ("receptance", "key", "value", "output")}
+        block |= {"att.ln_x.weight": (C,), "att.ln_x.bias": (C,)}
+        block |= {"ffn.x_k": (1, 1, C), "ffn.key.weight": (F, C), "ffn.value.weight": (C, F)}
+        found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
+
+
+def resolved(config: ModelConfig) -> ModelConfig:
+    """The configuration with n_ffn and the ranks filled in where they are None."""
+    _, _, _, F, ranks = sizes(config)
+    return replace(config, n_ffn=F, decay_low_rank_dim=ranks["w"], a_low_rank_dim=ranks["a"], v_low_rank_dim=ranks["v"],
+                   gate_low_rank_dim=ranks["g"])
+
+
+def operator_work(config: ModelConfig) -> int:
+    """How many float32 values per token the operator of one layer works with at its peak, what it keeps aside."""
+    return 16 * config.n_embd
+
+
+def kept_for_backward(config: ModelConfig, half: bool) -> float:
+    """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision.
+
+    The operator keeps its inputs, one of them float32 in any case, and up to two tensors of its own in float32.
+    """
+    C, _, _, F, ranks = sizes(config)
+    d = sum(ranks.values())
+    return 15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F
+
+
+def group(name: str) -> str:
+    """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head), "low rank" or
+    "vector". Weight decay is for the first three."""
+    if name in ("emb.weight", "head.weight"):
+        return "embedding"
+    if name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
+        return "gate" if name.endswith("receptance.weight") else "matrix"
+    return "low rank" if name.endswith(tuple(f".{gate}{part}" for gate in LOW_RANK for part in "12")) else "vector"
+
+
+class _Tensors(NamedTuple):
+    att_x: Tensor
+    wkv: Tensor
+    ffn_x: Tensor
+
+
+class State(_Tensors, state.State):
+    """att_x, ffn_x (L,B,C), the inputs of the last step; wkv (L,B,H,N,N), the operator's state; float32."""
+
+    __slots__ = ()
+
+
+def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
+    """The state before the first token, for B rows."""
+    (C, H, N, _, _), L = sizes(config), config.n_layer
+    return State(torch.zeros(L, B, C, device=device), empty_wkv(L * B, H, N, device).view(L, B, H, N, N),
+                 torch.zeros(L, B, C, device=device))
+
+
+class TimeMix(nn.Module):
+    """(x (B,T,C), last_x (B,C), the operator's state, v_first (B,T,C)) -> (out, last x, state, v_first).
+
+    None for the empty state, and for v_first in layer 0, which hands on its own v.
+    """
+
+    w0: Tensor
+    w1: Tensor
+    w2: Tensor
+    a0: Tensor
+    a1: Tensor
+    a2: Tensor
+    v0: Tensor
+    v1: Tensor
+    v2: Tensor
+    g1: Tensor
+    g2: Tensor
+
+    def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
+        super().__init__()
+        C, H, N, _, ranks = sizes(config)
+        self.wkv, self.first, self.N = wkv, layer == 0, N
+        for name in MIXES:
+            self.register_parameter(f"x_{name}", nn.Parameter(torch.zeros(1, 1, C)))
+        for name in LOW_RANK:
+            tensors = {f"{name}1": torch.zeros(C, ranks[name]), f"{name}2": torch.zeros(ranks[name], C)}
+            if name != "g":
+                tensors = {f"{name}0": torch.zeros(1, 1, C), **tensors}
+            for full_name, tensor in tensors.items():
+                if self.first and name == "v":           # in the official files, and never read
+                    self.register_buffer(full_name, tensor)
+                else:
+                    self.register_parameter(full_name, nn.Parameter(tensor))
+        self.k_k = nn.Parameter(torch.zeros(1, 1, C))
+        self.k_a = nn.Parameter(torch.zeros(1, 1, C))
+        self.r_k = nn.Parameter(torch.zeros(H, N))
+        self.receptance = nn.Linear(C, C, bias=False)
+        self.key = nn.Linear(C, C, bias=False)
+        self.value = nn.Linear(C, C, bias=False)
+        self.output = nn.Linear(C, C, bias=False)
+        self.ln_x = nn.GroupNorm(H, C, eps=rwkv7_fused.EPS)
+
+    def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
+                v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mix = self._fused_mix if self._can_fuse() else self._plain_mix
+        out, after, v_first = mix(x, last_x, before, v_first)
+        return out, fused.last(x), after, v_first
+
+    def _can_fuse(self) -> bool:
+        """Whether nothing has to see the layers called, and nothing is frozen: its gradient would be computed for nothing."""
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first: torch.compile cannot trace hooks
+            return False
+        trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
+        return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
+
+    def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
+                   v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """By the formulas above: (out, the operator's state, v_first)."""
+        past = [1 - mu for mu in self._mixes()]
+        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past)
+        r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
+        g = torch.sigmoid(m_g @ self.g1) @ self.g2
+        rate = torch.sigmoid(self.a0 + (m_a @ self.a1) @ self.a2)
+        z = torch.tanh(m_w @ self.w1) @ self.w2
+        log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(self.w0 + z.to(torch.promote_types(z.dtype, torch.float32)))
+        if v_first is None:
+            v_first = v
+        else:
+            v = v + (v_first - v) * torch.sigmoid(self.v0 + (m_v @ self.v1) @ self.v2)
+        kk = normalize(self._heads(k * self.k_k).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM).to(r.dtype).flatten(2)
+        k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
+        v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
+        y, after = self._wkv(r, log_w, k, v, -kk, b, before)
+        share = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
+        normal = self.ln_x(y.flatten(0, 1).flatten(1)).view_as(x)
+        return self.output((normal + (share * self._heads(v)).flatten(2)) * g), after, v_first
+
+    def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
+                   v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same in four autograd steps and the operator."""
+        of_v = "" if v_first is None else "v"
+        first, second = ([getattr(self, f"{name}{part}") for name in f"wag{of_v}"] for part in "12")
+        biases = [getattr(self, f"{name}0") for name in f"wa{of_v}"]
+        weights = self.receptance.weight, self.key.weight, self.value.weight
+        r, k, v, *hidden = rwkv7_fused.mixed_products(x, last_x, self._mixes(), weights, tuple(first))
+        gates = rwkv7_fused.gates(k, v, v_first, tuple(hidden), self.N, (self.k_k, self.k_a, *biases), tuple(second))
+        y, after = self._wkv(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before)
+        out = rwkv7_fused.output(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias,
+                                 self.output.weight)
+        return out, after, v if v_first is None else v_first
+
+    def _mixes(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, f"x_{name}") for name in MIXES)
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        """(B,T,C) as (B,T,H,N)."""
+        return tensor.unflatten(-1, (-1, self.N))
+
+    def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+             before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The operator on (B,T,C) each, and its single step where that is all: y (B,T,H,N)."""
+        r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
+        if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
+            y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
+            return y.unsqueeze(1), after
+        return self.wkv(r, log_w, k, v, a, b, before)
+
+
+class ChannelMix(nn.Module):
+    """(x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last x)."""
+
+    def __init__(self, n_embd: int, n_ffn: int) -> None:
+        super().__init__()
+        self.x_k = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.key = nn.Linear(n_embd, n_ffn, bias=False)
+        self.value = nn.Linear(n_ffn, n_embd, bias=False)
+
+    def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not fused.can_fuse(self.key, self.value):
+            (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k)
+            relu = torch.relu(self.key(mixed))
+            return self.value(relu * relu), fused.last(x)
+        return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
+
+
+class Block(nn.Module):
+    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
+
+    def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
+        super().__init__()
+        C, _, _, F, _ = sizes(config)
+        self.first = layer == 0
+        if self.first:
+            self.ln0 = nn.LayerNorm(C)
+        self.ln1 = nn.LayerNorm(C)
+        self.ln2 = nn.LayerNorm(C)
+        self.att = TimeMix(config, layer, wkv)
+        self.ffn = ChannelMix(C, F)
+
+    def forward(self, x: Tensor, before: State | None, carry: Tensor | None = None) -> tuple[Tensor, State, Tensor]:
+        """(x (B,T,C), this layer's state before x, None for the empty one, v_first) -> (x, the state after x, v_first)."""
+        att_x, wkv, ffn_x = (None, None, None) if before is None else before
+        x = self.ln0(x) if self.first else x
+        mixed, att_x, wkv, carry = self.att(self.ln1(x), att_x, wkv, carry)
+        x = x + mixed
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x)
+        return x + mixed, State(att_x, wkv, ffn_x), carry
+
+
+PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step computes without calling them
+
+
+class Step:
+    """One block with a state of its own, the tensors of `state`: State of one layer, (B,C), (B,H,N,N) and (B,C).
+
+    It reads the weights and calls no module. Use it under torch.inference_mode.
+    """
+
+    def __init__(self, block: Any, state: Sequence[Tensor]) -> None:
+        att, ffn = block.att, block.ffn
+        self._ln0 = norm_function(block.ln0) if block.first else None
+        self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
+        self._att, self._ffn_x_k = att, ffn.x_k[0]
+        self._mu = torch.stack([mu[0] for mu in att._mixes()])                 # (6,1,C)
+        self._products = products_function(att.receptance, att.key, att.value)
+        self._output, self._key, self._value = map(product_function, (att.output, ffn.key, ffn.value))
+        self._att_x, self._wkv, self._ffn_x = state[0].to(self._mu.dtype), state[1], state[2].to(self._mu.dtype)
+
+    def step(self, x: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x (B,C), v_first (B,C)) -> (x, v_first): Block.forward for one token."""
+        if self._ln0 is not None:
+            x = self._ln0(x)
+        mixed, carry = self._time_mix(self._ln1(x), carry)
+        x = x + mixed
+        normal = self._ln2(x)
+        relu = self._key(torch.lerp(normal, self._ffn_x, self._ffn_x_k)).relu_()
+        self._ffn_x = normal
+        return x + self._value(relu.mul_(relu)), carry
+
+    def _time_mix(self, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
+        att = self._att
+        mixes = torch.lerp(x, self._att_x, self._mu)                           # (6,B,C)
+        self._att_x = x
+        _, m_w, _, m_v, m_a, m_g = mixes.unbind()
+        r, k, v = self._products(mixes[[0, 2, 3]])
+        g = torch.sigmoid(m_g @ att.g1) @ att.g2
+        rate = torch.sigmoid(att.a0[0] + (m_a @ att.a1) @ att.a2)
+        log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(att.w0[0].float() + torch.tanh(m_w @ att.w1) @ att.w2)
+        if v_first is None:
+            v_first = v
+        else:
+            v = v + (v_first - v) * torch.sigmoid(att.v0[0] + (m_v @ att.v1) @ att.v2)
+        kk = normalize(self._heads(k * att.k_k[0]).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM)
+        k = k * (1 + (rate - 1) * att.k_a[0])
+        r, k, v, rate = map(self._heads, (r, k, v, rate))
+        y, self._wkv = WKV7.step(r, self._heads(log_w), k, v, -kk, kk * rate, self._wkv)
+        share = (r * k * att.r_k).sum(-1, keepdim=True)
+        y = torch.group_norm(y.flatten(1), len(att.r_k), att.ln_x.weight, att.ln_x.bias, att.ln_x.eps)
+        return self._output((y + (share * v).flatten(1)) * g), v_first
+
+    def _heads(self, tensor: Tensor) -> Tensor:
+        """(B,C) as (B,H,N)."""
+        return tensor.unflatten(-1, (-1, self._att.N))
+
+    def keep(self, rows: list[int]) -> None:
+        """Goes on with these rows alone, in this order."""
+        self._att_x, self._wkv, self._ffn_x = self._att_x[rows], self._wkv[rows], self._ffn_x[rows]
+
+    def state(self) -> tuple[Tensor, ...]:
+        """The tensors of the state."""
+        return self._att_x, self._wkv, self._ffn_x
+
+
+@torch.no_grad()
+def init_weights(model: Any) -> None:
+    """The official initialisation, which the model's quality depends on; uses torch's global generator."""
+    V, C = model.emb.weight.shape
+    nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
+    nn.init.orthogonal_(model.head.weight, gain=0.5 * math.sqrt(max(V / C, 1.0)))
+    for layer, block in enumerate(model.blocks):
+        _init_time_mix(block.att, layer, len(model.blocks))
+        _init_channel_mix(block.ffn, layer, len(model.blocks))
+
+
+def _init_time_mix(att: TimeMix, layer: int, L: int) -> None:
+    C, N = att.key.in_features, att.N
+    rho, sigma = layer / max(L - 1, 1), 1 - layer / L
+    n = torch.arange(C)
+    u, line = n / C, n / max(C - 1, 1) - 0.5
+    within = (n % N - (N - 1) / 2) / max((N - 1) / 2, 0.5)               # from -1 to 1 in each head
+    zigzag = within * within.abs()
+    for names, power in (("rg", 0.2), ("wa", 0.9), ("kv", 0.7)):
+        for name in names:
+            getattr(att, f"x_{name}").copy_(1 - u ** (power * sigma))
+    att.w0.copy_(-6 + 6 * (line + 0.5) ** (1 + rho ** 0.3) + 0.5 + 2.5 * zigzag)
+    att.a0.copy_(-0.19 + 0.3 * zigzag + 0.4 * line)
+    att.v0.copy_(0.73 - 0.4 * line)
+    att.k_k.copy_(0.71 - 0.1 * line)
+    att.k_a.fill_(1.02)
+    att.r_k.fill_(-0.04)
+    for name in LOW_RANK:
+        down, up = getattr(att, f"{name}1"), getattr(att, f"{name}2")
+        down.zero_()
+        nn.init.orthogonal_(up, gain=0.1 * math.sqrt(max(len(up) / C, 1.0)))
+    nn.init.orthogonal_(att.receptance.weight)
+    nn.init.orthogonal_(att.key.weight, gain=0.1)
+    nn.init.orthogonal_(att.value.weight)
+    nn.init.zeros_(att.output.weight)
+    att.ln_x.weight.fill_(((layer + 1) / L) ** 0.7)
+
+
+def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
+    C = ffn.key.in_features
+    ffn.x_k.copy_(1 - (torch.arange(C) / C) ** ((1 - layer / L) ** 4))
+    nn.init.orthogonal_(ffn.key.weight)
+    nn.init.zeros_(ffn.value.weight)

@@ -1,0 +1,353 @@
+"""RWKV-7 is what its paper's formulas say, begins as RWKV-LM begins, and is trained in RWKV-LM's parameter groups.
+
+Both are stated here a second time, independently: the model in tests/numpy_rwkv7.py, the initialisation, the groups and a
+plain-torch twin below. Sources: arXiv 2503.14456; RWKV-LM, RWKV-v7/train_temp/src/model.py.
+"""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import kernels, small_config, small_model, tokens
+from numpy_rwkv7 import LayerState, NumpyRWKV7
+from torch import Tensor
+from torch.nn.functional import cross_entropy, group_norm, layer_norm, normalize
+
+from kernels.select import select
+from rwkv.config import ModelConfig, OptimConfig
+from rwkv.errors import UserError
+from rwkv.model import fused
+from rwkv.model.base import n_parameters
+from rwkv.model.rwkv7 import UNUSED, State, resolved, shapes
+from rwkv.pretrained import RWKV
+from rwkv.training.optim import parameter_groups
+from rwkv.training.task import LanguageModel
+
+LETTERS = "rwkvag"
+KERNELS = kernels("wkv7")
+
+
+def small(kernel: str = "reference", **sizes: int) -> RWKV:
+    return small_model(kernel, generation="rwkv7", **sizes)
+
+
+def oracle(model: RWKV) -> NumpyRWKV7:
+    return NumpyRWKV7({name: weight.detach().numpy() for name, weight in model.state_dict().items()})
+
+
+def close(actual: Tensor, expected: object, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, torch.as_tensor(expected), rtol=0, atol=atol, check_dtype=False)
+
+
+def same_state(state: State, expected: list[LayerState]) -> None:
+    for layer, theirs in zip(state.layers(), expected, strict=True):
+        for mine, part in zip(layer, theirs, strict=True):
+            close(mine, part)
+
+
+# The formulas
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@torch.no_grad()
+def test_logits_and_state_are_those_of_the_formulas(kernel: str) -> None:
+    model = small(kernel)
+    read = tokens(model, T=40)
+    expected, after = oracle(model)(read.numpy())
+    logits, state = model(read)
+    assert logits.std() > 0.3, "logits of zero would be equal too"
+    close(logits, expected)
+    same_state(state, after)
+    first, state = model(read[:, :23])
+    rest, state = model(read[:, 23:], state)
+    close(torch.cat([first, rest], 1), expected)
+    same_state(state, after)
+
+
+@torch.no_grad()
+def test_layers_that_must_be_called_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain form, which adapters, hooks and torch.compile see."""
+    model = small()
+    expected, after = oracle(model)(tokens(model).numpy())
+    monkeypatch.setattr(fused, "can_fuse", lambda *layers: False)
+    logits, state = model(tokens(model))
+    close(logits, expected)
+    same_state(state, after)
+
+
+def test_both_forms_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients() -> dict[str, Tensor]:
+        model = small()
+        loss = cross_entropy(model(tokens(model))[0].flatten(0, 1), tokens(model, seed=2).flatten())
+        names, weights = zip(*model.named_parameters(), strict=True)
+        return dict(zip(names, torch.autograd.grad(loss, weights), strict=True))
+
+    found = gradients()
+    monkeypatch.setattr(fused, "can_fuse", lambda *layers: False)
+    plain = gradients()
+    for name, gradient in found.items():
+        assert (gradient - plain[name]).norm() <= 1e-5 * plain[name].norm(), name
+        assert plain[name].norm() > 0, name
+
+
+@torch.no_grad()
+def test_every_tensor_counts_but_layer_0_s_value_residual() -> None:
+    """A tensor whose change changes nothing would be read by neither of two models that agree."""
+    model = small()
+    read = tokens(model, T=6)
+    expected = model(read)[0]
+    for name, weight in model.state_dict().items():
+        before = weight.clone()
+        weight.add_(0.05 * torch.randn_like(weight))
+        changed = float((model(read)[0] - expected).abs().max())
+        weight.copy_(before)
+        assert (changed == 0) if name in UNUSED else (changed > 1e-4), name
+
+
+@torch.no_grad()
+def test_tokens_that_are_all_the_same_and_a_key_of_zero_stay_finite() -> None:
+    model = small()
+    model.blocks[1].att.key.weight.zero_()
+    read = torch.zeros(1, 30, dtype=torch.long)
+    close(model(read)[0], oracle(model)(read.numpy())[0])
+
+
+# Tensors and sizes
+
+
+def test_parameters_have_the_official_names_and_shapes() -> None:
+    C, V, H, N, F, (w, a, v, g) = 16, 50, 2, 8, 64, (5, 4, 3, 6)
+    layer = {**{f"{norm}.{part}": (C,) for norm in ("ln1", "ln2", "att.ln_x") for part in ("weight", "bias")},
+             **{f"att.x_{letter}": (1, 1, C) for letter in LETTERS},
+             "att.w0": (1, 1, C), "att.w1": (C, w), "att.w2": (w, C), "att.a0": (1, 1, C), "att.a1": (C, a), "att.a2": (a, C),
+             "att.v0": (1, 1, C), "att.v1": (C, v), "att.v2": (v, C), "att.g1": (C, g), "att.g2": (g, C),
+             "att.k_k": (1, 1, C), "att.k_a": (1, 1, C), "att.r_k": (H, N),
+             **{f"att.{name}.weight": (C, C) for name in ("receptance", "key", "value", "output")},
+             "ffn.x_k": (1, 1, C), "ffn.key.weight": (F, C), "ffn.value.weight": (C, F)}
+    expected = {f"blocks.{index}.{name}": shape for index in range(3) for name, shape in layer.items()}
+    expected |= {"emb.weight": (V, C), "blocks.0.ln0.weight": (C,), "blocks.0.ln0.bias": (C,),
+                 "ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
+    model = small()
+    assert {name: tuple(weight.shape) for name, weight in model.state_dict().items()} == expected
+    assert shapes(model.config, V) == expected
+    assert n_parameters(model.config, V) == 2 * V * C + 4 * C + 3 * (19 * C + 12 * C * C + 2 * C * (w + a + v + g))
+
+
+@pytest.mark.parametrize(("n_embd", "ranks"), [(64, (32, 32, 32, 32)), (768, (64, 64, 32, 128)), (4096, (160, 160, 96, 320))])
+def test_ranks_that_are_not_given_are_the_trainers(n_embd: int, ranks: tuple[int, ...]) -> None:
+    found = resolved(ModelConfig(generation="rwkv7", n_embd=n_embd))
+    assert (found.decay_low_rank_dim, found.a_low_rank_dim, found.v_low_rank_dim, found.gate_low_rank_dim) == ranks
+    assert found.n_ffn == 4 * n_embd
+
+
+def test_a_width_that_is_no_whole_number_of_heads_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"model\.n_embd.*head_size"):
+        shapes(ModelConfig(generation="rwkv7", n_embd=100), 50)
+
+
+@pytest.mark.parametrize(("generation", "name"), [("rwkv4", "head_size"), ("rwkv4", "v_low_rank_dim"), ("rwkv7", "n_att")])
+def test_an_option_of_another_generation_is_one_sentence(generation: str, name: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.{name} .*{generation}"):
+        ModelConfig(generation=generation, **{name: 32})
+
+
+def test_a_model_of_the_same_weights_without_the_unused_tensors_is_the_same_model() -> None:
+    """Formats that leave them out give the model the fingerprint that saved states name."""
+    model = small()
+    before = model.fingerprint()
+    for name in UNUSED:
+        model.state_dict()[name].add_(1)
+    assert model.fingerprint() == before
+    with torch.no_grad():
+        model.blocks[0].att.w0.add_(1)
+    assert model.fingerprint() != before
+
+
+# Initialisation and groups, as in RWKV-LM
+
+
+CONFIG = small_config("rwkv7", n_embd=24)
+V, L, C, N = 61, CONFIG.n_layer, CONFIG.n_embd, CONFIG.head_size
+
+
+@pytest.fixture(scope="module")
+def fresh() -> RWKV:
+    torch.manual_seed(0)
+    return RWKV(CONFIG, V, select("wkv7", "reference")).init_weights()
+
+
+def official_vectors(layer: int) -> dict[str, list[float]]:
+    """What RWKV-LM gives the vectors of a layer, by RWKV-LM's own loops over channels n."""
+    rho, sigma = layer / (L - 1), 1 - layer / L
+    names = ["att.w0", "att.a0", "att.v0", "att.k_k", "att.k_a", "ffn.x_k", *(f"att.x_{letter}" for letter in LETTERS)]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for n in range(C):
+        line, z = n / (C - 1) - 0.5, (n % N - (N - 1) / 2) / ((N - 1) / 2)
+        z *= abs(z)
+        found["att.w0"].append(-6 + 6 * (n / (C - 1)) ** (1 + rho ** 0.3) + 0.5 + 2.5 * z)
+        found["att.a0"].append(-0.19 + 0.3 * z + 0.4 * line)
+        found["att.v0"].append(0.73 - 0.4 * line)
+        found["att.k_k"].append(0.71 - 0.1 * line)
+        found["att.k_a"].append(1.02)
+        found["ffn.x_k"].append(1 - (n / C) ** sigma ** 4)
+        for letter, power in zip(LETTERS, (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True):
+            found[f"att.x_{letter}"].append(1 - (n / C) ** (power * sigma))
+    return found | {"att.ln_x.weight": [((layer + 1) / L) ** 0.7] * C, "att.ln_x.bias": [0.0] * C, "att.r_k": [-0.04] * C}
+
+
+@pytest.mark.parametrize("layer", range(L))
+def test_initial_vectors(fresh: RWKV, layer: int) -> None:
+    weights = fresh.state_dict()
+    for name, expected in official_vectors(layer).items():
+        close(weights[f"blocks.{layer}.{name}"].flatten(), torch.tensor(expected), 1e-6)
+
+
+def test_initial_matrices(fresh: RWKV) -> None:
+    weights = fresh.state_dict()
+    gains = {"att.receptance.weight": 1.0, "att.value.weight": 1.0, "att.key.weight": 0.1, "ffn.key.weight": 1.0}
+    for layer in range(L):
+        for name in ("att.output.weight", "ffn.value.weight", *(f"att.{letter}1" for letter in "wavg")):
+            assert not weights[f"blocks.{layer}.{name}"].any()
+        for name, gain in (gains | {f"att.{letter}2": 0.1 for letter in "wavg"}).items():
+            orthogonal(weights[f"blocks.{layer}.{name}"], gain)
+    orthogonal(weights["head.weight"], 0.5 * math.sqrt(V / C))
+    assert 0.9e-4 < weights["emb.weight"].abs().max() <= 1e-4
+    for name, weight in weights.items():
+        if "ln" in name and "ln_x" not in name:
+            assert (weight == float(name.endswith("weight"))).all(), name
+
+
+def test_a_head_of_fewer_tokens_than_channels_and_ranks_above_the_width() -> None:
+    config = small_config("rwkv7", n_embd=8, gate_low_rank_dim=20)
+    weights = RWKV(config, 5, select("wkv7", "reference")).init_weights().state_dict()
+    orthogonal(weights["head.weight"], 0.5)
+    orthogonal(weights["blocks.1.att.g2"], 0.1 * math.sqrt(20 / 8))
+
+
+def orthogonal(weight: Tensor, gain: float) -> None:
+    """Columns, or of a wide matrix rows, are orthogonal and of length `gain`."""
+    square = weight.T @ weight if weight.shape[0] >= weight.shape[1] else weight @ weight.T
+    close(square, gain ** 2 * torch.eye(len(square)))
+
+
+@pytest.mark.parametrize(("n_layer", "n_embd"), [(1, 8), (1, 1), (2, 3)])
+def test_one_layer_or_one_channel_has_finite_weights(n_layer: int, n_embd: int) -> None:
+    config = small_config("rwkv7", n_layer=n_layer, n_embd=n_embd, head_size=1 if n_embd % 8 else 8)
+    model = RWKV(config, 3, select("wkv7", "reference")).init_weights()
+    assert all(weight.isfinite().all() for weight in model.state_dict().values())
+
+
+def official_group(name: str) -> tuple[float, bool]:
+    """The factor on a parameter's learning rate, and whether weight decay acts on it, as RWKV-LM decides it by the name."""
+    if "att.w0" in name:
+        return 2.0, False
+    matrix = ".weight" in name and not any(part in name for part in ("ln0", "ln1", "ln2", "ln_x", "ln_out"))
+    return 1.0, matrix
+
+
+def test_the_optimiser_has_the_three_official_groups(fresh: RWKV) -> None:
+    groups = parameter_groups(fresh, OptimConfig(lr=6e-4, min_lr=6e-5, weight_decay=1e-3))
+    names = {parameter: name for name, parameter in fresh.named_parameters()}
+    found = {names[parameter]: (group["lr"], group["weight_decay"]) for group in groups for parameter in group["params"]}
+    assert len(groups) == 3
+    assert found.keys() == set(names.values())
+    for name, (lr, decay) in found.items():
+        factor, decays = official_group(name)
+        assert (lr, decay) == (pytest.approx(factor * 6e-4), 1e-3 if decays else 0.0), name
+    assert {name for name, (_, decay) in found.items() if decay} >= {"emb.weight", "head.weight"}
+
+
+def test_muon_takes_the_matrices_that_a_plain_matrix_product_uses(fresh: RWKV) -> None:
+    groups = parameter_groups(fresh, OptimConfig(name="muon"))
+    names = {parameter: name for name, parameter in fresh.named_parameters()}
+    theirs = {names[parameter].split(".", 2)[2] for group in groups if group.get("orthogonal") for parameter in group["params"]}
+    assert theirs == {"att.key.weight", "att.value.weight", "att.output.weight", "ffn.key.weight", "ffn.value.weight"} | (
+        {"att.receptance.weight"} if fresh.generation.group("blocks.0.att.receptance.weight") == "matrix" else set())
+
+
+# Training: a twin in plain torch, with weights and groups of its own
+
+
+def test_fifty_steps_are_those_of_a_plain_twin(fresh: RWKV) -> None:
+    """From RWKV-LM's initial vectors; matrices that are drawn at random are the model's, checked above."""
+    optim = OptimConfig(lr=3e-3, min_lr=3e-3, schedule="constant", warmup_steps=0, weight_decay=0.1, l2_wrap=0, eps=1e-8)
+    text = torch.randint(V, (50, 8, 1), generator=torch.Generator().manual_seed(1)) + 3 * torch.arange(7)
+    weights = {name: weight.clone() for name, weight in fresh.state_dict().items()}
+    for layer in range(L):
+        for name, values in official_vectors(layer).items():
+            full = weights[f"blocks.{layer}.{name}"]
+            weights[f"blocks.{layer}.{name}"] = torch.tensor(values).view_as(full)
+    expected = twin_losses(weights, text % V, optim)
+    assert expected[-1] < 0.8 * expected[0], "50 steps that learn nothing prove nothing"
+
+    model = RWKV(CONFIG, V, select("wkv7", "reference"))
+    model.load_state_dict(fresh.state_dict())
+    task = LanguageModel(model, optim, 50, 1.0)
+    optimizer = task.configure_optimizers()["optimizer"]
+    losses = trained(optimizer, text % V, lambda x, y: task.training_step((x, y), 0))
+    assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def trained(optimizer: torch.optim.Optimizer, text: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]) -> list[float]:
+    losses = []
+    for batch in text:
+        loss = loss_of(batch[:, :-1], batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def twin_losses(weights: dict[str, Tensor], text: Tensor, optim: OptimConfig) -> list[float]:
+    weights = {name: weight.requires_grad_(name not in UNUSED) for name, weight in weights.items()}
+    groups: dict[tuple[float, bool], list[Tensor]] = {}
+    for name, weight in weights.items():
+        groups.setdefault(official_group(name), []).append(weight)
+    optimizer = torch.optim.AdamW([{"params": members, "lr": factor * optim.lr, "weight_decay": optim.weight_decay * decays}
+                                   for (factor, decays), members in groups.items()], betas=optim.betas, eps=optim.eps)
+    return trained(optimizer, text, lambda x, y: cross_entropy(twin(weights, x).flatten(0, 1), y.flatten()))
+
+
+def twin(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """The logits (B,T,V), by the formulas in their plainest form."""
+    def norm(name: str, x: Tensor) -> Tensor:
+        return layer_norm(x, (C,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    x, v_first = norm("blocks.0.ln0", weights["emb.weight"][tokens]), None
+    for layer in range(L):
+        own = {name.split(".", 2)[2]: weight for name, weight in weights.items() if name.startswith(f"blocks.{layer}.")}
+        mixed, v_first = twin_time_mixing(own, norm(f"blocks.{layer}.ln1", x), v_first)
+        x = x + mixed
+        normal = norm(f"blocks.{layer}.ln2", x)
+        hidden = torch.relu((normal + change(normal) * own["ffn.x_k"]) @ own["ffn.key.weight"].T) ** 2
+        x = x + hidden @ own["ffn.value.weight"].T
+    return norm("ln_out", x) @ weights["head.weight"].T
+
+
+def change(x: Tensor) -> Tensor:
+    """x_{t-1} - x_t, with zeros before the first."""
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) - x
+
+
+def twin_time_mixing(own: dict[str, Tensor], x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
+    B, T, _ = x.shape
+    m = {letter: x + change(x) * own[f"att.x_{letter}"] for letter in LETTERS}
+    r, k, v = (m[letter] @ own[f"att.{name}.weight"].T for letter, name in zip("rkv", ("receptance", "key", "value"),
+                                                                              strict=True))
+    w = torch.exp(-math.exp(-0.5) * torch.sigmoid(own["att.w0"] + torch.tanh(m["w"] @ own["att.w1"]) @ own["att.w2"]))
+    rate = torch.sigmoid(own["att.a0"] + m["a"] @ own["att.a1"] @ own["att.a2"])
+    v_first = v if v_first is None else v_first
+    v = v + (v_first - v) * torch.sigmoid(own["att.v0"] + m["v"] @ own["att.v1"] @ own["att.v2"])       # layer 0: v itself
+    kk = normalize((k * own["att.k_k"]).view(B, T, -1, N), dim=-1)
+    r, w, k, v, rate = (tensor.view(B, T, -1, N) for tensor in (r, w, k * (1 + (rate - 1) * own["att.k_a"]), v, rate))
+    S, y = torch.zeros(B, C // N, N, N), []
+    for t in range(T):
+        S = (S * w[:, t, :, None] - (S @ kk[:, t, ..., None]) * (kk * rate)[:, t, :, None]
+             + v[:, t, ..., None] * k[:, t, :, None])
+        y.append((S @ r[:, t, ..., None])[..., 0])
+    read = group_norm(torch.stack(y, 1).view(B * T, C), C // N, own["att.ln_x.weight"], own["att.ln_x.bias"], eps=64e-5)
+    bonus = (r * k * own["att.r_k"]).sum(-1, keepdim=True) * v
+    gate = torch.sigmoid(m["g"] @ own["att.g1"]) @ own["att.g2"]
+    return ((read.view(B, T, C) + bonus.view(B, T, C)) * gate) @ own["att.output.weight"].T, v_first
