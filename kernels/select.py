@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
 CPU_7 = Rule(("taichi_v3", "torch_chunk"), measured=False)
-CUDA_7 = Rule(("cuda_v3", "triton_v0", "taichi_v3", "torch_chunk"), measured=False)
+CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
 RULES = {
     ("wkv4", "cpu", torch.float32): CPU,
     ("wkv4", "cpu", torch.bfloat16): CPU,

@@ -1,18 +1,20 @@
 """Rung 1: vectors of 16 lanes, along i where a sum is over j and along j where it is over i, so that no sum is across lanes.
 
-    forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                y_t = S r_t      sa_{t+1} = S a_{t+1}
-    rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t            last step first
-    states    lanes j   S as in forward                               gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
-    keys      lanes j   G as in rows (dL/dS)                          gk_t = G^T v_t   gb_t = G^T sa_t
+    forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
+    rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
+    states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
+    keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
 
-Each of the four multiplies a matrix by the decay, adds two outer products, and multiplies two vectors by it: three passes over it.
-Its rows share what is read of a step, and e^log_w. log_w's gradient needs no product of two matrices: gl_t = sum_i S_{t-1} w_t G_t is
+G = dL/dS; rows and keys go from the last step to the first.
+
+Each of the four multiplies a matrix by the decay, adds two outer products, and multiplies it by two vectors: three passes over
+it. Its lanes share what is read of a step, and e^log_w. log_w's gradient needs no product of two matrices:
+gl_t = sum_i S_{t-1} w_t G_t is
 
     gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
 
-and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h); a chunk's vectors, and 16
-lanes of the matrix stay in a CPU's L1. Kept by forward: sa, which is as large as k. The backward's memory is that of the tasks at
-work: N/16 + 1 times a head's k, for each.
+and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
+large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -204,11 +206,12 @@ def _backward_kernel(dtype: torch.dtype) -> Any:
 
 
 @ti.func
-def _step(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q, w, order: ti.template(), along_j: ti.template()):
+def _step(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q, w,
+          order: ti.template(), along_j: ti.template()):
     """Adds p x + q y to w times the matrix, of which each vector is a column, and returns its products with u and v.
 
-    x, y, u, v, and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the
-    first vectors come first.
+    x, y, u, v, and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each
+    the first vectors come first.
     """
     for block in range(M):
         for lane in range(LANES):

@@ -1,19 +1,20 @@
 """Rung 2: one pass a step. A matrix's element is loaded and stored once, updated, and multiplied by two vectors in between.
 
-    forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                y_t = S r_t      sa_{t+1} = S a_{t+1}
-    rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t            last step first
-    states    lanes j   S as in forward                               gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
-    keys      lanes j   G as in rows (dL/dS)                          gk_t = G^T v_t   gb_t = G^T sa_t
+    forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
+    rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
+    states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
+    keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
 
-The product of the next step is taken along, so that each of the four is one pass over a matrix: it is multiplied by the decay, two
-outer products are added, two vectors are multiplied. The lanes of a vector lie where no sum is. log_w's gradient needs no product
-of two matrices: gl_t = sum_i S_{t-1} w_t G_t is
+G = dL/dS; rows and keys go from the last step to the first.
+
+Since sa is computed a step ahead, each of the four is one pass over a matrix: it is multiplied by the decay, two outer products
+are added, and it is multiplied by two vectors. Lanes are where no sum is. log_w's gradient needs no product of two matrices:
+gl_t = sum_i S_{t-1} w_t G_t is
 
     gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
 
-and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h); a chunk's vectors, and 16
-lanes of the matrix stay in a CPU's L1. Kept by forward: sa, which is as large as k. The backward's memory is that of the tasks at
-work: N/16 + 1 times a head's k, for each.
+and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
+large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -206,11 +207,12 @@ def _backward_kernel(dtype: torch.dtype) -> Any:
 
 
 @ti.func
-def _pass(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q, w, order: ti.template(), along_j: ti.template()):
+def _pass(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q, w,
+          order: ti.template(), along_j: ti.template()):
     """Adds p x + q y to w times the matrix, of which each vector is a column, and returns its products with u and v.
 
-    x, y, u, v, and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the
-    first vectors come first.
+    x, y, u, v, and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each
+    the first vectors come first.
     """
     of_u, of_v = 0.0 * p, 0.0 * p
     for block in range(M):

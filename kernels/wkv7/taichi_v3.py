@@ -1,21 +1,21 @@
 """Rung 3: the decay taken out of the state, which leaves 4 multiply-adds for each of its elements and steps instead of 5.
 
-Within a chunk of steps let W_t be the product of w from the chunk's first step to t. With S = S' diag(W_t) and G = G' / diag(W_t)
-(G = dL/dS), and with b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1}, the recurrence and its reverse have no decay left:
+Within a chunk of steps let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t), G = G' / diag(W_t) for
+G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recurrence and its reverse have no decay left:
 
     forward   lanes i   S' += sa_t b'_t + v_t k'_t              y_t = S' r'_t              sa_{t+1} = S' a'_{t+1}
-    rows      lanes i   G' += gsa_{t+1} a'_{t+1} + gy_t r'_t    gv_t = G' k'_t             gsa_t = G' b'_t          last step first
+    rows      lanes i   G' += gsa_{t+1} a'_{t+1} + gy_t r'_t    gv_t = G' k'_t             gsa_t = G' b'_t
     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 
-So each of the four is one pass over a matrix: two outer products are added, two vectors are multiplied. The lanes of a vector lie
-where no sum is. log_w's gradient needs no product of two matrices: with gl_t = sum_i S_{t-1} w_t G_t,
+Rows and keys go from the last step to the first. After a chunk the matrix is multiplied by W once. 1/W is at most e^16 where
+log_w >= -1. Each of the four is one pass over a matrix: two outer products are added, and it is multiplied by two vectors. The
+lanes are where no sum is, and log_w's gradient needs no product of two matrices: gl_t = sum_i S_{t-1} w_t G_t is
 
     gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
 
-and at the end of each chunk of states, lest rounding add up, it is the sum itself. After a chunk the matrix is multiplied by W once.
-1/W is at most e^16 where log_w >= -1. A task is one (b, h); a chunk's vectors, 16 kB, and 16 lanes of the matrix stay in a CPU's L1.
-Kept by forward: sa, which is as large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
+and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
+large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
