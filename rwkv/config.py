@@ -248,7 +248,7 @@ DTYPE = "float32, bfloat16 or int8 (matrices in int8, on a CPU)"
 
 @dataclass
 class GenerateConfig:
-    """The rules of choosing a token: rwkv/generation/sampling.py."""
+    """rwkv/generation/output.py checks what depends on several options, rwkv/generation/sampling.py those of sampling."""
 
     checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
     tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)

@@ -7,7 +7,7 @@ LARGE = 2 ** 30
 
 
 def keep_large_blocks() -> bool:
-    """Once per process, before training; False where the C library has no mallopt (macOS, Windows, musl)."""
+    """Applies the setting to this process. Returns False where the C library has no mallopt (macOS, Windows, musl)."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

@@ -13,11 +13,11 @@ SPINS = "20000"                          # about half a millisecond; torch's own
 
 
 def wait_briefly() -> None:
-    """For a program to call before torch is first imported, when libgomp reads its settings. What the user has set stays."""
+    """Sets GOMP_SPINCOUNT unless the user has set how threads wait. Call it before torch is imported: libgomp reads it then."""
     if sys.platform == "linux" and "torch" not in sys.modules and not settings():
         os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def settings() -> list[str]:
-    """What says how long threads wait, by this program or by the user, as NAME=VALUE."""
+    """The settings in effect, made by this program or by the user, as NAME=VALUE."""
     return [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]

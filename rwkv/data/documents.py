@@ -11,7 +11,7 @@ The order depends only on the seed, the number of streams and ctx_len: not on K,
 A document longer than one stream's share of all segments is divided into several chunks of whole segments, each read from an
 empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
 end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token but the first of all
-is predicted once an epoch; in a corpus (binidx) without end_of_text between documents, the first token of each is not either.
+is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted.
 """
 
 from collections.abc import Iterator

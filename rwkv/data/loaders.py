@@ -1,4 +1,4 @@
-"""Batches for training and validation from tokenised data.
+"""Batches for training and validation from the tokenised data of rwkv/data/prepare.py.
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
 so no two windows predict the same token. Training reads all whole windows in a seeded permutation, then in the next one,

@@ -37,9 +37,9 @@ def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a TokenArray. Windows len(self) and on are those of the next epochs, on another grid.
+    """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, whose grids are shifted.
 
-    partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: of the grids.
+    partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: for the shifts.
     """
 
     def __init__(self, tokens: TokenArray, ctx_len: int, partial: bool = False, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ShuffleSampler(Sampler[list[int]]):
-    """`batches` batches of window numbers: a permutation of those below `size`, then of the next `size` numbers, without end.
+    """`batches` batches of window numbers. Each epoch is a new permutation of its own `size` numbers.
 
     The process `rank` of `world` has every world-th number of the common order.
     """

@@ -1,4 +1,4 @@
-"""Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation continues as without a break.
+"""Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation can continue.
 
 A safetensors file: the parts of the state and the logits, with the hashes of the model and the tokenizer they belong to.
 """
