@@ -85,7 +85,8 @@ def _by_head(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _reference_in_pieces(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     *sequences, state = inputs
-    reference, ys = WKV7("reference"), []
+    reference: Any = WKV7("reference")
+    ys = []
     for piece in zip(*(sequence.split(PIECE, 1) for sequence in sequences), strict=True):
         y, state = reference(*piece, state)
         ys.append(y)

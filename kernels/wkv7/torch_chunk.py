@@ -10,8 +10,8 @@ The forward keeps the state before each segment of chunks. The backward takes th
 each again, and then, with the same three stacks and blocks, grads: the rows (I - aa)^-T grad_sa and grad_y, from which all
 gradients are products as of any matrix product.
 
-W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and all
-that is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution: the powers of aa, of which
+W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what is
+larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution: the powers of aa, of which
 it is the sum, can be 1e3 times larger than it. Where an input is NaN or infinite, the forward pass is run a second time.
 Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
@@ -127,8 +127,8 @@ def _too_late(c: int, device: torch.device) -> Tensor:
 
 def _inverse(aa: Tensor) -> Tensor:
     """(I - aa)^-1, aa being lower triangular with a diagonal of 0."""
-    I = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
-    return torch.linalg.solve_triangular(I - aa, I.expand_as(aa), upper=False, unitriangular=True)
+    one = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
+    return torch.linalg.solve_triangular(one - aa, one.expand_as(aa), upper=False, unitriangular=True)
 
 
 def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,8 @@ def _grad_states(chunks: Chunks, states: Tensor, last: Tensor, grads: Tensor,
     grad_sums, grad_W = torch.empty_like(states), W.new_empty(len(W), 1, W.shape[2])
     after = [*states.chunk(n)[1:], last]
     parts = (part.chunk(n) for part in (W, queries, keys, inverse, from_y, grads, grad_sums, grad_W))
-    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum, grad_W_i, after_i in reversed([*zip(*parts, after, strict=True)]):
+    backwards = reversed([*zip(*parts, after, strict=True)])
+    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum, grad_W_i, after_i in backwards:
         torch.sum(grad_state * after_i, -2, keepdim=True, out=grad_W_i)
         torch.mul(grad_state, W_i[:, -1:], out=grad_sum)
         grad_sa = torch.baddbmm(from_y_i, keys_i[:, :c], grad_sum.mT)
