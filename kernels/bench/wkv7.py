@@ -1,6 +1,7 @@
 """WKV-7 at one shape: what the benchmark verifies, from a state, and what it times, from the empty one."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
