@@ -4,27 +4,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from kernels.registry import UnknownKernel, all_names
-from kernels.select import AUTO, select, selectable
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
-from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, generation
+from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "int8")         # that a model computes in; int8: its matrices, on a CPU
-
-
-class Unfilled(TorchFunctionMode):
-    """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        skipped = getattr(function, "__module__", None) == torch.nn.init.__name__
-        return None if skipped else function(*args, **(kwargs or {}))
 
 
 class RWKV(Model):
@@ -49,7 +37,7 @@ class RWKV(Model):
         checkpoint = read_checkpoint(path)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         if trainable:
-            return cls.to_train_on(checkpoint, wkv, device, dtype)
+            return cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
         return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
 
     @classmethod
@@ -58,8 +46,8 @@ class RWKV(Model):
         """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
         if dtype == "int8":
             return cls._in_int8(checkpoint, wkv, device, mmap)
-        weights = {name: tensor.get(copy=not mmap).to(device) for name, tensor in checkpoint.stored_in(dtype).items()}
-        return cls._of(checkpoint, wkv, weights).requires_grad_(False).eval()
+        weights = checkpoint.tensors(dtype, device, mmap)
+        return cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
     def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
@@ -69,21 +57,7 @@ class RWKV(Model):
         group = generation(checkpoint.config).group
         weights = {name: (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
-        return to_int8(cls._of(checkpoint, wkv, weights).requires_grad_(False).eval())
-
-    @classmethod
-    def to_train_on(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32") -> Self:
-        """The model of a checkpoint that has been read, for training: with gradients, in memory of its own."""
-        weights = {name: tensor.get(copy=True).to(device) for name, tensor in checkpoint.stored_in(dtype).items()}
-        return cls._of(checkpoint, wkv, weights)
-
-    @classmethod
-    def _of(cls, checkpoint: Checkpoint, wkv: Any, weights: dict[str, Tensor]) -> Self:
-        """The model with these weights, built without memory of its own and without random initialisation."""
-        with torch.device("meta"), Unfilled():
-            model = cls(checkpoint.config, checkpoint.vocab_size, wkv)
-        model.load_state_dict(weights, assign=True)
-        return model
+        return to_int8(cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval())
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
@@ -98,21 +72,6 @@ class RWKV(Model):
                              "bfloat16 and save that")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
-
-
-def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
-    """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
-
-    Raises UnknownKernel where the kernel is of another generation's operator alone, and as kernels.select.select does.
-    """
-    model = generation(config)
-    if kernel != AUTO and kernel not in all_names(model.OPERATOR):
-        others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
-        owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]
-        if owners:
-            raise UnknownKernel(f"{kernel} computes the operator of {' and '.join(owners)}; for {model.NAME} there are: "
-                                f"{', '.join([AUTO, *selectable(model.OPERATOR)])}")
-    return select(model.OPERATOR, kernel, device, dtype)
 
 
 def computed_in(dtype: str) -> torch.dtype:

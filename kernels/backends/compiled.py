@@ -1,7 +1,7 @@
 """The one place that calls torch's own compilers: torch.compile, for all sizes at once, and torch.jit.script.
 
-Both at a function's first call, so that an import compiles nothing. torch warns that torch.jit is deprecated, even where it
-uses it itself, and there is nothing that a user could do about it.
+A function is compiled at its first call, never at import. torch's warnings that torch.jit is deprecated are hidden: torch
+raises them for its own calls too, and a user cannot act on them.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` through torch.compile: compiled at its first call for each dtype, device and size that is not any_size."""
+    """`function` under torch.compile, compiled once for each dtype, device and size of a dimension not freed by any_size."""
     @wraps(function)
     def quiet(*inputs: Tensor) -> Any:
         with _quiet():
@@ -25,12 +25,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def any_size(tensor: Tensor, *fixed: int) -> Tensor:
-    """`tensor`, contiguous, as an argument whose sizes, those of the dims in `fixed` aside, are no part of the program.
+    """`tensor`, contiguous, as an argument of a compiled function that accepts any size, except of the dims in `fixed`.
 
-    Unbacked sizes, unlike dynamic ones, are not taken for equal where they happen to be, nor for 1: nothing is compiled twice.
+    Its sizes are unbacked. With dynamic sizes torch.compile would compile again for sizes that are equal or 1.
     """
-    tensor = tensor.clone() if tensor.storage_offset() else tensor       # an offset is a part of the program
-    tensor = tensor.reshape(-1).view(tensor.shape).data                  # so are a dim's strides, and what it is a view of
+    tensor = tensor.clone() if tensor.storage_offset() else tensor       # torch.compile specialises on an offset,
+    tensor = tensor.reshape(-1).view(tensor.shape).data                  # on strides, and on the base of a view
     for dim in set(range(tensor.dim())) - set(fixed):
         torch._dynamo.decorators.mark_unbacked(tensor, dim)
     return tensor
@@ -44,7 +44,7 @@ def scripted(function: Callable[..., Any]) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Any:
-    """In this process: a pool of compiling processes would outlive the one kernel that there is to compile."""
+    """Compiles in this process: a pool of compiler processes would stay alive after the only kernel is compiled."""
     return torch.compile(function, dynamic=True, fullgraph=True, options={"compile_threads": 1})
 
 

@@ -1,13 +1,14 @@
-"""The one place that compiles CUDA C++: by NVRTC, through cuda.core, so that neither nvcc nor a host compiler is needed.
+"""The one place that compiles CUDA C++: with NVRTC, through cuda.core. Neither nvcc nor a host compiler is needed.
 
-    SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and macros that it is compiled with
+    SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and the macros to compile it with
     SOURCE.launch("forward", grid, block, w, k, out, T, eps)
 
-Importing compiles nothing. The first launch compiles the file for the device's own architecture, or finds the cubin in
-the user's cache folder; every launch goes on torch's current stream of the device of its first tensor.
+Importing compiles nothing. The first launch compiles the file for the device's architecture, or reads the cubin from the
+user's cache folder. Every launch is on torch's current stream of the device of its first tensor.
 
-A kernel is an `extern "C" __global__ void NAME(...)`. A tensor becomes a pointer, an int an `int`, a float a `float`, in the
-order of its parameters; what is indexed by more than 31 bits is the kernel's business. A file may include others beside it.
+A kernel is an `extern "C" __global__ void NAME(...)`. Arguments are passed in order: a tensor as a pointer, an int as `int`, a
+float as `float`. Sizes are therefore 32-bit; a kernel that needs longer indices computes them. A file may include files beside
+it.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ from kernels.registry import KernelUnavailable
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 SHARED_DEFAULT = 48 * 1024           # bytes of shared memory that a block may have without asking for more
-VECTOR_BYTES = 16                    # what a float4 load takes its address to be a multiple of
+VECTOR_BYTES = 16                    # alignment of a float4 load
 Size = int | tuple[int, ...]
 
 
 class Source:
-    """One .cu file beside `python_file`, with its macros: compiled at first launch, once per device and process."""
+    """A .cu file beside `python_file`, with its macros. It is compiled at the first launch, once per device and process."""
 
     def __init__(self, python_file: str, name: str, **macros: int) -> None:
         self.path = Path(python_file).parent / name
@@ -54,16 +55,16 @@ class Source:
     def launch(self, kernel: str, grid: Size, block: Size, *args: Tensor | int | float, shared: int = 0) -> None:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
 
-        Raises KernelUnavailable where there is no NVRTC, or it knows neither the file's C++ nor the device.
+        Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         with torch.cuda.device(device):
-            _core().Device(device.index).set_current()           # a new thread has none, autograd's included
+            _core().Device(device.index).set_current()           # a new thread, such as autograd's, has no current device
             handle = _kernel(self, kernel, device.index, shared)
             _core().launch(torch.cuda.current_stream(), _config(grid, block, shared), handle, *map(_argument, args))
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of the file and of all that it includes from beside it, each once."""
+        """(name, text) of the file and of every file that it includes, directly or not, each once."""
         waiting, seen = [self.path], {self.path}
         while waiting:
             path = waiting.pop()
@@ -78,9 +79,9 @@ class Source:
 
 
 def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
-    """(cubin, ptxas's report) of `source` for `arch`, such as "sm_90". Needs no device and asks none.
+    """(cubin, ptxas's report) of `source` for `arch`, such as "sm_90". Needs no device and queries none.
 
-    Raises KernelUnavailable with the compiler's log where it refuses, and where there is no compiler.
+    Raises KernelUnavailable with the compiler's log if the file does not compile, and if there is no compiler.
     """
     macros = [(name, str(value)) for name, value in source.macros.items()]
     options = _core().ProgramOptions(std="c++17", arch=arch, name=source.path.name, include_path=str(source.path.parent),
@@ -92,13 +93,13 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy where it starts at an address that float4 loads do not take: a view into a larger buffer."""
+    """`tensor`, or a copy of it if its address is not aligned for float4 loads (a view into a larger buffer)."""
     return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
 
 
 @cache
 def _core() -> ModuleType:
-    """cuda.core, under the name that it had before version 1.0 too; raises KernelUnavailable where a part is missing."""
+    """The module cuda.core, or cuda.core.experimental before version 1.0. Raises KernelUnavailable if a part is missing."""
     try:
         module = importlib.import_module("cuda.core")
         return module if hasattr(module, "launch") else importlib.import_module("cuda.core.experimental")
@@ -109,7 +110,7 @@ def _core() -> ModuleType:
 
 @contextlib.contextmanager
 def _compiler_errors(source: Source, arch: str) -> Iterator[None]:
-    """cuda.core's errors have no common class: what it raises here is a missing library, or the compiler's refusal."""
+    """Turns cuda.core's errors, which have no common class, into KernelUnavailable: a missing library or a compiler error."""
     try:
         yield
     except Exception as error:
@@ -119,7 +120,7 @@ def _compiler_errors(source: Source, arch: str) -> Iterator[None]:
 
 @cache
 def _kernel(source: Source, name: str, device: int, shared: int) -> Any:
-    """The kernel's handle on one device, allowed `shared` bytes of shared memory there."""
+    """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed."""
     kernel = _library(source, device).get_kernel(name)
     if shared > SHARED_DEFAULT:
         _allow_shared(kernel, device, shared)
@@ -133,7 +134,7 @@ def _library(source: Source, device: int) -> Any:
 
 
 def _allow_shared(kernel: Any, device: int, shared: int) -> None:
-    """A kernel's limit only rises: it may have been launched with more."""
+    """Raises the kernel's limit of shared memory to `shared` bytes; never lowers it, as another launch may need more."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -144,13 +145,13 @@ def _allow_shared(kernel: Any, device: int, shared: int) -> None:
         raise KernelUnavailable(f"a block of this kernel needs {shared} bytes of shared memory, and cuda:{device} has less")
 
 
-@lru_cache(1024)                     # a launch's sizes follow those of its tensors
+@lru_cache(1024)                     # one entry for each launch size, which depends on the tensors' sizes
 def _config(grid: Size, block: Size, shared: int) -> Any:
     return _core().LaunchConfig(grid=grid, block=block, shmem_size=shared)
 
 
 def _argument(arg: Tensor | int | float) -> Any:
-    """What cuda.core takes for a pointer, an `int` or a `float`; an int beyond 32 bits is an OverflowError."""
+    """The argument as cuda.core takes it. Raises OverflowError for an int beyond 32 bits."""
     if isinstance(arg, Tensor):
         return arg.data_ptr()
     return np.int32(arg) if isinstance(arg, int) else np.float32(arg)
@@ -158,7 +159,7 @@ def _argument(arg: Tensor | int | float) -> Any:
 
 @cache
 def _cubin(source: Source, arch: str) -> bytes:
-    """The compiled source: from the cache folder, or by NVRTC and then into the folder."""
+    """The compiled source, read from the cache folder, or compiled and written there."""
     path = cache_folder() / f"{_key(source, arch)}.cubin"
     cubin = _read(path)
     if cubin is None:
@@ -168,7 +169,7 @@ def _cubin(source: Source, arch: str) -> bytes:
 
 
 def cache_folder() -> Path:
-    """~/.cache/timemix/cuda; for a user without a home one that cannot be used (others can write into /tmp)."""
+    """~/.cache/timemix/cuda. Without a home directory: a path that cannot be used, since others can write into /tmp."""
     try:
         return Path.home() / ".cache" / "timemix" / "cuda"
     except RuntimeError:
@@ -176,13 +177,13 @@ def cache_folder() -> Path:
 
 
 def _key(source: Source, arch: str) -> str:
-    """A hash of all that a cubin depends on."""
+    """A hash of everything that a cubin depends on."""
     parts = [arch, compiler_version(), repr(source.macros), *(text for pair in source.texts() for text in pair)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def compiler_version() -> str:
-    """NVRTC's, such as "13.0"; raises KernelUnavailable where it is not installed."""
+    """NVRTC's version, such as "13.0". Raises KernelUnavailable if it is not installed."""
     try:
         from cuda.bindings import nvrtc
 
@@ -193,7 +194,7 @@ def compiler_version() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The cubin behind its digest, or None: no file, no right to read it, or one that a crash left incomplete."""
+    """The cubin in the file, after its SHA-256; None if the file is missing, unreadable or does not match its hash."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -203,7 +204,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Atomically, since other processes may be doing the same; where the folder cannot be used, not at all."""
+    """Writes the file atomically, since other processes may write it too. Does nothing if the folder cannot be used."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

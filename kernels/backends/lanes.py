@@ -1,7 +1,8 @@
-"""What Taichi kernels do lane by lane: conversions of vectors, and bfloat16 in memory, which Taichi does not have.
+"""Conversions of vectors in Taichi kernels, and bfloat16 in memory, for which Taichi has no type.
 
-LLVM puts the lanes together again; on a whole vector Taichi's own conversions abort the process. Half precision is read and
-written as 16-bit integers, which saves a pass over memory before and after a kernel.
+Vectors are converted element by element, because Taichi's own conversion of a whole vector aborts the process; LLVM merges the
+elements into vector instructions again. bfloat16 is read and written as 16-bit integers, so that no pass over memory is needed
+before and after a kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, valid-type"
@@ -14,7 +15,7 @@ from kernels.backends.taichi import ti
 
 
 class Stored(NamedTuple):
-    """How numbers of a dtype lie in memory: the type of an array of vectors of them, and what reads and writes one vector."""
+    """A dtype in memory: the type of an array of vectors, and the functions that convert a vector from and to float32."""
 
     array: Any
     read: Any
@@ -22,14 +23,14 @@ class Stored(NamedTuple):
 
 
 def stored(dtype: torch.dtype, lanes: int) -> Stored:
-    """Of float32 or bfloat16."""
+    """dtype: float32 or bfloat16."""
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
     return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), as_it_is, as_it_is)
 
 
 def cut(tensor: Tensor, C: int) -> Tensor:
-    """Without the channels that fill up a vector."""
+    """The first C channels: without those that pad a row to whole vectors."""
     return tensor if tensor.shape[-1] == C else tensor[..., :C]
 
 
@@ -45,7 +46,7 @@ def from_bfloat16(x):
 
 @ti.func
 def to_bfloat16(x):
-    """To nearest, ties to even; a NaN, whose bits could carry into an infinity's, becomes one with no other bits."""
+    """Rounds to nearest, ties to even. Every NaN becomes 0x7FC0, since rounding could turn its bits into an infinity's."""
     bits = by_lane(ti.bit_cast, x, ti.u32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return by_lane(ti.cast, ti.select((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded), ti.i16)
@@ -53,7 +54,7 @@ def to_bfloat16(x):
 
 @ti.func
 def by_lane(convert: ti.template(), x, dtype: ti.template()):
-    """ti.cast or ti.bit_cast of each lane of a vector; of a scalar as it is."""
+    """convert(x, dtype) for each element of a vector, or for a scalar; convert: ti.cast or ti.bit_cast."""
     if ti.static(x.is_tensor()):
         return ti.Vector([convert(x[lane], dtype) for lane in ti.static(range(x.get_shape()[0]))])
     else:

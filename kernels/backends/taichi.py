@@ -1,7 +1,7 @@
-"""The one place that imports Taichi and calls ti.init: `from kernels._taichi import launch, ti`.
+"""The one place that imports Taichi and calls ti.init: `from kernels.backends.taichi import launch, ti`.
 
-`launch(kernel, *args)` starts Taichi at the first launch, never at import, and refuses with a sentence what Taichi
-cannot do: a second arch in one process, a forked child, a GPU but the first, a tensor too long for 32-bit indices.
+Importing starts nothing: the first `launch(kernel, *args)` starts Taichi. launch raises KernelUnavailable for what Taichi
+cannot do: a second arch in one process, a forked child, a GPU other than the first, a tensor too long for 32-bit indices.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from kernels.registry import KernelUnavailable
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Taichi prints a banner; it takes a redirected sys.stdout for a notebook's and prints more, so swap both."""
+    """Hides Taichi's banner, in sys.__stdout__ too: with sys.stdout alone redirected, Taichi prints more, as in a notebook."""
     streams = sys.stdout, sys.__stdout__
     sys.stdout = sys.__stdout__ = io.StringIO()  # type: ignore[assignment,misc]
     try:
@@ -37,15 +37,15 @@ with _silent(), warnings.catch_warnings(action="ignore"):  # its import uses wha
     import taichi as ti
 
 NUMEL_MAX = 2**30
-INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant cannot wrap, and it merges neighbouring loads
-BLOCK = 512  # steps of a CPU kernel's outermost loop that Taichi hands to one thread at a time; see share
+INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant does not overflow, so that it merges neighbouring loads
+BLOCK = 512  # iterations of a CPU kernel's outermost loop that Taichi gives to one thread at a time; see share
 
-KNOWN = ((1, 7, 4),)  # versions of Taichi whose launch _Compiled knows
+KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal launch calls _Compiled repeats
 
 _compiled: dict[Any, "_Compiled"] = {}
-_started_in: int | None = None  # the process whose threads Taichi runs on
-_ensured: tuple[Any, torch.device] | None = None  # the program that was last found to run there
-_lock = threading.RLock()  # one thread at a time compiles and launches
+_started_in: int | None = None  # id of the process in which Taichi started its threads
+_ensured: tuple[Any, torch.device] | None = None  # the Taichi program and the device of the last successful check
+_lock = threading.RLock()  # held by the one thread that compiles or launches
 
 
 def launch(kernel: Callable[..., None], *args: Any) -> None:
@@ -54,7 +54,7 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
     if numel >= NUMEL_MAX:
         raise KernelUnavailable(f"Taichi kernels index with 32 bits, and a tensor of {numel} elements is over their "
                                 f"limit of {NUMEL_MAX}: use a smaller batch, or another kernel")
-    if _started_in not in (None, os.getpid()):  # before the lock, which the fork may have copied in its locked state
+    if _started_in not in (None, os.getpid()):  # before taking the lock: a forked child may have a copy that is locked
         raise KernelUnavailable("Taichi was started before this process was forked, and a launch would hang: "
                                 "use the spawn start method, or another kernel")
     with _lock:
@@ -67,9 +67,9 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
 
 
 def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
-    """kernel(*args), without a look at the type of every argument at every launch: 10 us instead of 100, and more when cold.
+    """kernel(*args). Skips Taichi's type checks after the first launch: 10 us instead of 100, and more when cold.
 
-    The first launch goes through Taichi's own front, which compiles; the others do what it does after its checks.
+    The first launch is Taichi's own call, which compiles; later launches repeat what that call does after its checks.
     """
     program = ti.lang.impl.get_runtime().prog
     compiled = _compiled.get(kernel)
@@ -86,7 +86,7 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A kernel of which there can be but one instance, of the program that Taichi runs; how each argument is handed over."""
+    """A compiled kernel with a single instance; `setters` has a function for each argument that puts it into a launch."""
 
     program: Any
     kernel: Any
@@ -101,26 +101,26 @@ class _Compiled:
 
 
 def _fixed(annotation: Any) -> bool:
-    """Whether the kernel is the same for all arguments: no template, no array of any dtype."""
+    """Whether an argument of this type leaves the compiled kernel the same: no template, no array without a fixed dtype."""
     if isinstance(annotation, ti.types.ndarray_type.NdarrayType):
         return annotation.dtype is not None and annotation.ndim is not None
     return annotation in (int, float, *ti.types.primitive_types.all_types)
 
 
 def _array(tensor: Tensor, annotation: Any) -> Any:
-    """As Taichi's own front takes it: of vectors where those are asked for, and a third faster than a tensor."""
+    """A numpy array for Taichi's own call, of vectors where the annotation has vectors; a third faster than a tensor."""
     tensor, lanes = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor, _lanes(annotation)
     return (tensor.view(-1, lanes) if lanes else tensor).numpy()
 
 
 def _lanes(annotation: Any) -> int:
-    """Of the vectors in an array of one dimension, which a tensor of any shape can stand for; 0 for any other array."""
+    """The length of the vectors in a one-dimensional array of vectors, which accepts a tensor of any shape; else 0."""
     return getattr(annotation.dtype, "n", 0) if annotation.ndim == 1 else 0
 
 
 def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
     if isinstance(annotation, ti.types.ndarray_type.NdarrayType):
-        dtype = ti.lang.util.to_pytorch_type(getattr(annotation.dtype, "dtype", annotation.dtype))  # of a vector, its lanes'
+        dtype = ti.lang.util.to_pytorch_type(getattr(annotation.dtype, "dtype", annotation.dtype))  # of elements
         dtypes = (dtype, torch.bfloat16) if dtype == torch.int16 else (dtype,)
         return partial(_set_array, (number,), annotation.ndim, _lanes(annotation), dtypes)
     if annotation in (float, *ti.types.primitive_types.real_types):
@@ -129,7 +129,7 @@ def _setter(number: int, annotation: Any) -> Callable[[Any, Any], None]:
 
 
 def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dtype, ...], context: Any, tensor: Tensor) -> None:
-    """ndim: without the dimension of a vector's lanes."""
+    """ndim: of the array, not counting the elements of a vector."""
     assert tensor.is_contiguous(), "Taichi kernels take contiguous tensors"
     assert tensor.dtype in dtypes, f"the kernel takes tensors of {dtypes[0]}"
     assert not lanes or tensor.numel() % lanes == 0, f"the kernel takes whole vectors of {lanes} numbers"
@@ -138,25 +138,25 @@ def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dty
 
 
 def shares(tasks: int) -> int:
-    """How many shares to cut `tasks` into: enough that a thread that finishes early takes another."""
+    """The number of parts to divide `tasks` into: two per thread, so that a thread that finishes early takes another."""
     return min(tasks, 2 * torch.get_num_threads())
 
 
 @ti.func
 def share(i, tasks, n):  # type: ignore[no-untyped-def]
-    """(first, end) of the tasks of step i of `for i in range(n * BLOCK)`, where n = shares(tasks).
+    """(first, end) of the tasks that iteration i of `for i in range(n * BLOCK)` does, where n = shares(tasks).
 
-    Taichi hands out the outermost loop of a CPU kernel in blocks of 512 steps: with fewer than that one core does
-    everything. So the first step of each block does a share of the tasks, and the others nothing.
+    Taichi gives the outermost loop of a CPU kernel to threads in blocks of 512 iterations, so a shorter loop runs on one core.
+    Here the first iteration of each block does tasks / n of the tasks, and the other iterations do none.
     """
-    at_work = 1 - ti.min(i % BLOCK, 1)  # arithmetic, because an `if` around vector code aborts the process
+    at_work = 1 - ti.min(i % BLOCK, 1)  # 0 or 1 as a factor: an `if` around vector code aborts the process
     per_share = (tasks + n - 1) // n
     first = i // BLOCK * per_share
     return at_work * first, at_work * ti.min(first + per_share, tasks)
 
 
 def _ensure(device: torch.device) -> None:
-    """Starts Taichi on `device`, or checks that it runs there; raises KernelUnavailable with the reason otherwise."""
+    """Starts Taichi on `device` unless it runs there already. Raises KernelUnavailable where it cannot."""
     global _started_in, _ensured
     if _ensured == (ti.lang.impl.get_runtime().prog, device):
         return
@@ -170,15 +170,16 @@ def _ensure(device: torch.device) -> None:
         raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
                                 f"{_name(wanted)}: use another process, or another kernel")
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
-        raise KernelUnavailable("Taichi was started with another default_ip than ti.i32, which these kernels take: call "
+        raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels need: call "
                                 "ti.init without default_ip, or use another kernel")
     _started_in, _ensured = os.getpid(), (ti.lang.impl.get_runtime().prog, device)
 
 
 def _start(arch: Any) -> None:
-    """real_matrix_scalarize=False keeps ti vectors as LLVM vectors: several times faster on a CPU.
+    """Starts Taichi on `arch`.
 
-    fast_math (Taichi's default) stays on: it lets LLVM reorder sums, and NaN and infinity still propagate through them.
+    real_matrix_scalarize=False keeps ti vectors as LLVM vectors: several times faster on a CPU. fast_math, Taichi's default,
+    stays on: LLVM may reorder sums, and NaN and infinity still propagate.
     """
     try:
         with _silent(), _no_version_check():
@@ -189,10 +190,10 @@ def _start(arch: Any) -> None:
 
 
 def _cache() -> dict[str, Any]:
-    """Where compiled kernels are kept for other processes, as arguments of ti.init.
+    """The arguments of ti.init for the cache of compiled kernels on the disk.
 
-    A folder that is not there and cannot be made would end the process with a segmentation fault, after all its work. Such a
-    process keeps none, and Taichi gets a folder that is always there.
+    If Taichi's cache folder does not exist and cannot be created, Taichi ends the process with a segmentation fault at exit,
+    even with the cache off. In that case the cache is off and its folder is one that always exists.
     """
     try:
         Path(ti.lang.impl.default_cfg().offline_cache_file_path).mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ def _cache() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_version_check() -> Iterator[None]:
-    """ti.init would ask a server for the newest version: nothing here goes on the network unasked."""
+    """Stops ti.init from asking a server for the newest version."""
     check = ti._version_check.start_version_check_thread
     ti._version_check.start_version_check_thread = lambda: None
     try:
@@ -214,7 +215,7 @@ def _no_version_check() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_stream_order(device: torch.device) -> Iterator[None]:
-    """Taichi launches on the legacy default stream, which is torch's default: a fence where torch is on another one."""
+    """Orders Taichi's launches, which go on the legacy default stream, with torch's current stream if that is another one."""
     if device.type != "cuda" or torch.cuda.current_stream() == torch.cuda.default_stream():
         yield
         return

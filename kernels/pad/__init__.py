@@ -5,8 +5,8 @@
 tile (..., h, w), out (..., height, width). Each course of bricks lies `offset` pixels to the left of the one above it.
 Source: Taichi documentation, "Accelerate PyTorch with Taichi", its first example.
 
-A file beside this one holds REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) -> (N,height,width), and
-nothing but its algorithm.
+An implementation is a file beside this one with REQUIRES and forward(tile (N,h,w), offset, top, left, height, width) ->
+(N,height,width), and nothing but its algorithm.
 """
 
 from collections.abc import Sequence
@@ -68,15 +68,15 @@ class BrickPadding(Operator):
 
 
 class BrickPad:
-    """A transform for data pipelines: each image in the middle of a wall of bricks, `BrickPad(tile, offset)(image)`.
+    """A transform for data pipelines that surrounds each image with bricks: `BrickPad(tile, offset)(image)`.
 
     tile (..., h, w) is the brick; its sizes before h and w are those of the image's last, or 1: a tile (C,h,w) serves images
     (C,H,W) and (B,C,H,W). None makes each image its own brick. The wall's grid starts at the image's first pixel.
     padding: as in BrickPadding; None: one brick on each side. image (..., H, W), of the tile's dtype and device.
 
-    The default kernel needs nothing but torch, and runs in the workers of any DataLoader. A kernel of Taichi does not run in
-    a worker that was forked after the main process had started Taichi (KernelUnavailable says so): spawn the workers then.
-    Raises ValueError and KernelUnavailable as BrickPadding does, and ValueError where tile and image do not go together.
+    The default kernel needs only torch and runs in the workers of any DataLoader. A Taichi kernel raises KernelUnavailable in a
+    worker that was forked after the main process started Taichi: spawn the workers then. Raises ValueError and
+    KernelUnavailable as BrickPadding does, and ValueError where the shapes, dtypes or devices of tile and image do not match.
     """
 
     def __init__(self, tile: Tensor | None, offset: int, padding: Padding | None = None, kernel: str = "torch_strips") -> None:

@@ -1,4 +1,4 @@
-"""The formula, pixel by pixel: the reference that every implementation is held to."""
+"""The formula, pixel by pixel: the reference that every implementation is tested against."""
 
 import torch
 from torch import Tensor

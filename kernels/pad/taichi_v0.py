@@ -1,9 +1,8 @@
-"""One kernel, one launch: each row of the output is a run through one row of the tile, so only its start takes divisions.
+"""One kernel, one launch. Each row of the output repeats one row of the tile, so only its start needs divisions.
 
-On a CPU a run is copied in vectors of 64 bytes, as far as the tile's row goes, and then from its beginning again. Whatever is
-before a run's first whole vector of the output, and after its last, goes pixel by pixel; so that this is little, the rows of a
-narrow tile are laid out several times first, in `period` columns. On a GPU a block of threads takes a row, and neighbouring
-threads hold neighbouring pixels.
+On a CPU a row of the tile is copied in vectors of 64 bytes up to its end, then again from its beginning. Pixels before the
+first and after the last whole vector of the output are copied one by one; to keep these few, the rows of a narrow tile are
+first repeated to `period` columns. On a GPU a block of threads computes a row, neighbouring threads neighbouring pixels.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -19,8 +18,8 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.uint8))
 
 VECTOR = 64  # bytes
-LONG = 32  # vectors of a row of a tile, and it is not repeated
-THREADS = 128  # of one row, on a GPU
+LONG = 32  # vectors per row of a tile from which on it is not repeated
+THREADS = 128  # per row, on a GPU
 PIXELS = {torch.float32: ti.f32, torch.uint8: ti.u8}
 
 
@@ -36,7 +35,7 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
 
 
 def origin(h: int, w: int, offset: int, top: int, left: int) -> tuple[int, int, int]:
-    """Row and column of the tile at the output's first pixel, and the offset, none of them negative: for 32 bits."""
+    """Row and column of the tile at the output's first pixel, and the offset, reduced to be non-negative and small."""
     return -top % h, (-top // h * offset - left) % w, offset % w
 
 
@@ -52,7 +51,7 @@ def _on_cpu(tile: Tensor, out: Tensor, first: tuple[int, int, int]) -> None:
 
 
 def _period(h: int, w: int, height: int, width: int, lanes: int) -> int:
-    """A multiple of w: LONG vectors or more, unless laying that out would be over a 32nd of the work."""
+    """Columns of the repeated tile, a multiple of w: at least LONG vectors, unless that costs over a 32nd of the work."""
     worth = height * width // (32 * h)
     return w * max(1, min(-(-LONG * lanes // w), worth // w))
 
@@ -74,7 +73,7 @@ def _rows_cpu(dtype: torch.dtype) -> Any:
                 at, stop = row * width, row * width + width
                 while at < stop:
                     run_end = ti.min(at + period - column, stop)
-                    shift = tile_row * period + column - at  # from a pixel of the output to where it comes from
+                    shift = tile_row * period + column - at  # from an output pixel to its source
                     vector_0, vector_end = (at + lanes - 1) // lanes, run_end // lanes
                     whole = ti.min(vector_0 * lanes, run_end)
                     rest = ti.max(vector_end * lanes, whole)
@@ -112,7 +111,7 @@ def rows_cuda(dtype: torch.dtype) -> Any:
 
 @ti.func
 def _start(row, h, w, height, row_0, column_0, offset):
-    """Which row of all tiles' rows the output's `row` of all images' rows runs through, and from which column."""
+    """The row of the tiles that output row `row` repeats, and the column of its first pixel. Rows count over all images."""
     y = row_0 + row % height
-    shift = ti.cast(y // h, ti.i64) * offset  # of the course; 32 bits overflow where a high wall has wide tiles
+    shift = ti.cast(y // h, ti.i64) * offset  # of the course; 32 bits overflow for high outputs of wide tiles
     return row // height * h + y % h, ti.cast((column_0 + shift) % w, ti.i32)

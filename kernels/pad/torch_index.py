@@ -1,7 +1,7 @@
 """The formula as whole-tensor operations: the coordinates of all pixels, step by step, then one gather.
 
-What a PyTorch user writes first, and what the Taichi page compares with: each step is a kernel, and a tensor of eight bytes a
-pixel that the next step reads back.
+The obvious PyTorch code, with which the Taichi page compares. Each step is a kernel that writes eight bytes per pixel, which
+the next step reads.
 """
 
 import torch

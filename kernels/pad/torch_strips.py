@@ -1,7 +1,6 @@
-"""A course of bricks is a window of one long strip of tiles: a copy per course, and no index tensors.
+"""A course of bricks is a window of one long strip of tiles: one copy per course, no index tensors.
 
-What PyTorch can do when the pattern's structure is used: a few large copies. The window's start is all that differs between
-courses, so the strip, one tile high and one tile longer than the output, is laid once.
+Courses differ only in the window's start, so the strip, one tile high and one tile longer than the output, is built once.
 """
 
 import torch

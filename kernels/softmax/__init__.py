@@ -2,11 +2,11 @@
 
     y[n,i] = e^(x[n,i] - m[n]) / sum_j e^(x[n,j] - m[n])          m[n] = max_j x[n,j];  x, y (..., M)
 
-In one line of PyTorch: torch.softmax(x, -1). A -inf has the share 0; a row that holds a NaN or a +inf, or nothing but -inf,
-becomes NaN. Source of the online form: Milakov and Gimelshein, arXiv 1805.02867.
+In one line of PyTorch: torch.softmax(x, -1). Where x is -inf, y is 0; a row with a NaN or a +inf, or with -inf alone, becomes
+NaN. Source of the online form: Milakov and Gimelshein, arXiv 1805.02867.
 
-A file beside this one holds REQUIRES, forward(x) -> y and backward(y, grad_y) -> grad_x, all (N,M) and contiguous, and nothing
-but its algorithm.
+An implementation is a file beside this one with REQUIRES, forward(x) -> y and backward(y, grad_y) -> grad_x, all (N,M) and
+contiguous, and nothing but its algorithm.
 """
 
 import torch
@@ -53,7 +53,7 @@ class Softmax(Operator):
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """`rows` in the shape and dtype of x, in place: autograd refuses to let a user write into a result that is a view."""
+    """`rows` in the dtype and shape of x. Resized in place, because autograd forbids in-place writes to a view."""
     rows = rows.to(x.dtype)
     return rows if x.dim() == 2 else rows.resize_(x.shape)
 

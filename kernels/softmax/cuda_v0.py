@@ -1,7 +1,7 @@
-"""Online: one pass over a row finds its largest element and the sum relative to it, a second one writes the result.
+"""Online: one pass over a row finds its largest element and the sum relative to it; a second pass writes the result.
 
-A warp takes a row of up to 1024 columns, a block of several warps a longer one; what their threads found is joined by
-warp shuffles and then through shared memory. Four columns are loaded at a time, wherever a row starts.
+A warp computes a row of up to 1024 columns, a block of several warps a longer one. Threads combine their results by warp
+shuffles and then in shared memory. Four columns are loaded at a time, at any alignment of the row.
 """
 
 from torch import Tensor, empty_like
@@ -11,9 +11,9 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
 
-WARP, WARPS = 32, 32                 # threads of a warp, and warps of a block at most
-SHORT = 1024                         # columns that a warp takes alone
-ROWS = 4                             # short rows of a block
+WARP, WARPS = 32, 32                 # threads per warp; warps per block at most
+SHORT = 1024                         # longest row that one warp computes
+ROWS = 4                             # short rows per block
 SOURCE = Source(__file__, "csrc/v0.cu", WARPS=WARPS)
 
 
@@ -33,5 +33,5 @@ def _launch(kernel: str, *inputs: Tensor) -> Tensor:
 
 
 def _threads(M: int) -> int:
-    """Of a block for one row: four loads of four columns each, as far as that goes, in full warps."""
+    """Threads per block for one row: whole warps, 16 columns per thread until the block is full."""
     return min(WARPS, -(-M // (16 * WARP))) * WARP

@@ -1,6 +1,6 @@
-"""The formula, one eager operation of PyTorch after the other: each reads and writes all of memory.
+"""The formula as PyTorch operations in eager mode, each of which reads and writes whole tensors.
 
-The reference that every implementation is held to, in float64.
+The reference that every implementation is tested against, in float64.
 """
 
 import torch

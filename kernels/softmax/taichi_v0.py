@@ -1,25 +1,26 @@
-"""Three passes over a row, which the nearest cache keeps: its largest, the exponentials and their sum, the division.
+"""Three passes over a row, which stays in the nearest cache: the largest element; the exponentials and their sum; the division.
 
-On a CPU in vectors of 16 columns: e^d for d <= 0 is 2^n, made of the exponent's bits, times a polynomial in the rest of d.
-A share below 2^-126 may come out as 0. Rows are padded to whole vectors by -inf, whose share is 0. On a GPU a block of
-threads takes a row, and joins what they found in shared memory.
+On a CPU, vectors of 16 columns: e^d for d <= 0 is 2^n, written into the exponent's bits, times a polynomial in the rest of d.
+Results below 2^-126 may be 0. Rows are padded to whole vectors with -inf, whose result is 0. On a GPU a block of threads
+computes a row; its threads combine their results in shared memory.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
 import torch
 from torch import Tensor
 
+from kernels.backends.lanes import by_lane
 from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",))
 
-LANES, UNROLLED = 16, 4  # of a vector; vectors that a CPU's loop takes at a time, so that its bookkeeping is paid once
+LANES, UNROLLED = 16, 4  # elements per vector; vectors per iteration of a CPU loop
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
-THREADS = 128  # of a GPU's block, a power of 2
-ROWS = 2**23  # of a launch on a GPU, whose threads are counted in 32 bits
-LOG2_E, LOG2_E_SHORT = 1.4426950408889634, 1.4426949  # two, or the product is rounded before n is taken from it
-LOWEST = -88.4  # e^d of a smaller d counts as 0: n = -127, which is a float's zero
+THREADS = 128  # per block of a GPU, a power of 2
+ROWS = 2**23  # per launch on a GPU: Taichi counts threads in 32 bits
+LOG2_E, LOG2_E_SHORT = 1.4426950408889634, 1.4426949  # two constants, so that the product is not rounded before n is subtracted
+LOWEST = -88.4  # e^d of a smaller d is 0: n = -127 gives the float 0
 EXP2 = (9.99999925e-01, 6.93142253e-01, 2.40172189e-01, 5.52797221e-02, 9.1886112e-03, 9.38788132e-04)  # on [-1, 0], to 8e-8
 Lanes = ti.types.vector(LANES, ti.f32)
 Vectors = ti.types.ndarray(dtype=Lanes, ndim=1)
@@ -93,12 +94,12 @@ def _largest(x: ti.template(), at, V):
 
 @ti.func
 def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
-    """e^(x - largest) into y; their sum."""
+    """Writes e^(x - largest) into y and returns its sum."""
     total = [Lanes(0.0) for _ in ti.static(range(2))]
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         e = [_exp(x[o + k] - largest) for k in ti.static(range(UNROLLED))]
-        for k in ti.static(range(UNROLLED)):  # all loads, then all stores: after a store the address is loaded again
+        for k in ti.static(range(UNROLLED)):  # all loads before all stores: after a store the address is reloaded
             y[o + k] = e[k]
             total[k % 2] += e[k]
     for j in range(V // UNROLLED * UNROLLED, V):
@@ -110,20 +111,14 @@ def _exponentials(x: ti.template(), y: ti.template(), at, V, largest):
 
 @ti.func
 def _exp(d):
-    """For d <= 0, and NaN for NaN."""
+    """e^d for d <= 0; NaN for NaN."""
     d = ti.select(d < LOWEST, LOWEST, d)
-    n = _by_lane(ti.cast, d * LOG2_E_SHORT, ti.i32)
-    rest = d * LOG2_E - _by_lane(ti.cast, n, ti.f32)  # one multiply-add, which does not round the product
+    n = by_lane(ti.cast, d * LOG2_E_SHORT, ti.i32)
+    rest = d * LOG2_E - by_lane(ti.cast, n, ti.f32)  # one multiply-add, which does not round the product
     power = rest * EXP2[-1] + EXP2[-2]
     for c in ti.static(EXP2[-3::-1]):
         power = power * rest + c
-    return power * _by_lane(ti.bit_cast, (n + 127) << 23, ti.f32)
-
-
-@ti.func
-def _by_lane(convert: ti.template(), x, dtype: ti.template()):
-    """Of each lane, which LLVM puts together again: on a whole vector Taichi aborts."""
-    return ti.Vector([convert(x[lane], dtype) for lane in ti.static(range(LANES))])
+    return power * by_lane(ti.bit_cast, (n + 127) << 23, ti.f32)
 
 
 @ti.func
@@ -205,7 +200,7 @@ def _sum(a, b):
 
 @ti.func
 def _join(parts: ti.template(), i, part, of_two: ti.template()):
-    """Of all threads' parts, pairwise, in halves of the block that shrink; the same for all of them."""
+    """Combines the parts of all threads pairwise, in a block that halves at each level. Every thread gets the result."""
     parts[i] = part
     ti.simt.block.sync()
     for level in ti.static(range(THREADS.bit_length() - 1)):
@@ -213,5 +208,5 @@ def _join(parts: ti.template(), i, part, of_two: ti.template()):
             parts[i] = of_two(parts[i], parts[i + (THREADS >> (level + 1))])
         ti.simt.block.sync()
     joined = parts[0]
-    ti.simt.block.sync()  # before the next parts are put there
+    ti.simt.block.sync()  # all threads have read the result before parts is written again
     return joined

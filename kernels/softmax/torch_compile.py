@@ -1,4 +1,4 @@
-"""The formula through torch.compile: what a compiler makes of the eager steps. Compiled at the first call, for any sizes."""
+"""The formula under torch.compile, compiled at the first call for all sizes."""
 
 from torch import Tensor
 

@@ -1,7 +1,8 @@
-"""One row per program: in one piece as long as registers hold it, so that memory is read once and written once.
+"""One row per program. A row that fits into registers is read once and written once.
 
-A longer row is taken block by block, online: each lane of the block keeps the largest x that it has met and the sum relative to
-it, and they are joined at the end; a second loop writes the result. Half precision is loaded and stored as it is.
+A longer row is read block by block, online: each lane of the block keeps its largest x so far and the sum relative to it, and
+the lanes are combined at the end; a second loop writes the result. Half precision is loaded and stored without conversion in
+memory.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,9 +15,9 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
-LONGEST = 16384                              # columns of a row in one piece, a power of 2
-BLOCK = 4096                                 # columns of a block of a longer one
-PER_WARP = 512                               # columns: 16 of each thread
+LONGEST = 16384                              # columns of a row that fits into registers, a power of 2
+BLOCK = 4096                                 # columns per block of a longer row
+PER_WARP = 512                               # columns per warp: 16 per thread
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -46,7 +47,7 @@ def _softmax(x, y, M, BLOCK: tl.constexpr):
 
 @triton.jit
 def _softmax_in_blocks(x, y, M, BLOCK: tl.constexpr):
-    """From LOWEST instead of -inf: -inf has the share 0 from the start, and a row of nothing else ends as 0/0."""
+    """Maxima start at LOWEST instead of -inf, so that e^(-inf - maximum) is 0 and a row of -inf alone ends as 0/0."""
     start, i = tl.program_id(0).to(tl.int64) * M, tl.arange(0, BLOCK)
     largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, M, BLOCK):

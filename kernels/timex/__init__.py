@@ -2,13 +2,13 @@
 
     out[b,c,t] = eps + sum_{u=0..t} w[c,(T-1)-(t-u)] * k[b,c,u]            w (C,T), k (B,C,T), out (B,C,T)
 
-In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0.
-A w or k that is not finite makes out not finite wherever it enters, in no other row (b,c); an implementation that works in
-tiles or by FFT may show it at earlier steps of its row, too.
-Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate PyTorch with Taichi".
+In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0. Where w or
+k is not finite, every out that it enters is not finite, and no other row (b,c) is affected; implementations that work in tiles
+or by FFT may also change earlier steps of the same row. Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate
+PyTorch with Taichi".
 
-A file beside this one holds REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w, grad_k), and nothing
-but its algorithm. It gets contiguous tensors of one of its dtypes, padded to its multiples.
+An implementation is a file beside this one with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
+grad_k), and nothing but its algorithm. Its inputs are contiguous, of one of its dtypes, and padded to its multiples.
 """
 
 import torch

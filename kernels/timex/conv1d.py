@@ -1,7 +1,7 @@
-"""F.conv1d with one group per channel: what PyTorch offers out of the box, on every device it knows.
+"""F.conv1d with one group per channel: PyTorch's own depthwise convolution, on every device.
 
-Both gradients are written as forward convolutions too, because the library's own backward for depthwise weights is
-far slower on a CPU (kernels/timex/README.md has the times).
+Both gradients are computed as forward convolutions too, because PyTorch's backward for depthwise weights is far slower on a CPU
+(kernels/timex/README.md has the times).
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
-    """The forward convolution with time running backwards."""
+    """The forward convolution of the time-reversed grad_out, reversed again."""
     return _causal(grad_out.flip(-1), w).flip(-1)
 
 
@@ -46,7 +46,7 @@ def _causal(k: Tensor, w: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """cuDNN convolves in TF32 by default, about 1e-3 off: not inside this operator."""
+    """Switches off TF32, cuDNN's default for convolutions, which has errors of about 1e-3."""
     allowed = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:

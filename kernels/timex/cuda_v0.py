@@ -1,4 +1,4 @@
-"""Rung 0: the formula. One output per thread, everything read from global memory."""
+"""Rung 0: the formula. One output per thread, and all inputs are read from global memory."""
 
 import torch
 from torch import Tensor

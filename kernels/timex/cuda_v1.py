@@ -1,4 +1,4 @@
-"""Rung 1: rows in shared memory. A block copies what its outputs have in common; one output a thread."""
+"""Rung 1: rows in shared memory. A block copies there the inputs that its outputs share; one output per thread."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.backends.cuda import Source
 from kernels.registry import Requires
 
-THREADS, STEP = 128, 128             # of a block: threads at most, and inputs in shared memory at a time
+THREADS, STEP = 128, 128             # per block: largest number of threads; inputs in shared memory at a time
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
 SOURCE = Source(__file__, "csrc/v1.cu", THREADS=THREADS, STEP=STEP)
 
@@ -36,5 +36,5 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _threads(T: int) -> int:
-    """Of a block: full warps, and no more than there is work for."""
+    """Threads per block: whole warps, no more than the row needs."""
     return min(THREADS, 32 * -(-T // 32))

@@ -1,4 +1,4 @@
-"""Rung 2: float4. A thread computes four time steps, and reads four values at a time."""
+"""Rung 2: float4. A thread computes four time steps and loads four values at a time."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from kernels.backends.cuda import Source, aligned
 from kernels.registry import Requires
 
-THREADS, STEP = 64, 128              # of a block: threads at most, and inputs in shared memory at a time
-T_GROUP = 4                          # outputs of a thread
+THREADS, STEP = 64, 128              # per block: largest number of threads; inputs in shared memory at a time
+T_GROUP = 4                          # outputs per thread
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=T_GROUP)
 SOURCE = Source(__file__, "csrc/v2.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP)
 
@@ -39,5 +39,5 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _threads(T: int) -> int:
-    """Of a block: full warps, and no more than there is work for."""
+    """Threads per block: whole warps, no more than the row needs."""
     return min(THREADS, 32 * -(-T // (32 * T_GROUP)))

@@ -1,4 +1,4 @@
-"""Rung 3: batch groups. A thread computes sixteen time steps of two batches, which share the w that it reads."""
+"""Rung 3: batch groups. A thread computes sixteen time steps of two batches, so each w that it reads serves both."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,9 @@ from torch import Tensor
 from kernels.backends.cuda import Source, aligned
 from kernels.registry import Requires
 
-THREADS, STEP = 256, 128             # of a block: threads at most, and inputs in shared memory at a time
-T_GROUP, B_GROUP = 16, 2             # outputs of a thread: time steps, batches
-STRIDE = STEP + 4                    # of a row in shared memory
+THREADS, STEP = 256, 128             # per block: largest number of threads; inputs in shared memory at a time
+T_GROUP, B_GROUP = 16, 2             # outputs per thread: time steps, batches
+STRIDE = STEP + 4                    # between two rows in shared memory
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=T_GROUP)
 SOURCE = Source(__file__, "csrc/v3.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP, B_GROUP=B_GROUP)
 
@@ -44,7 +44,7 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
 
 
 def _block(B: int, T: int) -> tuple[int, int]:
-    """A block's threads over the batches and over time: full warps, and of each no more than there is work for."""
+    """(threads along the batch, threads along time) of a block: whole warps, no more of either than there is work for."""
     b_lanes = min(16, 1 << (B - 1).bit_length())
     in_a_warp = 32 // b_lanes
     return b_lanes, min(THREADS // b_lanes, in_a_warp * -(-T // (T_GROUP * in_a_warp)))

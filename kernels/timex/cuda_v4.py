@@ -1,11 +1,11 @@
 """Rung 4: tensor cores. Toeplitz blocks of w are matrix fragments that all batches share; each float32 is split into two tf32.
 
-big * big + big * small + small * big is right to some 2^-22. At B=32 C=768 T=768 these are 47 GFLOP of tf32 products forward:
-0.15 ms at what mma.sync reaches of an H200's tensor cores (0.6 of 495 TFLOP/s), where float32 multiply-adds take 0.22. For
-48 mma instructions, some 300 cycles, a warp issues 173 others and reads 10 words a lane from shared memory. (Estimated.)
+big * big + big * small + small * big is accurate to about 2^-22. At B=32 C=768 T=768 the forward needs 47 GFLOP of tf32
+products: 0.15 ms at the rate that mma.sync reaches on an H200 (0.6 of 495 TFLOP/s); float32 multiply-adds would take 0.22 ms.
+Per 48 mma instructions, some 300 cycles, a warp issues 173 others and reads 10 words per lane from shared memory. (Estimated.)
 
-Batches are taken 32, 16 or 8 at a time: B = 1 costs as much as B = 8. A value that is not finite spoils up to 63 steps
-before it, too, since zero times an infinity is NaN.
+A launch computes 32, 16 or 8 batches at once, so B = 1 costs as much as B = 8. A value that is not finite also makes up to 63
+steps before it NaN, since zero times infinity is NaN.
 """
 
 import torch
@@ -16,8 +16,8 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=4)
 
-THREADS, BLOCK, TILE = 128, 256, 64       # as in the source: threads, time steps of a block; time steps of a tile of grad_w
-SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # for 32, 16, 8 batches at once
+THREADS, BLOCK, TILE = 128, 256, 64       # as in v4.cu: threads and time steps per block; time steps per tile of grad_w
+SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # 32, 16, 8 batches at once
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -48,7 +48,7 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _fitting(x: Tensor) -> tuple[Source, int]:
-    """The source that wastes fewest batches, and its number of blocks."""
+    """The source that pads the batch least, and its number of blocks."""
     B, C, T = x.shape
     source = SOURCE if B > 16 else SOURCE_16 if B > 8 else SOURCE_8
     return source, -(-B // (8 * source.macros["N_TILES"])) * C * -(-T // BLOCK)

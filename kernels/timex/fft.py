@@ -1,7 +1,8 @@
-"""The convolution theorem: a product of spectra, O(T log T) for any w; torch.fft, rows padded so that nothing wraps around.
+"""The convolution theorem: a product of spectra by torch.fft, O(T log T) for any w. Rows are padded, so nothing wraps around.
 
-Both gradients are correlations, so products with a conjugated spectrum; grad_w sums over the batch before it transforms back.
-The error is relative to the largest value of a row: fine in a TimeX, useless in a quotient of rows that span decades.
+Both gradients are correlations, hence products with a conjugated spectrum; grad_w is summed over the batch before the inverse
+transform. The error is relative to the largest value of a row: acceptable for TimeX, but not for WKV's quotient, whose rows
+span many orders of magnitude.
 
 F  frequencies of a padded row      N  its length, at least 2T - 1
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from kernels.registry import Requires
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64), wkv=False)
-BLOCK = {"cpu": 2**18, "cuda": 2**26}    # elements of k transformed at once: on a CPU their spectra stay in cache
+BLOCK = {"cpu": 2**18, "cuda": 2**26}    # elements of k per transform: on a CPU their spectra fit into the cache
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -34,12 +35,12 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded_length(T: int) -> int:
-    """The shortest 2^a 3^b from 2T - 1 on: lengths with small factors transform fast."""
+    """The smallest 2^a 3^b >= 2T - 1: transforms are fast for lengths with small factors."""
     return min(3**b << max(0, (-(-(2 * T - 1) // 3**b) - 1).bit_length()) for b in range(3))
 
 
 def _blocks(k: Tensor) -> Iterator[slice]:
-    """Ranges of channels, each with all of the batch."""
+    """Ranges of channels to transform at once, over the whole batch."""
     B, C, T = k.shape
     step = max(1, BLOCK[k.device.type] // (B * T))
     return (slice(start, start + step) for start in range(0, C, step))

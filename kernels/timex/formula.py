@@ -1,6 +1,6 @@
-"""The formula, as plainly as PyTorch can say it: a loop over the lag, tensors over everything else.
+"""The formula in plain PyTorch: a loop over the lag, tensors over batch, channel and time.
 
-The reference that every implementation is held to: slow, in any dtype, and right in float64.
+The reference that every implementation is tested against, in float64; slow.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Rung 0: the formula. One output per thread (a GPU) or per step of a parallel loop (a CPU), everything read from memory.
+"""Rung 0: the formula. One output per thread (GPU) or per iteration of a parallel loop (CPU); all inputs are read from memory.
 
-One kernel for both devices. Neighbouring threads hold neighbouring t, so that they read one k and neighbouring w.
+One kernel serves both devices. Neighbouring threads compute neighbouring t, so they read the same k and neighbouring w.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"

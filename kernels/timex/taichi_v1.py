@@ -1,12 +1,12 @@
-"""Rung 1: rows in fast memory. A tile of outputs reads its stretch of w and k from a copy: local arrays on a CPU (which
-tell LLVM that nothing overlaps, so that it vectorises the sums), shared memory on a GPU, one output a thread.
+"""Rung 1: rows in fast memory. A tile of outputs reads w and k from a copy: on a CPU local arrays, which LLVM knows not to
+overlap, so that it vectorises the sums; on a GPU shared memory, with one output per thread.
 
-Both products are one, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
+All three products have one form, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
     forward   window of w, x = k           i counts t downwards from the end of its tile
-    grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+    grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
     grad_w    window of k, x = grad_out    i counts the columns of w
-What lies outside a row is staged as zero, so any T is right. (Zero times an infinity is NaN: a value that is not finite
-spoils other outputs of its tile, too.)
+Zeros are staged for positions outside a row, so any T is legal. (Zero times infinity is NaN: a value that is not finite also
+makes other outputs of its tile NaN.)
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 bounds the number of threads, too
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # then B C T < 2**30 bounds the number of threads, too
 
 TILE = 64
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -83,7 +83,7 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int, n
             c, i_0 = task // tiles, task % tiles * TILE
             total = Tile(0.0)
             for b in range(B):
-                part = Tile(0.0)  # of one batch: fewer roundings than one sum over all
+                part = Tile(0.0)  # one batch; a sum of sums has smaller rounding errors
                 for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
                     t_0, row = t_tile * TILE, (b * C + c) * T
                     window, gs = Window(0.0), Tile(0.0)
@@ -177,7 +177,7 @@ def _read(x: ti.template(), row, column, T):
 
 @ti.func
 def _dot(window: ti.template(), x: ti.template(), i):
-    """Thread i's sum, between two barriers: after all threads have staged, and before any of them does so again."""
+    """Thread i's sum. The barriers wait until all threads have staged the tile, and until all have read it."""
     ti.simt.block.sync()
     dot = 0.0
     for j in range(TILE):

@@ -1,12 +1,12 @@
-"""Rung 2: a register tile, so that a value in fast memory is read once for several products. On a CPU, eight steps of x
-stay in registers while all outputs of the tile pass; on a GPU, a thread computes four time steps, a warp apart.
+"""Rung 2: register tiles. A value read from fast memory enters several products: on a CPU, eight steps of x stay in registers
+during a loop over all outputs of the tile; on a GPU, a thread computes four time steps, 32 apart.
 
-Both products are one, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
+All three products have one form, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
     forward   window of w, x = k           i counts t downwards from the end of its tile
-    grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+    grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
     grad_w    window of k, x = grad_out    i counts the columns of w
-What lies outside a row is staged as zero, so any T is right. (Zero times an infinity is NaN: a value that is not finite
-spoils other outputs of its tile, too.)
+Zeros are staged for positions outside a row, so any T is legal. (Zero times infinity is NaN: a value that is not finite also
+makes other outputs of its tile NaN.)
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -18,10 +18,10 @@ from torch import Tensor
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # so that B C T < 2**30 bounds the number of threads, too
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # then B C T < 2**30 bounds the number of threads, too
 
 TILE, STEPS = 64, 8  # on a CPU
-THREADS, T_GROUP = 32, 4  # a block, and the outputs of one of its threads, on a GPU
+THREADS, T_GROUP = 32, 4  # on a GPU: threads per block, outputs per thread
 CUDA_TILE = THREADS * T_GROUP
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Tile = ti.types.vector(TILE, ti.f32)
@@ -85,7 +85,7 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int, n
             c, i_0 = task // tiles, task % tiles * TILE
             total = Tile(0.0)
             for b in range(B):
-                part = Tile(0.0)  # of one batch: fewer roundings than one sum over all
+                part = Tile(0.0)  # one batch; a sum of sums has smaller rounding errors
                 for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
                     t_0, row = t_tile * TILE, (b * C + c) * T
                     window, gs = Window(0.0), Tile(0.0)
@@ -188,7 +188,7 @@ def _read(x: ti.template(), row, column, T):
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), x: ti.template(), lane):
-    """The lane's sums, between two barriers: after all lanes have staged, and before any of them does so again.
+    """The lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it.
 
     With i = lane + 32 d and j = step + 32 e, one value of the window serves every pair with the same d + e.
     """

@@ -1,16 +1,16 @@
-"""Rung 3: as many products as possible for each value loaded. On a CPU, vector lanes; on a GPU, several batches a thread.
+"""Rung 3: more products per value loaded. On a CPU, vectors of eight lanes; on a GPU, several batches per thread.
 
-Both products are one, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
+All three products have one form, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
     forward   window of w, x = k           i counts t downwards from the end of its tile
-    grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+    grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
     grad_w    window of k, x = grad_out    i counts the columns of w
 With i = lane + L d and j = phase + L e, one vector of the window, at phase + L (d + e), serves every pair with the same
-d + e: on a CPU, 64 multiply-adds of 8 lanes out of 15 vector loads and 8 broadcasts.
+d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of 8 lanes.
 
-What makes LLVM emit that: one masked base and constant offsets in flat arrays, so that eight neighbouring loads merge;
-Taichi vectors as accumulators; an array of vectors to store to; no more than some 64 products unrolled. The last eight
-values of a row are copied next to eight zeros, for the one vector that runs over the end. (Zero times an infinity is
-NaN: on a CPU a value that is not finite spoils up to seven outputs before its first, too, on a GPU its whole tile.)
+LLVM emits this code if the arrays are flat and indexed by one masked base plus constants (it then merges eight neighbouring
+loads), if accumulators are Taichi vectors, if stores go to an array of vectors, and if at most about 64 products are unrolled.
+The last eight values of a row are copied next to eight zeros, for the one vector that crosses the end of the row. (Zero times
+infinity is NaN: a value that is not finite also makes up to seven outputs before its first NaN on a CPU, its tile on a GPU.)
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -24,8 +24,8 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), T_multiple=32)
 
-LANES = 8  # of one vector, on a CPU
-THREADS, T_GROUP, B_GROUP = 32, 4, 4  # a warp, and the outputs (time steps, batches) of one of its threads, on a GPU
+LANES = 8  # elements of a vector, on a CPU
+THREADS, T_GROUP, B_GROUP = 32, 4, 4  # on a GPU: threads per block; time steps and batches per thread
 CUDA_TILE = THREADS * T_GROUP
 Lanes = ti.types.vector(LANES, ti.f32)
 Edge = ti.types.vector(2 * LANES, ti.f32)
@@ -71,7 +71,7 @@ def _launch(on_cpu: Any, on_cuda: Any, tasks: int, left: Tensor, right: Tensor, 
 def _forward_cpu(w: Flat, k: Flat, out: FlatLanes, B: int, C: int, T: int, eps: ti.f32, backwards: ti.template(),
                  n: int, N: ti.template()):
     for step in range(n * BLOCK):
-        tail = Edge(0.0)  # of a row of w, and zeros
+        tail = Edge(0.0)  # the end of a row of w, then zeros
         first, end = share(step, B * C, n)
         for row in range(first, end):
             w_end = (row % C + 1) * T
@@ -98,7 +98,7 @@ def _forward_cpu(w: Flat, k: Flat, out: FlatLanes, B: int, C: int, T: int, eps: 
 def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: FlatLanes, B: int, C: int, T: int, n: int, N: ti.template()):
     for step in range(n * BLOCK):
         tiles = T // (LANES * N)
-        head = Edge(0.0)  # zeros, and the head of a row of k
+        head = Edge(0.0)  # zeros, then the beginning of a row of k
         first, end = share(step, C * tiles, n)
         for task in range(first, end):
             _store(grad_w, task * LANES * N, [Lanes(0.0) for _ in ti.static(range(N))], N)
@@ -167,7 +167,7 @@ def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f
         for u_tile in range(tile + 1):
             _share_window(window, 0, lane, w, c * T, T - CUDA_TILE - (tile - u_tile) * CUDA_TILE, T)
             for b in ti.static(range(B_GROUP)):
-                size = T if b_0 + b < B else 0  # nothing but zeros after the last batch
+                size = T if b_0 + b < B else 0  # zeros after the last batch
                 _share_tile(ks, b * CUDA_TILE, lane, k, ((b_0 + b) * C + c) * T, u_tile * CUDA_TILE, size, backwards)
             _add_dots(total, window, 0, ks, 0, lane, B_GROUP)
         for b, d in ti.static(ti.ndrange(B_GROUP, T_GROUP)):
@@ -180,7 +180,7 @@ def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f
 def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
     tiles = (T + CUDA_TILE - 1) // CUDA_TILE
     ti.loop_config(block_dim=B_GROUP * THREADS)
-    for thread in range(C * tiles * B_GROUP * THREADS):  # each warp of a block sums over a part of the batches
+    for thread in range(C * tiles * B_GROUP * THREADS):  # each warp of a block sums over some of the batches
         window = ti.simt.block.SharedArray(B_GROUP * 2 * CUDA_TILE, ti.f32)
         gs = ti.simt.block.SharedArray(B_GROUP * CUDA_TILE, ti.f32)
         block, warp, lane = thread // THREADS // B_GROUP, thread // THREADS % B_GROUP, thread % THREADS
@@ -235,7 +235,7 @@ def _read(x: ti.template(), row, column, T):
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), w_at, x: ti.template(), x_at, lane, batches: ti.template()):
-    """The lane's sums, between two barriers: after all lanes have staged, and before any of them does so again."""
+    """The lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it."""
     ti.simt.block.sync()
     dots = [0.0 for _ in ti.static(range(batches * T_GROUP))]
     for phase in range(THREADS):

@@ -1,9 +1,9 @@
-"""What torch.compile makes of the formula in one line: every window of k times w, and summed.
+"""The formula in one line under torch.compile: every window of k times w, summed.
 
     out = eps + (windows(k) * w).sum(-1)             windows(k)[b,c,t,i] = k[b,c,t+i-(T-1)], zero before the first step
 
-Compiled for any sizes at the first call, which takes seconds: one loop nest with the sum inside, and no (B,C,T,T) tensor. (A
-loop over the lag would be unrolled to T operations.) It does twice the products of the formula, half of them by zero.
+The first call compiles for all sizes, which takes seconds. The result is one loop nest with the sum inside, without a (B,C,T,T)
+tensor. (A loop over the lag would be unrolled to T operations.) It computes twice the formula's products; half are by zero.
 """
 
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _past(k: Tensor) -> Tensor:
-    """(B,C,2T-1): T-1 steps of nothing before the first."""
+    """(B,C,2T-1): k after T-1 zeros."""
     return F.pad(k, (k.shape[-1] - 1, 0))
 
 
@@ -40,6 +40,6 @@ def _product(padded: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _windows(padded: Tensor, T: int) -> Tensor:
-    """(B,C,T,T) of (B,C,2T-1): the window i of row t is at t + i."""
+    """A view (B,C,T,T) of (B,C,2T-1): element i of window t is padded[t + i]."""
     B, C, length = padded.shape
     return padded.as_strided((B, C, T, T), (C * length, length, 1, 1))

@@ -1,4 +1,4 @@
-"""The formula's loop over the lag as TorchScript: the same operations, launched without Python."""
+"""The formula's loop over the lag as TorchScript, which runs the same operations without Python."""
 
 import torch
 from torch import Tensor

@@ -7,11 +7,11 @@ rows, so the convolution of one channel is a sum over shift of matrix products:
     grad_k    the same against time: grad_out[row, j + shift], h[shift + j - i]
     grad_w    sum over the rows of grad_out[row, i] * k[row, j - shift]: each diagonal i - j adds up to one lag
 
-A product of float32 is three of TF32 (tf32x3), which loses 2^-22 of a factor. Tensor cores truncate their sums, and in a long
-one that is a bias: so each product's own sum is DEPTH long, and is added to the total in float32, rounded. (Emulated with every
-addend truncated to 24 bits, 768 to 4096 positive terms: err_ratio 4e-7 at 32, 9e-7 at 64, 2e-5 to 8e-5 in one sum.)
+A product of float32 is computed as three of TF32 (tf32x3), with a relative error of 2^-22. Tensor cores truncate their sums,
+which biases long ones; therefore each product sums DEPTH terms and is added to the float32 total with rounding. (Emulated with
+every addend truncated to 24 bits, 768 to 4096 positive terms: err_ratio 4e-7 at 32, 9e-7 at 64, 2e-5 to 8e-5 in one sum.)
 
-The sums are in a fixed order, without atomics. Zero times an infinity is NaN: a value that is not finite spoils its tile.
+Sums have a fixed order, without atomics. Zero times infinity is NaN: a value that is not finite makes its whole tile NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,8 +24,8 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), T_multiple=64)
 
-TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps of a tile, and what one product sums over: steps, or rows
-WARPS = {16: 4, 64: 4, 128: 8}               # by the rows of a block: from what tensor cores take to what registers hold
+TILE, DEPTH, DEPTH_OF_ROWS = 64, 32, 16      # steps per tile; steps, or rows, that one product sums over
+WARPS = {16: 4, 64: 4, 128: 8}               # by rows per block: from the least of tensor cores to the most that registers hold
 OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
 
 
@@ -42,7 +42,7 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    """Each lag is the sum of two diagonals: i >= j of its own distance between tiles, i < j of the next one."""
+    """Each lag is the sum of two diagonals: i >= j at its own distance between tiles, and i < j at the next distance."""
     (B, C, T), sums = k.shape, k.new_empty(2, *k.shape[1:])
     with torch.cuda.device_of(k):
         _correlate[(T // TILE * C,)](k, grad_out, sums, B, C, T, TILE, DEPTH_OF_ROWS, num_warps=4, **OPTIONS)
@@ -101,7 +101,7 @@ def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constex
         ks = tl.load(k + here, mask=seen, other=0.0)
         gs = tl.load(grad_out + distance * TILE + here, mask=seen, other=0.0)
         total += tl.dot(tl.trans(gs), ks, input_precision="tf32x3")
-        b += DEPTH % B                                           # DEPTH rows on, with a division for none of them
+        b += DEPTH % B                                           # DEPTH rows further, without a division
         at += tl.where(b >= B, onwards + around, onwards)
         b -= tl.where(b >= B, B, 0)
     j = i[:, None] - i[None, :]

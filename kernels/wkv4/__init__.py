@@ -8,15 +8,15 @@ With w = -exp(time_decay) < 0 and u = time_first, per channel:
 time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), stands for (a e^p, b e^p): many triples are
 one state, so compare a/b and p + log b. It starts at a = b = 0, p = -1e38; p carries no gradient.
 
-From the step on where k is NaN or infinity, or v is NaN or infinite, y and the state are not finite, in that row (b,c) alone
-and never before; a NaN in the parameters or the state is never hidden. A k of -infinity has the weight 0. In the convolution
-form, beyond the range for which it is exact (timex.py: 60), a later k may change an earlier y.
+Where k is NaN or +infinity, or v is not finite, y and the state are not finite from that step on, in that row (b,c) only; a NaN
+in the parameters or the state always shows in y. A k of -infinity has weight 0. The convolution form is exact only within a
+range (timex.py: 60); beyond it, a later k may change an earlier y.
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
-A file beside this one holds REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
-backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. Where
-REQUIRES has bfloat16, k, v, y and grad_y come in it as they are, and the gradients of k and v go back in it; all else is
-float32. The single step is here, the same for all.
+An implementation is a file beside this one with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
+backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If its
+dtypes include bfloat16, it gets bfloat16 k, v, y and grad_y unconverted and returns the gradients of k and v in bfloat16; all
+other tensors are float32. The single step is in this file, the same for all implementations.
 """
 
 from functools import partial
@@ -27,12 +27,12 @@ from torch import Tensor
 
 from kernels.operator import Operator, contiguous, contiguous_like
 
-EMPTY = -1e38            # p of a state that has seen nothing
+EMPTY = -1e38            # p of the state before the first step
 FASTEST_DECAY = 50.0     # exp(-exp(50)) is 0 in every dtype, and exp(50) is still finite
 
 
 class WKVState(NamedTuple):
-    """The numerator a e^p and the denominator b e^p of everything seen so far: (B,C) each, float32 (or float64)."""
+    """The numerator a e^p and the denominator b e^p over all steps so far: (B,C) each, float32 (or float64)."""
 
     a: Tensor
     b: Tensor
@@ -61,7 +61,7 @@ class WKV(Operator):
 
     def __init__(self, name: str, **options: str | int) -> None:
         super().__init__(name, **options)
-        if "timex" in options:                   # the TimeX inside is what runs or does not
+        if "timex" in options:                   # the TimeX inside decides where this can run
             self.name = str(options["timex"])
             self._file = ("timex", self.name)
 
@@ -82,7 +82,7 @@ class WKV(Operator):
         return contiguous_like(gradients, inputs[:6])
 
     def _inside(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Contiguous: k, v, y and grad_y (B,T,C) in their own dtype where the file takes it; all others in float32 or 64."""
+        """Contiguous inputs: k, v, y and grad_y (B,T,C) in their own dtype if the file has it; all else float32 or float64."""
         k, v = inputs[2:4]
         dtype = _compute_dtype(k)
         of_sequences = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
@@ -107,7 +107,7 @@ class WKV(Operator):
     @staticmethod
     def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
              state: WKVState) -> tuple[Tensor, WKVState]:
-        """One time step, k and v (B,C), the same torch formula whatever the implementation: decoding launches no kernel."""
+        """One time step, k and v (B,C): the same torch formula for every implementation, for decoding without a kernel."""
         a, b, p = state
         dtype, k, v, w = k.dtype, k.to(a.dtype), v.to(a.dtype), decay_exponent(time_decay.to(a.dtype))
         here = time_first.to(a.dtype) + k

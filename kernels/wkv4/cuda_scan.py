@@ -1,14 +1,14 @@
-"""The scan with time in parallel too: a warp takes 16 steps of 32 channels, and a block eight such segments at once.
+"""A scan that is parallel over time too: a warp computes 16 steps of 32 channels, a block eight such segments at once.
 
-Each segment is read into registers once and summed, the sums go through shared memory, and each warp then starts from the
-state before its own segment: one barrier for 128 steps. As in taichi_scan e^k = m * 2^n with an integer n, and every
-rescaling is by a power of two; a segment's decay e^(16 w) comes from float64. (|k|, |p| and |time_first| over 1.1e7 count as
-1.1e7, a share over 2^64 as 2^64.)
+Each warp reads its segment into registers once and sums it. The sums are exchanged in shared memory, which gives each warp the
+state before its segment: one barrier per 128 steps. As in taichi_scan, e^k = m * 2^n with an integer n, and every rescaling is
+by a power of two; a segment's decay e^(16 w) is computed in float64. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k)
+relative to the state to 2^64.)
 
-The backward scans k and v once more for the state before each chunk of 128 steps (extra memory: 3/128 of k), then takes the
-chunks last to first. A warp goes through its segment forward, summing what its gradients add up to, and, once the segments
-after it have told theirs, back again. So it moves 7 tensors like k, the forward 3; with some 60 instructions for a step
-forward and 130 backward, both should stay below what an H200 executes while its memory delivers those. (Estimated.)
+The backward first scans k and v for the state before each chunk of 128 steps (extra memory: 3/128 of k), then processes the
+chunks from last to first. A warp passes through its segment forward to sum its part of the state's gradient, and, with the sums
+of the later segments, backward for the gradients of its steps. The backward moves 7 tensors of the size of k, the forward 3. At
+some 60 instructions per step forward and 130 backward, both should be limited by an H200's memory. (Estimated.)
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The stable scan: one step of the recurrence after the other, the state scaled by its running maximum exponent.
+"""The stable scan: the recurrence step by step, with the state scaled by its running maximum exponent.
 
-The reference that every implementation is held to: slow, in float32 or float64, and right for any finite k.
+The reference that every implementation is tested against, in float64: slow, and right for any finite k.
 """
 
 import torch
@@ -29,7 +29,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
         states.append(_advance(w, k[:, t], v[:, t], *states[-1]))
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
     grad_w, grad_u = torch.zeros_like(a), torch.zeros_like(a)
-    for t in reversed(range(k.shape[1])):                # grad_a, grad_b: of the state after step t, at its own scale
+    for t in reversed(range(k.shape[1])):                # grad_a, grad_b: for the state after step t, at its scale
         a, b, p = states[t]
         past, now, _ = _shares(p, time_first + k[:, t])
         grad_num = grad_y[:, t] / (past * b + now)
@@ -50,6 +50,6 @@ def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -
 
 
 def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e^p and e^q divided by the larger of the two, and that one's exponent."""
+    """e^p and e^q divided by the larger of the two, and the exponent of the larger."""
     top = torch.maximum(p, q)
     return torch.exp(p - top), torch.exp(q - top), top

@@ -1,15 +1,17 @@
-"""The recurrence step by step, every exponential held as m * 2^n with an integer n, so that each rescaling is exact.
+"""The recurrence step by step. Every exponential is stored as m * 2^n with an integer n, so that each rescaling is exact.
 
-The state (a, b) is at the scale 2^P, P being the larger of the decayed state's exponent and the newest step's: nothing is lost
-however far apart the k are. (A share of y over 2^64 counts as 2^64.) The mantissa of e^w, within [0.7, 1.4], moves b away from
-2^P; what it gathers over a chunk then goes into P without a look at b: the backward must come to the forward's P, to the bit.
+The state (a, b) is at the scale 2^P, where P is the larger of the decayed state's exponent and the newest step's: nothing is
+lost however far apart the k are. (e^(u+k) relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4],
+moves b away from 2^P. After each chunk its power moves into P, computed from w alone: the backward must find the same P, to the
+bit.
 
-The backward stores the state before each chunk, then takes the chunks last to first: it recomputes one into a scratch of five
-numbers a step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32 of k, and the scratch.
+The backward stores the state before each chunk, then processes the chunks from last to first: it recomputes a chunk into a
+scratch buffer of five numbers per step, which stays in a CPU's L1, and runs the reverse recurrence over it. Extra memory: 3/32
+of k, and the scratch buffer.
 
-A row is one (b, c): on a GPU a thread, on a CPU a lane of a vector of neighbouring channels, where bfloat16 is read and written
-as it lies. |k|, |p| and |time_first| over 1.1e7, where float32 has no fraction left, count as that. NaN stays NaN, in its row,
-and infinity becomes NaN.
+A row is one (b, c): a thread on a GPU, a lane of a vector of neighbouring channels on a CPU, where bfloat16 is read and written
+directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays NaN, in its row, and
+infinity becomes NaN.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -26,14 +28,14 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.bfloat16))
 
-FORWARD, BACKWARD = 32, 16  # lanes of a vector: what the 32 registers of AVX-512 hold without spilling
+FORWARD, BACKWARD = 32, 16  # lanes per vector: the most that fits into the 32 registers of AVX-512 without spilling
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
 CHUNK = 32  # steps between two stored states
-SERIAL = 2**17  # elements up to which one thread takes less time than waking the others
-SAVED = 5  # numbers a step in the backward's scratch
+SERIAL = 2**17  # elements up to which one thread is faster than several
+SAVED = 5  # numbers per step in the backward's scratch buffer
 LIMIT = 1.1e7
 INFINITY, NAN = 0x7F800000, 0x7FC00000  # as bits
-LOST, LOST_SHIFT = 16.0, -(2**28)  # a time_decay beyond this, and the exponent of its e^w: nothing outlives a step
+LOST, LOST_SHIFT = 16.0, -(2**28)  # largest time_decay, and the exponent of its e^w: the state decays to 0 in one step
 LOG2_E, ROOT_2 = 1.4426950408889634, 1.4142135
 LN_2, LN_2_HIGH, LN_2_LOW = 0.6931471805599453, 0.693359375, -2.1219444005469058e-4
 EXP = (1.0000000018154944, 0.9999997208349418, 0.5000068453211467, 0.16660485760579424, 0.041928080322846804,
@@ -68,7 +70,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:
-    """As the kernel loads it: on a CPU whole vectors of channels, aligned; on a GPU in float32."""
+    """The tensor as the kernel loads it: whole, aligned vectors of channels on a CPU; float32 on a GPU."""
     if tensor.is_cuda:
         return tensor.float()
     ready = tensor.shape[-1] % lanes == 0 and tensor.data_ptr() % ALIGNMENT == 0
@@ -76,8 +78,8 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
-    """kernels: on a CPU for one thread and for all."""
-    (B, T, C), packed = shape, torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # one argument is cheaper
+    """kernels: on a CPU the one for a single thread and the one for several; on a GPU one."""
+    (B, T, C), packed = shape, torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # faster as one argument
     if packed.is_cuda:
         launch(*kernels, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
     elif shape.numel() <= SERIAL:
@@ -88,7 +90,7 @@ def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tupl
 
 @cache
 def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
-    """With k, v and y of dtype."""
+    """The kernels for one thread and for several, with k, v and y of `dtype`."""
     Rows, read, write = stored(dtype, FORWARD)
 
     @ti.kernel
@@ -115,7 +117,7 @@ def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T
 
 @cache
 def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
-    """With k, v, grad_y and the gradients of k and v of dtype."""
+    """The kernels for one thread and for several, with k, v, grad_y and the gradients of k and v of `dtype`."""
     Rows, read, write = stored(dtype, BACKWARD)
 
     @ti.kernel
@@ -193,14 +195,14 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, kept, new])
             a, b, P = kept * a + new * read(v[first + t * C]), kept * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
-        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 but for the last chunk; an `if` around vectors aborts
+        scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 unless in the last chunk, without an `if`
         grad_a, grad_b = scale * grad_a, scale * grad_b
         for back in range(1, length + 1):
             i, o = first + (length - back) * C, at + (length - back) * SAVED * stride
             a_t, b_t, now, kept, new = [scratch[o + s * stride] for s in ti.static(range(SAVED))]
             v_t, over = read(v[i]), 1.0 / (b_t + now)
             grad_num = over * read(grad_y[i])
-            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # v - y, and exact where this step is most of y
+            grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # v - y; exact where this step dominates y
             grad_k[i] = write(grad_here + new * (grad_a * v_t + grad_b))
             grad_v[i] = write(now * grad_num + new * grad_a)
             grad_u += grad_here
@@ -217,7 +219,7 @@ def _save(x: ti.template(), at, stride, values: ti.template()):
 
 @ti.func
 def _weights(time_decay, time_first):
-    """w; e^w as a mantissa and an exponent; the mantissa's own exponent over a chunk; e^u as a mantissa and an exponent."""
+    """w; mantissa and exponent of e^w; log2 of the mantissa's power over a chunk; mantissa and exponent of e^u."""
     m, n = _exp(ti.select(time_decay > LOST, LOST, time_decay))
     w = 0.0 - m * _pow2(ti.max(n, -127))
     decay, shift = _exp(w)
@@ -230,7 +232,7 @@ def _weights(time_decay, time_first):
 
 @ti.func
 def _enter(small: ti.template(), at, R):
-    """The incoming state with b within [1, 2), its P, and what a and b were multiplied by."""
+    """The incoming state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
     a, b, p = [small[at + s * R] for s in ti.static(range(3))]
     m, P = _exp(p)
     n = ti.min(ti.max((by_lane(ti.bit_cast, b, ti.i32) >> 23) - 127, -126), 126)
@@ -240,7 +242,7 @@ def _enter(small: ti.template(), at, R):
 
 @ti.func
 def _leave(P):
-    """What a and b have to be multiplied by, 2^P / e^p, which makes good the rounding of p; and p."""
+    """The factor 2^P / e^p that brings a and b to the scale e^p, which corrects the rounding of p; and p."""
     p = LN_2 * by_lane(ti.cast, P, ti.f32)
     m, n = _exp(p)
     return _pow2(ti.min(ti.max(P - n, -127), 127)) / m, p
@@ -248,7 +250,7 @@ def _leave(P):
 
 @ti.func
 def _shares(decay, shift, m, n, P):
-    """e^w and e^k relative to the scales of the state before and after, and the P after."""
+    """The factors of the old state (e^w) and of v_t (e^k) in the new state, and the new P."""
     lead = n - (P + shift)
     up = ti.max(lead, 0)
     return decay * _pow2(0 - ti.min(up, 127)), m * _pow2(ti.max(lead - up, -127)), P + shift + up
@@ -256,7 +258,7 @@ def _shares(decay, shift, m, n, P):
 
 @ti.func
 def _settled(drift, j, a, b, P):
-    """The same state, with what the mantissa of e^w has gathered over chunk j moved into P; the same for gradients."""
+    """The same state with the power of e^w's mantissa over chunk j moved into P; also for the state's gradients."""
     n = by_lane(ti.cast, ti.floor((j + 1) * drift), ti.i32) - by_lane(ti.cast, ti.floor(j * drift), ti.i32)
     scale = _pow2(0 - n)
     return scale * a, scale * b, P + n
@@ -265,13 +267,13 @@ def _settled(drift, j, a, b, P):
 @ti.func
 def _exp(x):
     """e^x = m * 2^n, m within [1, 2), to one unit in the last place."""
-    bits = by_lane(ti.bit_cast, x, ti.i32)  # fast_math's comparisons take no infinity
+    bits = by_lane(ti.bit_cast, x, ti.i32)  # compare bits: fast_math assumes that there is no infinity
     x = by_lane(ti.bit_cast, ti.select(bits == INFINITY, NAN, bits), ti.f32)
-    x = ti.select(x > LIMIT, LIMIT, x)  # lets a NaN through, as ti.min would not
+    x = ti.select(x > LIMIT, LIMIT, x)  # keeps a NaN, unlike ti.min
     x = ti.select(x < -LIMIT, -LIMIT, x)
     power = ti.floor(x * LOG2_E)
     n = by_lane(ti.cast, power, ti.i32)
-    # x - n log 2, exact because the high part is short; with the same n in both products LLVM would add the parts first
+    # x - n log 2, exact because the high part is short; if both products had the same factor, LLVM would add the parts first
     r = (x + power * -LN_2_HIGH) + by_lane(ti.cast, n, ti.f32) * -LN_2_LOW
     m = r * EXP[-1] + EXP[-2]
     for c in ti.static(EXP[-3::-1]):
@@ -281,5 +283,5 @@ def _exp(x):
 
 @ti.func
 def _pow2(n):
-    """2^n for n within [-126, 127], and 0 for n = -127."""
+    """2^n for n within [-126, 127]; 0 for n = -127."""
     return by_lane(ti.bit_cast, (n + 127) << 23, ti.f32)

@@ -1,15 +1,15 @@
 """WKV as the quotient of two TimeX convolutions that share their weights, with any TimeX implementation inside.
 
-Unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. With W the table of these weights,
-y = TimeX(W, e^k v) / TimeX(W, e^k): one call on the stacked batch. T is cut into blocks of N steps that all go into that
-call as further rows; the exact state is carried from block to block, which makes the work O(T N) instead of O(T^2) and bounds
-the range of exponents to what one block holds.
+Unrolled, the weight of step t-n in step t is e^u at lag 0 and e^((n-1)w) at lag n >= 1. With W the table of these weights, y =
+TimeX(W, e^k v) / TimeX(W, e^k): one call on the stacked batch. T is divided into blocks of N steps, which are further rows of
+that call. The exact state is carried from block to block, which makes the work O(T N) instead of O(T^2) and limits the range of
+exponents to that of one block.
 
-Range: float32 holds e^-87, and gradients need room above that. Where all k, and the exponent p of an incoming state, lie
-within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as the scan's; beyond that, steps far
-below their block's maximum are lost, a step of which everything is lost gives v_t, and a state of which everything is lost
-starts anew: always finite, no longer exact, and not causal either, for a block's maximum may be a later step's. The scans have
-no such limit.
+Range: the smallest normal float32 is e^-87, and gradients need a margin. Where all k, and the exponent p of an incoming state,
+lie within 60 of each other (|k| <= 30, say) and time_first >= -9, the result is as exact as a scan's. Beyond that, steps far
+below their block's maximum underflow; y_t is v_t where all terms underflow, and a state that underflows is replaced by the
+empty state. The result is then finite but not exact, and not causal, since the maximum of a block may be a later step's. The
+scans have no such limit.
 
 N  steps in a block      n  blocks      m  maximum of k in a block      s  scale shared by a block and its incoming state
 """
@@ -27,32 +27,32 @@ from kernels.wkv4 import EMPTY, decay_exponent
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 BLOCK = 64
-LOST = 1e-30             # a denominator below this holds nothing but rounding
+LOST = 1e-30             # a denominator below this has no correct digits
 
 
 def requires(timex: str, block: int = BLOCK) -> Requires:
-    """What this needs with `timex` inside. Raises UnknownKernel where it is unsound in a quotient, ValueError for block < 1."""
+    """What `timex` inside needs. Raises UnknownKernel if its error is too large for a quotient, ValueError for block < 1."""
     inner = TimeX(timex).requires
     if not inner.wkv:
         raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
                             "e^k spans decades; choose another kernel")
     if block < 1:
         raise ValueError(f"block is the number of steps per block, at least 1; got {block}")
-    return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k is no half's
+    return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k overflows a half
 
 
 class Weights(NamedTuple):
-    """Tables over the steps of one block, (C,N) each, and what their gradients need."""
+    """Tables over the steps of one block, (C,N) each, and w and the steps for their gradients."""
 
     w: Tensor            # (C,)
     lag: Tensor          # W, the weights by lag, lag 0 last
-    decay_in: Tensor     # of the incoming state in step t: e^(tw)
-    decay_out: Tensor    # of step t in the outgoing state: e^((N-1-t)w)
+    decay_in: Tensor     # weight of the incoming state in step t: e^(tw)
+    decay_out: Tensor    # weight of step t in the outgoing state: e^((N-1-t)w)
     steps: Tensor        # (N,) 0, 1, 2, ...
 
 
 class Block(NamedTuple):
-    """The blocks' inputs at their own scale: (B,n,C,N), and (B,n,C) for the scales and the state before each block."""
+    """The blocks' inputs, each at its block's scale (B,n,C,N); the scales and the state before each block (B,n,C)."""
 
     x: Tensor            # e^(k-m)
     v: Tensor
@@ -60,15 +60,15 @@ class Block(NamedTuple):
     past: Tensor         # e^(p-s), the scale of the incoming state
     a: Tensor
     b: Tensor
-    kept: Tensor         # what the state keeps over a block
-    added: Tensor        # the scale at which a block's own sums enter the outgoing state
+    kept: Tensor         # factor of the incoming state in the outgoing one
+    added: Tensor        # factor of a block's own sums in the outgoing state
 
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    """A k or v that is not finite would reach earlier steps of its block: it is left out, and put into what comes after it.
+    """As the contract says. A k or v that is not finite would change earlier steps of its block.
 
-    It shows in the state, which is small.
+    If the state after the last step is not finite, the steps in question are therefore left out, and all later ones set to NaN.
     """
     outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     if outputs[1].isfinite().all():
@@ -87,7 +87,7 @@ def _forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
         weights = _weights(time_decay, time_first, N)
         blocks, (a, b, p) = _blocks(weights, k[:, start:stop], v[:, start:stop], a, b, p)
         num, den = _sums(weights, blocks, timex, (blocks.x * blocks.v, blocks.a), (blocks.x, blocks.b))
-        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # a NaN is no loss
+        ys.append(_by_time(torch.where(den <= LOST, blocks.v, num / den)))         # not for a NaN
     return torch.cat(ys, dim=1), a, b, p
 
 
@@ -112,13 +112,13 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(T: int, block: int) -> list[tuple[int, int, int]]:
-    """(start, stop, N): as many whole blocks as there are, then one shorter block."""
+    """(start, stop, N) of the whole blocks, then of one shorter block, each if there is one."""
     whole = T - T % block
     return [(start, stop, N) for start, stop, N in ((0, whole, block), (whole, T, T - whole)) if start < stop]
 
 
 def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
-    """All weights are divided by e^max(u,0), which the quotient does not see and which keeps e^u finite."""
+    """All weights are divided by e^max(u,0): the quotient is the same, and e^u stays finite."""
     w = decay_exponent(time_decay)
     steps = torch.arange(N, device=w.device, dtype=w.dtype)
     powers, scale = torch.exp(w[:, None] * steps), torch.exp(-time_first.clamp(min=0))[:, None]
@@ -145,7 +145,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
 
 
 def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
-    """Of each (own (B,n,C,N), past (B,n,C)): the block's own steps by convolution, plus the decayed incoming state."""
+    """For each term (own (B,n,C,N), past (B,n,C)): the convolution of the block's own steps plus the decayed incoming state."""
     convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
     sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
     for total, (_, past) in zip(sums, terms, strict=True):
@@ -160,8 +160,8 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     lost = den <= LOST
     grad_num = torch.where(lost, 0.0, grad_y / den)
     grad_den = -grad_num * y
-    grad_lag, grad_sums = TimeX(timex).backward(
-        weights.lag, _stacked(x * v, x), _stacked(grad_num * blocks.own[..., None], grad_den * blocks.own[..., None]))
+    own_num = grad_num * blocks.own[..., None]
+    grad_lag, grad_sums = TimeX(timex).backward(weights.lag, _stacked(x * v, x), _stacked(own_num, -own_num * y))
     grad_xv, grad_x = grad_sums.view(2, *x.shape)
 
     grad_in = _sum_rows(grad_num * (blocks.past * blocks.a)[..., None] + grad_den * (blocks.past * blocks.b)[..., None])
@@ -173,12 +173,13 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_out = _sum_rows(to_a[..., None] * x * v + to_b[..., None] * x)
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
-    grad_w, grad_u = _backward_weights(weights, grad_lag, grad_in, grad_out, grad_kept)
+    grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_kept)
+    grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
 
 def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    """From the outgoing state's gradient back to the incoming one's: what each block's own sums and e^(Nw) get on the way."""
+    """From the outgoing state's gradient to the incoming one's; also the gradients of each block's own sums and of e^(Nw)."""
     to_a, to_b, grad_kept = torch.empty_like(local_a), torch.empty_like(local_b), torch.zeros_like(grad_a[0])
     for j in reversed(range(local_a.shape[1])):
         kept, added = blocks.kept[:, j], blocks.added[:, j]
@@ -188,14 +189,13 @@ def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Te
     return grad_kept, to_a, to_b, grad_a, grad_b
 
 
-def _backward_weights(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor,
-                      grad_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Every table is e^(steps * w): its gradient to w is steps * table * gradient. Lag 0 alone is e^u."""
+def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor, grad_kept: Tensor) -> Tensor:
+    """The gradient of w. Each table but lag 0 is e^(steps * w), so its part is the sum of steps * table * gradient."""
     N = len(weights.steps)
     by_lag = (grad_lag * weights.lag).flip(-1)
     grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_kept
     grad_w += (grad_in * weights.decay_in + (grad_out * weights.decay_out).flip(-1)) @ weights.steps
-    return grad_w, by_lag[:, 0]
+    return grad_w
 
 
 def _by_block(tensor: Tensor, N: int) -> Tensor:
@@ -211,7 +211,7 @@ def _by_time(tensor: Tensor) -> Tensor:
 
 
 def _stacked(*tensors: Tensor) -> Tensor:
-    """Several (B,n,C,N) as the rows of one batch, (Bn,C,N) one after the other."""
+    """Several (B,n,C,N) as one batch of rows (number * B * n, C, N)."""
     return torch.stack(tensors).flatten(0, 2)
 
 

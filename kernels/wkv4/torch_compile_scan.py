@@ -1,10 +1,10 @@
-"""What torch.compile makes of the recurrence: STEPS steps in one loop over batch and channels, in float64.
+"""The recurrence under torch.compile: STEPS steps in one loop over batch and channels, in float64.
 
-The plain formula, unrolled, compiled for any batch and channels at the first call, which takes seconds. What is left over,
-fewer than STEPS steps, runs as it is written. In float32 an exponent near 230 is known to 1.5e-5 and rounds at every step; in
-float64 the plain formula is as exact as the scans whose exponents are integers.
+The first call compiles the plain formula, unrolled over STEPS steps, for any batch and channels, which takes seconds. Remaining
+steps, fewer than STEPS, run uncompiled. A float32 exponent near 230 has a rounding error of 1.5e-5 at every step; in float64
+the plain formula is as exact as the scans with integer exponents.
 
-The backward computes the state before every STEPS steps again, and from there each step's.
+The backward recomputes the state before every STEPS steps, and from it the state before each step.
 """
 
 import math
@@ -50,7 +50,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _weights(time_decay: Tensor, time_first: Tensor) -> list[Tensor]:
-    """w and u, (C,), as exponents of 2: an exp, other than an exp2, would end the compiler's loop and begin another."""
+    """w and u, (C,), as exponents of 2: an exp, unlike an exp2, would make the compiler start another loop."""
     return [decay_exponent(time_decay.double()) * LOG2_E, time_first.double() * LOG2_E]
 
 
@@ -76,7 +76,7 @@ def _forward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, k: Tensor, v
 
 def _backward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, grad_a: Tensor, grad_b: Tensor, grad_w: Tensor,
               grad_u: Tensor, k: Tensor, v: Tensor, y: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
-    """grad_k, grad_v, and of the state before these steps and of w and u (B,C), added to those of the steps after."""
+    """grad_k and grad_v; the gradient of the state before these steps; those of w and u (B,C), added to grad_w and grad_u."""
     rows = [*zip(*map(_steps, (k.double() * LOG2_E, v, y, grad_y)), strict=True)]
     states = [(a, b, p)]
     for k_t, v_t, _, _ in rows[:-1]:
@@ -105,6 +105,6 @@ def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -
 
 
 def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """2^p and 2^q divided by the larger of the two, and that one's exponent."""
+    """2^p and 2^q divided by the larger of the two, and the exponent of the larger."""
     top = torch.maximum(p, q)
     return torch.exp2(p - top), torch.exp2(q - top), top

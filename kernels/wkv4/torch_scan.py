@@ -1,15 +1,16 @@
-"""The recurrence in chunks, in plain torch: all chunks take a step at once, and every rescaling is by a power of two.
+"""The recurrence in chunks, in plain torch: all chunks advance a step at once, and every rescaling is by a power of two.
 
-A chunk of S steps is passed through twice: once for what it adds to the state; then, after a loop over the chunks has turned
-that into the state before each, from that state, for y. Each operation works elementwise on all batches, channels and
-chunks of a segment: some 30 S + 19 per chunk. S is near the square root of T, and 32 at most; a segment is all there
-is, but on a CPU no more than stays in a cache.
+Two passes over a chunk of S steps: the first sums what the chunk adds to the state; a loop over the chunks turns these sums
+into the state before each chunk; the second computes y from that state. Each operation is elementwise over all batches,
+channels and chunks of a segment: some 30 S operations, plus 19 per chunk. S is about the square root of T, at most 32. A
+segment is the whole sequence, or on a CPU as much of it as stays in the cache.
 
-As in taichi_scan, e^k = m * 2^n with an integer n, the state (a, b) is at the scale 2^P, and P follows the larger exponent:
-nothing is lost however far apart the k are. (|k|, |p| and |time_first| over 1.1e7 count as 1.1e7, a share over 2^64 as 2^64.)
+As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is at the scale 2^P, where P follows the larger
+exponent: nothing is lost however far apart the k are. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k) relative to the
+state to 2^64.)
 
-The backward keeps m and n, two tensors like k, and eight like one segment of k, which it computes again: what the reverse
-recurrence needs. That one is linear, and takes the same two passes.
+The backward keeps m and n, two tensors of the size of k, and for the reverse recurrence recomputes eight of the size of a
+segment. That recurrence is linear and takes the same two passes.
 """
 
 import math
@@ -23,8 +24,8 @@ from kernels.wkv4 import decay_exponent
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
-LONGEST = 32                 # chunk: the mantissa of e^w, within [0.7, 1.4], gathers 2^16 at most
-IN_CACHE = 2**17           # elements that one operation works on, at most, on a CPU
+LONGEST = 32                 # largest S: the mantissa of e^w, within [0.7, 1.4], has a power of at most 2^16 over a chunk
+IN_CACHE = 2**17           # largest number of elements of one operation on a CPU
 LIMIT = 1.1e7                # float32 has no fraction beyond it
 LN_2, LN_2_HIGH, LN_2_LOW = math.log(2), 0.693359375, -2.1219444005469058e-4
 
@@ -55,16 +56,16 @@ class Chunks(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the reverse recurrence needs of a step: (B,n,C) each."""
+    """The values of a step that the reverse recurrence reads: (B,n,C) each."""
 
-    a: Tensor            # the state before it
+    a: Tensor            # the state before the step
     b: Tensor
     v: Tensor
-    kept: Tensor         # its shares, relative to the scale after it
+    kept: Tensor         # factors of the old state and of v in the new state
     new: Tensor
-    grad_num: Tensor     # the gradients of y's numerator and, with the other sign, its denominator
+    grad_num: Tensor     # gradient of y's numerator, and the negative gradient of its denominator
     grad_den: Tensor
-    grad_now: Tensor     # of y to v, and (v - y) by which that becomes the one to k
+    grad_now: Tensor     # gradient of v through y; times gain = v - y it is that of k
     gain: Tensor
 
 
@@ -99,7 +100,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _segments(k: Tensor) -> list[tuple[slice, int]]:
-    """Spans of whole chunks of S steps, on a CPU no longer than a cache holds; then one shorter chunk."""
+    """Spans of whole chunks of S steps, on a CPU as long as fits into the cache; then one shorter chunk, if steps are left."""
     B, T, C = k.shape
     S = min(LONGEST, math.isqrt(T))
     whole = T - T % S
@@ -133,14 +134,14 @@ def _exp(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exp_of(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same of a float64, with m within [0.7, 1.4]. Three times the limit: a decay that no two k can make good."""
+    """e^weight for a float64, with m within [0.7, 1.4]. At -3 LIMIT even the largest k cannot outweigh the decay."""
     weight = weight.clamp(-3 * LIMIT, LIMIT)
     n = torch.round(weight / LN_2)
     return torch.exp(weight - n * LN_2).to(dtype), n.to(dtype)
 
 
 def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
-    """The incoming state, and what a and b were multiplied by."""
+    """The incoming state, and the factor by which a and b were multiplied."""
     m, P = _exp(p)
     n = torch.frexp(b).exponent
     scale = m * torch.exp2(-n.to(m.dtype))
@@ -148,7 +149,7 @@ def _enter(a: Tensor, b: Tensor, p: Tensor) -> tuple[State, Tensor]:
 
 
 def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
-    """What a and b have to be multiplied by, 2^P / e^p, which makes good the rounding of p; and p."""
+    """The factor 2^P / e^p that brings a and b to the scale e^p, which corrects the rounding of p; and p."""
     p = P * LN_2
     m, n = _exp(p)
     return torch.exp2(P - n) / m, p
@@ -165,7 +166,7 @@ def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, Stat
 
 
 def _own_sums(weights: Weights, chunks: Chunks) -> State:
-    """What each chunk adds to the state after it: the decays are known, so its largest exponent comes first."""
+    """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
         P = torch.maximum(P, n + shift, out=P)
@@ -178,13 +179,13 @@ def _own_sums(weights: Weights, chunks: Chunks) -> State:
 
 
 def _normal(state: State) -> State:
-    """The same with b within [0.5, 1)."""
+    """The same state with b within [0.5, 1)."""
     b, n = torch.frexp(state.b)
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
 
 def _shares(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The decay and e^k relative to the scales of the state before and after, and the P after."""
+    """The factors of the old state (the decay) and of v_t (e^k) in the new state, and the new P."""
     decayed = P + decay[1]
     top = torch.maximum(decayed, n)
     return decayed.sub_(top).exp2_().mul_(decay[0]), (n - top).exp2_().mul_(m), top
@@ -213,7 +214,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
         now, shares = _share_now(weights.first, state.P, m, n), _shares(weights.decay, state.P, m, n)
         over = 1 / (state.b + now)
         grad_num = grad_y * over
-        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y, and exact where this step is most of y
+        gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y; exact where this step dominates y
         steps.append(Step(state.a, state.b, v, *shares[:2], grad_num, grad_num * y, grad_num * now, gain))
         state = _advance(shares, state, v)
     rescaled = torch.exp2(state.P - torch.cat((before.P[:, 1:], after.P[:, None]), dim=1))
@@ -222,7 +223,7 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
 
 
 def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
-    """To the state after each chunk, from the one after the last; and to the one before the first."""
+    """The gradients of the state after each chunk and before the first, from that of the state after the last chunk."""
     own_a, own_b, kept = torch.zeros_like(rescaled), torch.zeros_like(rescaled), torch.ones_like(rescaled)
     for step in reversed(steps):
         own_a, own_b = torch.addcmul(step.grad_num, own_a, step.kept), torch.addcmul(-step.grad_den, own_b, step.kept)

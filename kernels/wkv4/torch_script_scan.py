@@ -1,7 +1,7 @@
-"""The reference's loop over the steps as TorchScript: the same operations, launched without Python, and in float64.
+"""The reference's loop over the steps as TorchScript, which runs the same operations without Python, in float64.
 
-In float32 an exponent near 230 is known to 1.5e-5 and rounds at every step; in float64 the plain formula is as exact as the
-scans whose exponents are integers.
+A float32 exponent near 230 has a rounding error of 1.5e-5 at every step; in float64 the plain formula is as exact as the scans
+with integer exponents.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _backward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
         a, b = kept * a + new * v[:, t], kept * b + new
         states.append((a, b, p))
     grad_k, grad_v, grad_w, grad_u = torch.empty_like(k), torch.empty_like(v), torch.zeros_like(a), torch.zeros_like(a)
-    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: of the state after step t, at its own scale
+    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: for the state after step t, at its scale
         a, b, p = states[t]
         past, now, _ = _shares(p, u + k[:, t])
         grad_num = grad_y[:, t] / (past * b + now)
@@ -62,6 +62,6 @@ def _backward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, 
 
 
 def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e^p and e^q divided by the larger of the two, and that one's exponent."""
+    """e^p and e^q divided by the larger of the two, and the exponent of the larger."""
     top = torch.maximum(p, q)
     return torch.exp(p - top), torch.exp(q - top), top

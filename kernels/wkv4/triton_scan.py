@@ -1,18 +1,19 @@
-"""The recurrence in chunks that all take a step at once, on registers; a scan over the chunks between two passes through them.
+"""The recurrence in chunks that advance together, in registers: two passes over the chunks, with a scan over them in between.
 
-A program has CHANNELS channels of one batch, and takes their time in tiles of CHUNKS chunks of S steps. It loads a tile once;
-sums up what each chunk adds to the state; scans these sums, at the scale of the tile's end, for the state before each
-chunk; and goes through the chunks once more, from that state, for y. So the loads of a tile are all in flight at once, and
-CHUNKS times as many threads are at work as there are channels.
+A program computes CHANNELS channels of one batch, in tiles of CHUNKS chunks of S steps. It loads a tile once; sums what each
+chunk adds to the state; scans these sums, at the scale of the tile's end, for the state before each chunk; and passes through
+the chunks again, from that state, for y. All loads of a tile are in flight at once, and there are CHUNKS threads for each
+channel.
 
-As in taichi_scan, e^k = m * 2^n with an integer n, the state (a, b) is at the scale 2^P, and P follows the larger exponent:
-nothing is lost however far apart the k are. P comes from integer sums and maxima alone, so the backward finds the same.
-(|k|, |p| and |time_first| over 2.9e6 count as 2.9e6, a share of y over 2^64 as 2^64, a time_decay over 15.5 as 15.5.)
+As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is at the scale 2^P, where P follows the larger
+exponent: nothing is lost however far apart the k are. P is made of integer sums and maxima alone, so the backward finds the
+same P. (|k|, |p| and |time_first| are clamped to 2.9e6, e^(u+k) relative to the state to 2^64, time_decay to 15.5.)
 
-The backward goes forwards through all tiles first and stores the state before each; then it takes them last to first, computes
-the states within again, and solves the reverse recurrence, which is linear, in the same two passes. Extra memory: 3/32 of k.
+The backward first passes forward through all tiles and stores the state before each; then it processes the tiles from last to
+first, recomputes the states inside, and solves the reverse recurrence, which is linear, in the same two passes. Extra memory:
+3/32 of k.
 
-Steps after T weigh nothing but decay the state: _leave takes that back.
+Steps after T have weight 0 but decay the state; _leave undoes that decay.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
@@ -26,11 +27,11 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",))
 
 CHANNELS, CHUNKS = 32, 4                         # a warp per chunk, a thread per channel
-STEPS = 8                                        # S, the steps of a chunk: what registers hold
+STEPS = 8                                        # S, steps per chunk: as many as fit into registers
 OPTIONS = {"num_warps": CHUNKS, "enable_fp_fusion": True}
 
 LIMIT = tl.constexpr(2.9e6)                      # 2^22 log 2: the sums of exponents below stay within 32 bits
-LOST = tl.constexpr(15.5)                        # e^-e^15.5: what a step decays by, and no two k can make good
+LOST = tl.constexpr(15.5)                        # largest time_decay: after a decay by e^-e^15.5 the state is 0 for any k
 NO_FRACTION, NO_FRACTION_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
 VOID, NEVER = tl.constexpr(-2**29), tl.constexpr(-2**31 + 2**24)       # the exponent of a step, of a chunk after T
 LOG2_E, LOG2_E_LOW = tl.constexpr(1.4426950216293335), tl.constexpr(1.925963033500913e-08)
@@ -60,7 +61,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 
 def _width(C: int) -> int:
-    """C where a kernel may know it when it is compiled: the addresses of a tile's steps are a sixth of the work otherwise."""
+    """C if the kernel is compiled for it, else 0. Addresses computed at run time are a sixth of the work."""
     return C if C % CHANNELS == 0 else 0
 
 
@@ -108,7 +109,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
     grad_a = scale * tl.load(grad_a + here, mask=c < C, other=0.0)
     grad_b = scale * tl.load(grad_b + here, mask=c < C, other=0.0)
     grad_w, grad_u = tl.zeros([CHUNKS, CHANNELS], tl.float32), tl.zeros([CHUNKS, CHANNELS], tl.float32)
-    tl.debug_barrier()                                           # all that was stored can be loaded
+    tl.debug_barrier()                                           # before the stored states are loaded
     for back in range(tiles):
         j = tiles - 1 - back
         a = tl.load(states + 3 * j * C, mask=c < C, other=0.0)
@@ -121,14 +122,14 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         a_s, b_s, P_s, P_after, _a, _b, _P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         m_chunk, n_chunk, _drift = _span(w, S)
         over_chunk = m_chunk * _pow2(_clip(P_s + n_chunk - P_after, -127, 126))
-        settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: from the scale before the tile to its own
+        settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: rescales from the scale before the tile to its own
         steps = ()
         for s in tl.static_range(S):
             now, kept, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
             over = 1.0 / (b_s + now)
             num = over * gs[s]                                   # the gradients of y's numerator and denominator
             den = -num * (over * (a_s + now * vs[s]))
-            gain = over * (vs[s] * b_s - a_s)                    # v - y, and exact where this step is most of y
+            gain = over * (vs[s] * b_s - a_s)                    # v - y; exact where this step dominates y
             steps += ((a_s, b_s, kept, new, num, den, num * now, num * now * gain),)
             a_s, b_s = kept * a_s + new * vs[s], kept * b_s + new
         rescaled = _pow2(_clip(P_s - P_after, -126, 126))
@@ -148,7 +149,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
 
 @triton.jit
 def _place(C, CHANNELS: tl.constexpr):
-    """The batch; the channels, and their place in a (B,C) tensor, [1, CHANNELS]."""
+    """The batch; the channels and their offsets in a (B,C) tensor, [1, CHANNELS] each."""
     blocks = tl.cdiv(C, CHANNELS)
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -162,7 +163,7 @@ def _row(CHUNKS: tl.constexpr):
 
 @triton.jit
 def _tile(j, batch, c, T, C, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """Where tile j of a (B,T,C) tensor starts, and the first step of each chunk from there on; that step."""
+    """Offset of tile j in a (B,T,C) tensor; offsets of each chunk's first step from there; the number of that step."""
     first = j * (S * CHUNKS)
     return (batch * T + first) * C, _row(CHUNKS) * (S * C) + c, first + _row(CHUNKS) * S
 
@@ -189,7 +190,7 @@ def _exps(ks, step, T, S: tl.constexpr):
 
 @triton.jit
 def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """(w; e^w = m 2^n, m within [0.7, 1.4]; log2 m), e^u, and the decay over a tile, from before and from after each chunk."""
+    """(w, m, n, log2 m) with e^w = m 2^n, m within [0.7, 1.4]; e^u; the decays over a tile, and to its end from each chunk."""
     m, n = _exp(tl.minimum(tl.load(time_decay, mask=live, other=0.0), LOST, propagate_nan=tl.PropagateNan.ALL))
     w = -m * _pow2(tl.maximum(n, -127))
     power = tl.floor(tl.fma(w, LOG2_E, 0.5))
@@ -200,7 +201,7 @@ def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr
 
 @triton.jit
 def _span(w, lag):
-    """e^(w lag) = m 2^n, m within [1, 2), and log2 m. Nothing is added before floor: a contracted sum may give another n."""
+    """e^(w lag) = m 2^n, m within [1, 2), and log2 m. floor takes no sum: contracted to an fma it could give another n."""
     drift = w[3] * lag
     power = tl.floor(drift)
     return tl.exp2(drift - power), lag * w[2] + power.to(tl.int32), drift - power
@@ -208,7 +209,7 @@ def _span(w, lag):
 
 @triton.jit
 def _enter(a, b, p, live):
-    """The incoming state with b within [1, 2), its P, and what a and b were multiplied by."""
+    """The incoming state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
     a, b = tl.load(a, mask=live, other=0.0), tl.load(b, mask=live, other=0.0)
     m, P = _exp(tl.load(p, mask=live, other=0.0))
     n = _clip((b.to(tl.int32, bitcast=True) >> 23) - 127, -126, 126)
@@ -218,7 +219,7 @@ def _enter(a, b, p, live):
 
 @triton.jit
 def _leave(P, w, T, TILE: tl.constexpr):
-    """What the state after the last tile has to be multiplied by to become the one after T at the scale p; and p."""
+    """The factor from the state after the last tile to the state after step T at the scale p; and p."""
     late, n, _drift = _span(w, T - tl.cdiv(T, TILE) * TILE)
     p = LN_2 * (P + n).to(tl.float32)
     m, power = _exp(p)
@@ -227,12 +228,12 @@ def _leave(P, w, T, TILE: tl.constexpr):
 
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """The state before each chunk, and P after it; the state after the tile: from the one before it, (a, b, P)."""
+    """The state before each chunk, P after each chunk, and the state after the tile. (a, b, P): the state before the tile."""
     a_own, b_own, P_own = _own_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
     m_after, n_after, _drift = spans[2]
-    settled = (tl.floor((j + 1) * drift) - tl.floor(j * drift)).to(tl.int32)    # what the mantissa of a tile's decay gathers
+    settled = (tl.floor((j + 1) * drift) - tl.floor(j * drift)).to(tl.int32)    # the power of a tile's mantissa
     decay, P = m_tile * _pow2(-settled), P + n_tile + settled
     a_own, b_own, P_own = m_after * a_own, m_after * b_own, tl.where(seen, P_own + n_after, NEVER)       # at the tile's end
     nothing, never = tl.zeros_like(a_own), tl.zeros_like(P_own) + NEVER
@@ -247,7 +248,7 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
 
 @triton.jit
 def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x):
-    """The sum of the states of two runs of chunks; and x: that of all chunks but the last."""
+    """The sum of the states of two runs of chunks; with _x, the same without the last chunk."""
     a, b, P = _join(a_0, b_0, P_0, a_1, b_1, P_1)
     a_x, b_x, P_x = _join(a_0, b_0, P_0, a_1x, b_1x, P_1x)
     return a, b, P, a_x, b_x, P_x
@@ -255,7 +256,7 @@ def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x
 
 @triton.jit
 def _own_sums(ms, ns, vs, w, S: tl.constexpr):
-    """What each chunk adds to the state after it: the decays are known, so its largest exponent comes first."""
+    """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):
         P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
@@ -276,7 +277,7 @@ def _join(a_0, b_0, P_0, a_1, b_1, P_1):
 
 @triton.jit
 def _shares(m, n, P, w, bonus):
-    """e^(u+k), at the scale of the state before; e^w and e^k relative to the scales before and after; and the P after."""
+    """e^(u+k) at the scale of the old state; the factors of the old state and of v_t in the new state; the new P."""
     now = bonus[0] * m * _pow2(_clip(bonus[1] + n - P, -64, 64))
     lead = n - (P + w[2])
     up = tl.maximum(lead, 0)
@@ -285,7 +286,7 @@ def _shares(m, n, P, w, bonus):
 
 @triton.jit
 def _gradients_of_states(steps, rescaled, kept, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """To the state after the last step of each chunk, from the one after the tile; to the one before the tile."""
+    """The gradients of the state after each chunk and of the state before the tile, from that of the state after the tile."""
     a, b = tl.zeros_like(rescaled), tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):
         a, b = steps[s][4] + steps[s][2] * a, steps[s][5] + steps[s][2] * b
@@ -299,14 +300,14 @@ def _gradients_of_states(steps, rescaled, kept, settled, grad_a, grad_b, S: tl.c
 
 @triton.jit
 def _reach(a_1, b_1, kept_1, a_1x, b_1x, kept_1x, a_0, b_0, kept_0, a_0x, b_0x, kept_0x):
-    """What two runs of chunks, the later one first, pass back of a state's gradient; and x: all chunks but the first."""
+    """The state's gradient through two runs of chunks, the later one given first; with _x, without the first chunk."""
     a, b, kept = a_0 + kept_0 * a_1, b_0 + kept_0 * b_1, kept_0 * kept_1
     return a, b, kept, a_0x + kept_0x * a_1, b_0x + kept_0x * b_1, kept_0x * kept_1
 
 
 @triton.jit
 def _exp(x):
-    """e^x = m 2^n, m within [0.7, 1.4]: x log2 e is rounded to an integer by a sum that has no room for a fraction."""
+    """e^x = m 2^n, m within [0.7, 1.4]. Adding NO_FRACTION rounds x log2 e to an integer."""
     x = tl.where(x == float("inf"), float("nan"), x)
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     rounded = tl.fma(x, LOG2_E, NO_FRACTION)
@@ -316,10 +317,10 @@ def _exp(x):
 
 @triton.jit
 def _pow2(n):
-    """2^n for n within [-126, 127], and 0 for n = -127."""
+    """2^n for n within [-126, 127]; 0 for n = -127."""
     return ((n + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _clip(n, low, high):
-    return tl.minimum(tl.maximum(n, low), high)                  # tl.clamp takes no integers before Triton 3.9
+    return tl.minimum(tl.maximum(n, low), high)                  # before Triton 3.9 tl.clamp takes no integers

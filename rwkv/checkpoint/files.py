@@ -65,6 +65,10 @@ class Checkpoint:
         return {name: tensor.cast(DTYPES["float32" if name.endswith(kept) else dtype])
                 for name, tensor in self.weights.stored.items()}
 
+    def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
+        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, those that the file holds in `dtype` are mapped."""
+        return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
+
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rwkv.config import ModelConfig
 from rwkv.model.hooks import untouched
@@ -52,6 +53,14 @@ def state_nbytes(config: ModelConfig) -> int:
     return state.nbytes()
 
 
+class _NoInitialisation(TorchFunctionMode):
+    """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        skipped = getattr(function, "__module__", None) == nn.init.__name__
+        return None if skipped else function(*args, **(kwargs or {}))
+
+
 class Model(nn.Module):
     """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
 
@@ -63,6 +72,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
+
+    @classmethod
+    def with_weights(cls, config: ModelConfig, operator: Any, weights: dict[str, Tensor]) -> Self:
+        """The model that consists of these tensors: they are not copied, and no others are made or initialised."""
+        with torch.device("meta"), _NoInitialisation():
+            model = cls(config, len(weights["emb.weight"]), operator)
+        model.load_state_dict(weights, assign=True)
+        return model
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         hidden, state = self.hidden(tokens, state)

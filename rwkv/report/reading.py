@@ -152,7 +152,7 @@ def _of_sweep(folder: Path, entry: dict[str, Any]) -> Run:
 
 def _run(folder: Path, name: str) -> Run:
     damaged: Damaged = []
-    config = _fitting(_yaml(folder / CONFIG, damaged), OF_CONFIG, CONFIG, damaged)
+    config = _fitting(_mapping(folder / CONFIG, yaml.safe_load, damaged), OF_CONFIG, CONFIG, damaged)
     measured = _fitting(_json(folder / KERNEL, damaged), OF_MEASURED, KERNEL, damaged)
     return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
                status="finished" if measured.get("finished") else "not finished",
@@ -188,10 +188,6 @@ def _number(text: Any) -> float | None:
 
 def _json(path: Path, damaged: Damaged) -> dict[str, Any]:
     return _mapping(path, json.loads, damaged)
-
-
-def _yaml(path: Path, damaged: Damaged) -> dict[str, Any]:
-    return _mapping(path, yaml.safe_load, damaged)
 
 
 def _mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:

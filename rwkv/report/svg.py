@@ -85,17 +85,14 @@ def swatch(colour: int) -> str:
 def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float, unit: str) -> list[str]:
     middle = top + BAR / 2 + 4
     begin = 0.0
-    drawn = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(_short(name))}<title>{escape(name)}</title></text>']
+    short = name if len(name) <= 16 else f"{name[:15]}…"
+    drawn = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(short)}<title>{escape(name)}</title></text>']
     for place, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
         drawn.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{place}">'
                      f"<title>{escape(name)}, {escape(part)}: {value:.3g} {escape(unit)}</title></rect>")
         begin += value
     return [*drawn, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{begin:.3g}</text>']
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 16 else f"{name[:15]}…"
 
 
 def _figure(title: str, height: float, elements: Iterable[str]) -> str:

@@ -28,7 +28,8 @@ from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
 from rwkv.model.base import Model
-from rwkv.pretrained import RWKV, computed_in, operator_for, tokenizer_of
+from rwkv.model.operators import operator_for
+from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 

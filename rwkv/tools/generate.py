@@ -27,7 +27,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.generation.output import check_config, prompts_from, run_generation
     from rwkv.generation.states import load_context
-    from rwkv.pretrained import RWKV, computed_in, operator_for, tokenizer_of
+    from rwkv.model.operators import operator_for
+    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
     check_config(config)
     prompts = prompts_from(config)

@@ -181,16 +181,14 @@ class Bar(Callback):
 
     def _show(self, trainer: lightning.Trainer) -> None:
         assert self._bar is not None
-        self._bar.set_postfix_str(_short({**trainer.callback_metrics, **self.metrics.latest}), refresh=False)
+        metrics = {**trainer.callback_metrics, **self.metrics.latest}
+        shown = [f"{name} {float(metrics[name]):.4g}" for name in SHOWN if name in metrics]
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
 
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def _short(metrics: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {float(metrics[name]):.4g}" for name in SHOWN if name in metrics)
 
 
 def peak_memory_mib(device: torch.device) -> float:

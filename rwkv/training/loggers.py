@@ -101,7 +101,9 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = path
         self.kernel = kernel
-        kept = _complete_rows(path, resumed_at) if resumed_at is not None else []
+        kept = []                        # rows of earlier steps, without a last row that a kill cut short
+        if resumed_at is not None:
+            kept = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
         self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *norms]))
         write_file(path, lambda file: file.write(self._text(kept, header=True)))
 
@@ -129,11 +131,6 @@ class MetricsFile(Logger):
             writer.writeheader()
         writer.writerows(rows)
         return text.getvalue().encode()
-
-
-def _complete_rows(path: Path, last_step: int) -> list[dict[str, str]]:
-    """The rows up to `last_step`, without a last row that a kill cut short."""
-    return [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= last_step]
 
 
 def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode) -> WandbLogger:

@@ -84,7 +84,9 @@ class Muon(torch.optim.Optimizer):
         momenta = self._stacked_state(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
         steps = self.orthogonalize(gradients.lerp_(momenta, mu))
-        means = self._stacked_state(matrices, "rows", _zero_for_each_row) if self.row_beta else None
+        means = None
+        if self.row_beta:
+            means = self._stacked_state(matrices, "rows", lambda matrix: matrix.new_zeros(len(matrix), 1))
         _update(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
 
     def _stacked_state(self, matrices: list[Tensor], name: str, initial: Callable[[Tensor], Tensor]) -> Tensor:
@@ -155,10 +157,6 @@ def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
     factors = (means + SMALLEST_SQUARE).rsqrt_()
     kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
     return factors.mul_(kept.sqrt_())
-
-
-def _zero_for_each_row(matrix: Tensor) -> Tensor:
-    return matrix.new_zeros(len(matrix), 1)
 
 
 def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -5,7 +5,6 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TrainConfig
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.model.base import generation
-from rwkv.pretrained import RWKV, operator_for
+from rwkv.model.base import Model, generation
+from rwkv.model.operators import operator_for
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_capacity
@@ -26,7 +25,7 @@ from rwkv.training.run import Run
 def kernel_for(config: TrainConfig, device: torch.device) -> tuple[Any, str]:
     """The operator and its name, which for kernel=auto has the reason for the choice.
 
-    Raises as rwkv.pretrained.operator_for does.
+    Raises as rwkv.model.operators.operator_for does.
     """
     dtype = dtype_for(config.trainer.precision)
     wkv = operator_for(config.model, config.kernel.name, device, dtype)
@@ -48,8 +47,8 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     return data
 
 
-def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any) -> RWKV:
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any) -> Model:
     """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len."""
     if init_checkpoint is None:
-        return RWKV(config, tokenizer.vocab_size, wkv).init_weights()
-    return RWKV.to_train_on(replace(init_checkpoint, config=config), wkv)
+        return Model(config, tokenizer.vocab_size, wkv).init_weights()
+    return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))

@@ -69,17 +69,12 @@ class Carried:
         if not self._parts:
             return {}
         kind = type(next(iter(self._parts.values())))
-        parts = [kind(*(_interleaved(tensors) for tensors in zip(*of_ranks, strict=True)))
-                 for of_ranks in zip(*ranks, strict=True)]
+        parts = [kind(*(torch.stack(tensors, 2).flatten(1, 2) for tensors in zip(*of_ranks, strict=True)))
+                 for of_ranks in zip(*ranks, strict=True)]       # row i of process r is stream i * world_size + r
         return kind.cat(parts).named()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._parts, self._loaded = {}, state_dict
-
-
-def _interleaved(ranks: tuple[Tensor, ...]) -> Tensor:
-    """(L,B,C) of each process -> (L,world*B,C): row i of process r is stream i * world + r."""
-    return torch.stack(ranks, 2).flatten(1, 2)
 
 
 def _share(state: State, part: int, B: int) -> State:

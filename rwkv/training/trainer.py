@@ -30,7 +30,6 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
-from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks import Bar, Metrics, StopCleanly
 from rwkv.training.checkpoints import LAST, Checkpoints, RandomState, VerifiedFiles
@@ -97,7 +96,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     """Prints a sample on standard output, and on standard error the command for more, or why there is no sample."""
     if rank() > 0:
         return
-    model = _trained_model(task, config, out_dir).eval()
+    model = _trained_model(task, config.trainer.strategy, out_dir).eval()
     log("\nsample:")
     prompt = config.data.sample_prompt
     with redirect_stdout(unread(sys.stdout)):
@@ -111,11 +110,12 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     log(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
 
 
-def _trained_model(task: LanguageModel, config: TrainConfig, out_dir: Path) -> Model:
+def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
     """The model in memory; with trainer=fsdp, where each process has a share of the weights, that of the last checkpoint."""
-    if config.trainer.strategy != "fsdp":
+    if strategy != "fsdp":
         return task.model
-    return RWKV.from_checkpoint(read_checkpoint(out_dir / LAST), task.model.operator, str(task.device))
+    weights = read_checkpoint(out_dir / LAST).tensors("float32", str(task.device), mmap=True)
+    return Model.with_weights(task.model.config, task.model.operator, weights)
 
 
 def leave_report(out_dir: Path) -> None:

@@ -38,7 +38,8 @@ def _load(path: str, split: str) -> Any:
     try:
         found = _open(datasets, path, split)
     except Exception as error:           # errors of all its sources: files, the network, ...
-        raise UserError(f"cannot load data.path={path} with the library `datasets`: {_line(error)}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason}") from None
     if isinstance(found, dict):
         if split not in found:
             raise UserError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
@@ -76,7 +77,3 @@ def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]
     return [sha256(text for text, _, _ in _texts(dataset, config))]
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
