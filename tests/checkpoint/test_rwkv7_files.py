@@ -203,9 +203,8 @@ def test_gguf_is_llama_cpps(model: RWKV, tmp_path: Path) -> None:
         assert tuple(held[name].shape) == tuple(reversed(tensor.shape)), name
         assert np.array_equal(held[name].data, tensor), name
     stated = {"block_count": 3, "embedding_length": 16, "feed_forward_length": 64, "wkv.head_size": 8,
-              "context_length": 1 << 20, "attention.head_count": 0,
-              "attention.decay_lora_rank": 5, "attention.iclr_lora_rank": 4, "attention.value_residual_mix_lora_rank": 3,
-              "attention.gate_lora_rank": 6}
+              "context_length": 1 << 20, "attention.head_count": 0, "attention.decay_lora_rank": 5,
+              "attention.iclr_lora_rank": 4, "attention.value_residual_mix_lora_rank": 3, "attention.gate_lora_rank": 6}
     assert {key: field(tmp_path / "model.gguf", f"rwkv7.{key}") for key in stated} == stated
     assert field(tmp_path / "model.gguf", "general.architecture") == "rwkv7"
 

@@ -62,7 +62,7 @@ def _tensors(path: Path, cursor: "_Cursor", count: int, alignment: Any) -> list[
     for tensor in placed:
         if tensor.start % alignment or tensor.end > len(cursor.data):
             raise CheckpointError(f"{path} has {len(cursor.data)} bytes, and {tensor.name} {tensor.shape} is said to be in "
-                                  f"bytes {tensor.start} to {tensor.end}: it is truncated or damaged; download it again")
+                                  f"bytes {tensor.start} to {tensor.end}: it is truncated or damaged; copy it again")
     return placed
 
 
