@@ -188,6 +188,7 @@ def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple
     return zip(loader, images, strict=True)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("kernel", "method"), [("torch_strips", "fork"), ("taichi_v0", "spawn")])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
@@ -197,6 +198,7 @@ def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
         assert torch.equal(padded, FORMULA(image, 5, 9))
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> None:
     if "fork" not in multiprocessing.get_all_start_methods():

@@ -107,6 +107,7 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
     assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
 
 
+@pytest.mark.programs
 @pytest.mark.implementation("wkv4", "taichi_scan", device="cpu")
 @pytest.mark.parametrize("name", ["home", "home/file"], ids=["missing", "impossible"])
 def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_not(name: str, tmp_path: Path) -> None:
@@ -120,6 +121,7 @@ def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_n
     assert any(tmp_path.rglob("*.tic")) == (name == "home")
 
 
+@pytest.mark.programs
 @pytest.mark.implementation("wkv4", "taichi_scan", device="cpu")
 def test_a_taichi_of_64_bit_integers_is_refused_with_a_sentence() -> None:
     """That somebody else started: compiling for it aborts the process."""
