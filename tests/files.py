@@ -1,18 +1,23 @@
-"""One small model as a file of each format, and what must hold of every checkpoint that loads."""
+"""Small models as files of each format that holds them, and what must hold of every checkpoint that loads."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from rwkv.checkpoint.files import Weights, read_checkpoint
+from rwkv.config import GENERATIONS
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
-         "ggmf": "model.bin"}
+         "ggmf": "model.bin", "gguf": "model.gguf"}
+HELD = [(generation, format) for generation in GENERATIONS for format in NAMES if (generation, format) != ("rwkv4", "gguf")]
+OFFICIAL = ("pth", "ckpt", "safetensors")        # formats with every tensor of the official files
+each_held = pytest.mark.parametrize(("generation", "format"), HELD)
 
 
 def same_tensors(one: Weights, other: Weights) -> bool:
@@ -57,4 +62,4 @@ def loads(path: Path) -> bool:
 def whole(model: RWKV, path: Path) -> bool:
     """Every weight is there, in memory and finite."""
     assert all(weight.device.type == "cpu" and bool(weight.isfinite().all()) for weight in model.parameters())
-    return [name for name, _ in model.named_parameters()] == list(read_checkpoint(path).weights)
+    return model.state_dict().keys() == set(read_checkpoint(path).weights)

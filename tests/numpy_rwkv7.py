@@ -13,7 +13,7 @@ from numpy import ndarray
 
 
 class LayerState(NamedTuple):
-    """What one layer remembers: its last inputs att_x and ffn_x (B,C), and S (B,H,N,N), rows of the value, columns of the key."""
+    """What one layer remembers: its last inputs att_x and ffn_x (B,C), and S (B,H,N,N), rows value, columns key."""
 
     att_x: ndarray
     wkv: ndarray

@@ -1,8 +1,8 @@
-"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, softmax, pad), then times it.
+"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, softmax, pad), then times it.
 A wrong implementation is not timed, and the exit status is 1.
 
     --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
-    --shape SIZES ...     B,C,T for timex and wkv4; AXES in kernels/bench/OP.py for another operator
+    --shape SIZES ...     B,C,T for timex and wkv4, B,H,N,T for wkv7; AXES in kernels/bench/OP.py for another operator
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
@@ -12,9 +12,11 @@ Verified: output (and state) and every gradient, all elements, at the very shape
 (case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
 that is kept. The implementations, the machine's two limits, and the copy of one such tensor take turns; medians are reported.
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
-GFLOP/s count B*C*T*(T+1) per pass of timex and GB/s the least traffic, so that a share of a limit shows how much is left to
-gain. `extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch
-operators in a pass (launches.py). The last line of standard output is the result as JSON.
+GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
+and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
+traffic, and their share of a copy's shows how much is left to gain. `extra MB` is the peak memory beyond inputs and outputs
+(peak_memory.py), `launches` the number of kernels or torch operators in a pass (launches.py). The last line of standard output
+is the result as JSON.
 """
 
 import argparse
@@ -42,7 +44,7 @@ MAX_SECONDS = 6                          # a slower or larger implementation is 
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 COLUMNS = {                              # of a result: heading and format
     "ms": ("ms", ".3f"), "best_ms": ("best", ".3f"), "runs": ("runs", "d"), "gflops": ("GFLOP/s", ".1f"),
-    "of_matmul": ("of matmul", ".0%"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"),
+    "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"),
     "copies": ("x one copy", ".1f"), "vs_baseline": ("x {baseline}", ".2f"), "launches": ("launches", "d"),
     "extra_mb": ("extra MB", ".1f"), "err_ratio": ("err_ratio", ".0e"),
 }
@@ -160,6 +162,7 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
     same_pass = samples.get((baseline, pass_name))
     return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
+            "x_limit": limits["matmul_gflops"] / gflops if gflops else None,
             "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "copies": seconds * 1e3 / limits["copy_one_ms"],
             "vs_baseline": median(same_pass) / seconds if same_pass else None}
 
@@ -181,7 +184,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", metavar="NAME", help="of the inputs; default: float32")
-    parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES", help="B,C,T: batch, channels, time steps")
+    parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES", help="as above")
     parser.add_argument("--sweep", type=_sizes, nargs="?", const=(), metavar="SIZE,...",
                         help="the first shape with these last sizes as well")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",

@@ -23,7 +23,7 @@ COLOURS = {"taichi": "#0072B2", "cuda": "#D55E00", "triton": "#009E73", "torch":
            "formula": "#777777", "reference": "#777777"}
 OTHERS, FLOOR = "#222222", "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
-TITLES = {"timex": "TimeX", "wkv4": "WKV"}                # for other operators the folder's name
+TITLES = {"timex": "TimeX", "wkv4": "WKV", "wkv7": "WKV-7"}                # for other operators the folder's name
 AXES = {"T": "T, time steps"}
 CONVOLUTIONS = {"timex": {"forward": 1, "backward": 2}, "wkv4": {"forward": 2, "backward": 4}}   # B*C*T*(T+1) operations each
 MISSING = {"time": "fewer than two sizes were measured (--sweep)", "ladder": "B=32 C=768 T=768 was not measured"}
@@ -145,7 +145,8 @@ def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Poi
     least = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}
     memory = {size: result["ms"] * result["gbs"] / gbs for size, result in least.items()}
     if op not in CONVOLUTIONS:
-        return {"memory floor": memory}
+        operations = {size: result["ms"] * result["gflops"] / gflops for size, result in least.items() if result["gflops"]}
+        return {"memory floor": memory} | ({"FMA floor": operations} if operations else {})
     fma = {_size(one): _fma_ms(op, one["shape"], gflops, part) for one in measured}
     return {"memory floor": memory, "FMA floor" if op == "timex" else "FMA floor of convolving all of T": fma}
 

@@ -37,9 +37,9 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 
 def section(report: dict[str, Any]) -> str:
-    """The machine, a table for each shape, and for wkv4 how cost grows with T."""
-    table = {"timex": timex_table, "wkv4": wkv_table}.get(report["op"], bandwidth_table)
-    growth = growth_table(report["shapes"]) if report["op"] == "wkv4" else None
+    """The machine, a table for each shape, and for a scan over T how cost grows with T."""
+    table = {"timex": timex_table, "wkv4": wkv_table, "wkv7": wkv_table}.get(report["op"], bandwidth_table)
+    growth = growth_table(report["shapes"]) if table is wkv_table else None
     return "\n\n".join((caption(report), *map(table, report["shapes"]), *filter(None, [growth])))
 
 
@@ -54,13 +54,16 @@ def timex_table(measured: dict[str, Any]) -> str:
 
 
 def wkv_table(measured: dict[str, Any]) -> str:
-    """Times, their ratio to a copy of one tensor, extra memory, and the speed of both passes relative to the baseline."""
+    """Times; their ratios to the limit, where operations are counted, and to a copy of one tensor; extra memory; and the speed
+    of both passes relative to the baseline."""
     results = _by_name(measured)
     baseline = _both(results[measured["baseline"]]) if measured["baseline"] in results else None
-    rows = [["", "forward ms", "backward ms", "x one copy", "extra MB", *([f"x {measured['baseline']}"] if baseline else [])]]
+    counted = all(result["gflops"] for result in measured["results"])
+    columns = {**({"x_limit": "x limit"} if counted else {}), "copies": "x one copy", "extra_mb": "extra MB"}
+    rows = [["", "forward ms", "backward ms", *columns.values(), *([f"x {measured['baseline']}"] if baseline else [])]]
     for name, parts in results.items():
         forward, backward = parts["forward"], parts["backward"]
-        pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in ("copies", "extra_mb"))
+        pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in columns)
         speed = [_short(baseline / _both(parts))] if baseline else []
         rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *speed])
     one = measured["limits"]["copy_one_ms"]
@@ -83,9 +86,9 @@ def bandwidth_table(measured: dict[str, Any]) -> str:
 
 
 def growth_table(shapes: list[dict[str, Any]]) -> str | None:
-    """The cost of the longest T relative to the shortest, at the first shape's B and C; None if there is only one T."""
-    B, C = (shapes[0]["shape"][axis] for axis in "BC")
-    alike = [one for one in shapes if (one["shape"]["B"], one["shape"]["C"]) == (B, C)]
+    """The cost of the longest T relative to the shortest, at the first shape's other sizes; None if there is only one T."""
+    sizes = {axis: size for axis, size in shapes[0]["shape"].items() if axis != "T"}
+    alike = [one for one in shapes if one["shape"] == sizes | {"T": one["shape"]["T"]}]
     alike.sort(key=lambda one: one["shape"]["T"])
     if len(alike) < 2:
         return None
@@ -97,7 +100,8 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
         memory = [f"{_short(first[name][part]['extra_mb'])} to {_short(last[name][part]['extra_mb'])}"
                   for part in ("forward", "backward")]
         rows.append([name, *times, *memory])
-    return f"From T = {short} to T = {long}, {long / short:.3g} times the steps, B = {B}, C = {C}:\n\n{markdown(rows)}"
+    at = ", ".join(f"{axis} = {size}" for axis, size in sizes.items())
+    return f"From T = {short} to T = {long}, {long / short:.3g} times the steps, {at}:\n\n{markdown(rows)}"
 
 
 def _caption(measured: dict[str, Any]) -> str:

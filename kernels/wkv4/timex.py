@@ -160,8 +160,8 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     lost = den <= LOST
     grad_num = torch.where(lost, 0.0, grad_y / den)
     grad_den = -grad_num * y
-    grad_lag, grad_sums = TimeX(timex).backward(
-        weights.lag, _stacked(x * v, x), _stacked(grad_num * blocks.own[..., None], grad_den * blocks.own[..., None]))
+    own_num = grad_num * blocks.own[..., None]
+    grad_lag, grad_sums = TimeX(timex).backward(weights.lag, _stacked(x * v, x), _stacked(own_num, -own_num * y))
     grad_xv, grad_x = grad_sums.view(2, *x.shape)
 
     grad_in = _sum_rows(grad_num * (blocks.past * blocks.a)[..., None] + grad_den * (blocks.past * blocks.b)[..., None])
@@ -173,7 +173,8 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_out = _sum_rows(to_a[..., None] * x * v + to_b[..., None] * x)
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
-    grad_w, grad_u = _backward_weights(weights, grad_lag, grad_in, grad_out, grad_kept)
+    grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_kept)
+    grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
 
@@ -188,14 +189,13 @@ def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Te
     return grad_kept, to_a, to_b, grad_a, grad_b
 
 
-def _backward_weights(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor,
-                      grad_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Each table is e^(steps * w), so w's gradient is the sum of steps * table * gradient. Only lag 0 is e^u."""
+def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor, grad_kept: Tensor) -> Tensor:
+    """The gradient of w. Each table but lag 0 is e^(steps * w), so its part is the sum of steps * table * gradient."""
     N = len(weights.steps)
     by_lag = (grad_lag * weights.lag).flip(-1)
     grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_kept
     grad_w += (grad_in * weights.decay_in + (grad_out * weights.decay_out).flip(-1)) @ weights.steps
-    return grad_w, by_lag[:, 0]
+    return grad_w
 
 
 def _by_block(tensor: Tensor, N: int) -> Tensor:

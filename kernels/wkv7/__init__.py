@@ -6,14 +6,16 @@ Per row and head, S is N x N, its rows i are of the value and its columns j of t
 
 r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), zero at first. In RWKV-7 -0.6066 <= log_w <= 0, a = -kk and b = kk * rate,
 kk being normalised; an implementation may count on -1 <= log_w <= 0. T and N may be anything.
+From the step on where an input is NaN, y and the state are NaN in that head (of v in its row i alone, of r in y of that step
+alone), and never before: y before it is the same to the bit.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
 A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *kept) -> (y, state) and
 backward(r, log_w, k, v, a, b, state, *kept, grad_y, grad_state) -> the gradients of the first seven. kept is empty where no
-gradient is wanted; otherwise it has an empty float32 tensor for each of the shapes that the file's kept(B, T, H, N) returns,
-if there is such a function, and forward fills them for backward. The tensors come contiguous. Where REQUIRES has bfloat16,
-r, k, v, a, b, y and grad_y may come in it, and the gradients of r, k, v, a, b go back in it; all else is float32. The single
-step is here, the same for all.
+gradient is wanted; otherwise it has an empty tensor for each of the shapes that the file's kept(B, T, H, N) returns, if there
+is such a function, and forward fills them for backward: float32, or float64 where the inputs are. The tensors come contiguous.
+Where REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may come in it, and the gradients of r, k, v, a, b go back in it; all
+else is float32. The single step is here, the same for all.
 """
 
 from typing import Any
@@ -54,7 +56,8 @@ class WKV7(Operator):
 
     def keep(self, *inputs: Tensor) -> Tensors:
         B, T, H, N = self._padded(inputs[0].shape)
-        return tuple(inputs[LOG_W].new_empty(shape, dtype=torch.float32) for shape in self._kept_shapes(B, T, H, N))
+        dtype = _compute_dtype(inputs[0])
+        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._kept_shapes(B, T, H, N))
 
     def _n_kept(self) -> int:
         return len(self._kept_shapes(1, 1, 1, 1))

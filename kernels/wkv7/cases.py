@@ -1,11 +1,13 @@
 """Shapes, inputs and tolerances of WKV-7, shared by the tests and the benchmark."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from kernels.compare import ROUNDING, loss
-from kernels.wkv7 import WKV7, empty_state
+from kernels.wkv7 import empty_state
 
 SHAPES = ((3, 1, 4, 64), (2, 11, 3, 64), (1, 16, 2, 8), (2, 63, 1, 64), (1, 64, 2, 20), (1, 129, 1, 128))    # (B, T, H, N)
 EMPTY_SHAPES = ((0, 4, 3, 8), (2, 0, 3, 8), (2, 4, 0, 8), (2, 4, 3, 0))
@@ -38,7 +40,7 @@ def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: to
     return *sequences, normal(B, H, N, N).to(device, wide)
 
 
-def results(operator: WKV7, inputs: WKV7Inputs) -> dict[str, Tensor]:
+def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) -> dict[str, Tensor]:
     """y, the state after it, and the gradients of a loss on both."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     y, state = operator(*leaves)

@@ -1,14 +1,15 @@
-"""Rung 1: registers. A thread's row of the state stays in them, 5 vectors of a step are in shared memory: 1 load for each product."""
+"""Rung 1: registers. A thread holds its row of the state; 5 vectors of a step are in shared memory: a load for each product."""
 
 import torch
 from torch import Tensor
 
 from kernels.backends.cuda import Source
-from kernels.registry import Requires
+from kernels.registry import KernelUnavailable, Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 16                           # steps between two states that forward keeps
+N_MAX = 1024                         # a block has a thread for each row
 SOURCE = Source(__file__, "csrc/v1.cu", N=64, CHUNK=CHUNK, BFLOAT16=0)
 
 
@@ -34,4 +35,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _source(v: Tensor) -> Source:
-    return SOURCE.variant(N=v.shape[-1], BFLOAT16=int(v.dtype == torch.bfloat16))
+    N = v.shape[-1]
+    if N > N_MAX:
+        raise KernelUnavailable(f"cuda_v1 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+    return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

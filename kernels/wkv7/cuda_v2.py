@@ -1,14 +1,15 @@
-"""Rung 2: one pass a step, over 4 columns at a time: it updates the state and sums y and the next sa, with 1 barrier instead of 2."""
+"""Rung 2: one pass a step, 4 columns at a time. It updates the state and sums y and the next sa: 1 barrier instead of 2."""
 
 import torch
 from torch import Tensor
 
 from kernels.backends.cuda import Source
-from kernels.registry import Requires
+from kernels.registry import KernelUnavailable, Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 16                           # steps between two states that forward keeps
+N_MAX = 1024                         # a block has a thread for each row
 SOURCE = Source(__file__, "csrc/v2.cu", N=64, CHUNK=CHUNK, BFLOAT16=0)
 
 
@@ -34,4 +35,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _source(v: Tensor) -> Source:
-    return SOURCE.variant(N=v.shape[-1], BFLOAT16=int(v.dtype == torch.bfloat16))
+    N = v.shape[-1]
+    if N > N_MAX:
+        raise KernelUnavailable(f"cuda_v2 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+    return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

@@ -1,15 +1,21 @@
-"""Rung 3: threads for the whole GPU. Tiles of 4 x 8 numbers in registers, and the backward's keys in all chunks of 64 steps at once."""
+"""Rung 3: tiles of 4 x 8 numbers, so that 4 products share a load; the backward's keys in all chunks of 64 steps at once.
+
+An H100 executes 128 multiply-adds a cycle and multiprocessor, for which its shared memory delivers 32 numbers: rungs 1 and 2,
+with a number for each, are bound by that. And they have B H blocks of N threads. At B = 8, H = 12, N = 64 those are 192 warps
+for 528 schedulers; here they are 384, and in backward_keys 96 T / 64 blocks. (Estimated.)
+"""
 
 import torch
 from torch import Tensor
 
 from kernels.backends.cuda import Source, aligned
-from kernels.registry import Requires
+from kernels.registry import KernelUnavailable, Requires
 
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 64                           # steps between two states that forward keeps
 ROWS, LANES = 4, 8                   # of a thread's tile, and threads that share these rows
+N_MAX = 512                          # a block has 2 N threads
 SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, LANES=LANES, BFLOAT16=0)
 
 
@@ -40,4 +46,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _source(v: Tensor) -> Source:
-    return SOURCE.variant(N=v.shape[-1], BFLOAT16=int(v.dtype == torch.bfloat16))
+    N = v.shape[-1]
+    if N > N_MAX:
+        raise KernelUnavailable(f"cuda_v3 takes heads of up to {N_MAX} channels, and these have {N}: use cuda_v0")
+    return SOURCE.variant(N=N, BFLOAT16=int(v.dtype == torch.bfloat16))

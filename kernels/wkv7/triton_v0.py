@@ -1,10 +1,10 @@
-"""The recurrence, 16 rows of a head's state to a program; and the backward of cuda_v3: rows, and the keys of all chunks at once.
+"""The recurrence, 16 rows of a head's state to a program; the backward as in cuda_v3: rows, and the keys of all chunks at once.
 
     rows    G from the last step to the first: gv, gsa, and G after each chunk of 64 steps
-    keys    16 columns of S through a chunk: gr and ga; then of G, back: gk and gb, and gw from X_j = sum_i G_ij S_ij after step t,
-            X = gw w + b gb + k gk = gw' w' + a' ga' + r gr, where ' is of step t + 1
+    keys    16 columns of S through a chunk: gr and ga; then of G, back: gk and gb; and gw from X_j = sum_i G_ij S_ij after a
+            step, X = gw w + b gb + k gk = gw' w' + a' ga' + r gr; ' is of the next step
 
-forward keeps sa, and the state before each chunk. The sums are of registers and float32: no tensor cores.
+forward keeps sa, and the state before each chunk. All products and sums are in float32, none on tensor cores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -47,7 +47,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 def _launch(kernel, v: Tensor, chunks: int, *args) -> None:
     B, T, H, N = v.shape
     with torch.cuda.device_of(v):
-        kernel[(B * H * chunks, triton.cdiv(N, SHARE))](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N), num_warps=WARPS)
+        grid = B * H * chunks, triton.cdiv(N, SHARE)
+        kernel[grid](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N), num_warps=WARPS)
 
 
 @triton.jit
@@ -63,9 +64,12 @@ def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl
     for t in range(T):
         if KEEP and t % CHUNK == 0:
             tl.store(states + kept_at + t // CHUNK * N * N, S, mask=inside)
-        r_j, k_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
-        a_j, b_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
-        v_i, w_j = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32), tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+        r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
+        k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
+        a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
+        b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
+        v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
+        w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
         sa = tl.sum(S * a_j, 1, keep_dims=True)
         S = S * w_j + sa * b_j + v_i * k_j
         tl.store(y + x + i, tl.sum(S * r_j, 1, keep_dims=True).to(y.dtype.element_ty), mask=in_i)
@@ -87,9 +91,12 @@ def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_st
     G = tl.load(grad_state + at, mask=inside, other=0.0)
     for back in range(T):
         t = T - 1 - back
-        r_j, k_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
-        a_j, b_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
-        gy, w_j = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32), tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+        r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
+        k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
+        a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
+        b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
+        gy = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32)
+        w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
         G += gy * r_j
         if back == 0 or (t + 1) % CHUNK == 0:
             tl.store(Gs + kept_at + t // CHUNK * N * N, G, mask=inside)
@@ -114,11 +121,15 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, of_X, grad_r, grad_
     S = tl.load(states + at, mask=inside, other=0.0)
     r_gr = tl.zeros([1, COLUMNS], tl.float32)
     for _ in range(steps):
-        r_j, k_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
-        a_j, b_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
-        v_i, w_j = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32), tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+        r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
+        k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
+        a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
+        b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
+        v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
+        w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
         gy = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32)
-        sa_i, gsa_i = tl.load(sa + x + i, mask=in_i, other=0.0), tl.load(gsa + x + i, mask=in_i, other=0.0)
+        sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
+        gsa_i = tl.load(gsa + x + i, mask=in_i, other=0.0)
         ga = tl.sum(S * gsa_i, 0, keep_dims=True)
         S = S * w_j + sa_i * b_j + v_i * k_j
         gr = tl.sum(S * gy, 0, keep_dims=True)
@@ -132,17 +143,22 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, of_X, grad_r, grad_
     X = tl.sum(S * G, 0, keep_dims=True)
     for back in range(steps):
         x -= H * N
-        k_j, b_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32), tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
-        v_i, sa_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32), tl.load(sa + x + i, mask=in_i, other=0.0)
-        gk, gb = tl.sum(G * v_i, 0, keep_dims=True), tl.sum(G * sa_i, 0, keep_dims=True)
+        k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
+        b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
+        v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
+        sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
+        gk = tl.sum(G * v_i, 0, keep_dims=True)
+        gb = tl.sum(G * sa_i, 0, keep_dims=True)
         gw_w = X - k_j * gk - b_j * gb
         X = gw_w + tl.load(of_X + x + j, mask=in_j, other=0.0)
         tl.store(grad_log_w + x + j, gw_w, mask=in_j)
         tl.store(grad_k + x + j, gk.to(grad_k.dtype.element_ty), mask=in_j)
         tl.store(grad_b + x + j, gb.to(grad_b.dtype.element_ty), mask=in_j)
         if back + 1 < steps:
-            w_j, gsa_i = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0)), tl.load(gsa + x + i, mask=in_i, other=0.0)
-            a_j, before = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32), x - H * N
+            w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+            gsa_i = tl.load(gsa + x + i, mask=in_i, other=0.0)
+            a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
+            before = x - H * N
             r_j = tl.load(r + before + j, mask=in_j, other=0.0).to(tl.float32)
             gy = tl.load(grad_y + before + i, mask=in_i, other=0.0).to(tl.float32)
             G = G * w_j + gsa_i * a_j + gy * r_j

@@ -147,7 +147,7 @@ def _in_heads(tensor: Stored, head_size: Any) -> Stored:
 
 
 def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
-    """Zeros for those of layer 0's v0, v1 and v2 that are not among the tensors; nothing where a0 and a1 do not say the sizes."""
+    """Zeros for those of layer 0's v0, v1 and v2 that are missing; nothing where a0 and a1 do not say the sizes."""
     bias, matrix = (tensors.get(name.replace(".v", ".a")) for name in model.UNUSED[:2])
     if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
         return {}

@@ -189,9 +189,10 @@ class TimeMix(nn.Module):
 
     def _can_fuse(self) -> bool:
         """Whether nothing has to see the layers called, and nothing is frozen: its gradient would be computed for nothing."""
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first: torch.compile cannot trace hooks
+            return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
-        layers = self.receptance, self.key, self.value, self.output
-        return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x) and fused.can_fuse(*layers)
+        return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

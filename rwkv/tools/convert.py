@@ -1,4 +1,4 @@
-"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: RWKV weights from any format to any.
+"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: weights from any format to any.
 
 It converts one tensor at a time, in the memory of the largest tensor; OUT is written whole or not at all.
 """
@@ -20,7 +20,7 @@ from rwkv.pretrained import tokenizer_of
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 
-EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, rwkv.cpp's ggmf, GGUF, a Hugging Face directory or a run's.
+EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
 none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
 float32 and float16; ggmf and GGUF keep vectors in float32; q8_0 is for GGUF. llama.cpp needs the tokenizer in the file."""

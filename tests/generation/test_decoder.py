@@ -5,44 +5,39 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import small_model, tokens
+from models import assert_same_state, each_generation, small_model, tokens
 
 from rwkv.generation.decoder import Decoder
 from rwkv.model.quantized import Int8Linear, to_int8
-from rwkv.model.rwkv4 import State
 from rwkv.pretrained import RWKV
 
-SIZES = {"n_att": 24, "n_ffn": 40}
+SIZES = {"rwkv4": {"n_att": 24, "n_ffn": 40}, "rwkv7": {"n_ffn": 40}}
 
 
-def model_in(dtype: str) -> RWKV:
-    model = small_model("reference", **SIZES).requires_grad_(False).eval()
+def model_in(dtype: str, generation: str = "rwkv4") -> RWKV:
+    model = small_model("reference", generation=generation, **SIZES[generation]).requires_grad_(False).eval()
     return to_int8(model) if dtype == "int8" else model.to(getattr(torch, dtype))
 
 
+@each_generation
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("float64", 1e-5), ("int8", 1e-4), ("bfloat16", 0.1)])
 @torch.no_grad()
-def test_steps_are_the_models_own(dtype: str, allowed: float) -> None:
+def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -> None:
     """In bfloat16 rounding differs from operation to operation: 2^-8 of logits of order 1, a few times."""
-    model = model_in(dtype)
+    model = model_in(dtype, generation)
     several = tokens(model, B=3, T=20)
     logits, state = model.prefill(several[:, :5])
     decoder = Decoder(model, state)
     for t in range(5, 20):
         logits, state = model.prefill(several[:, t:t + 1], state)
         torch.testing.assert_close(decoder.step(several[:, t]), logits, rtol=0, atol=allowed)
-    assert_same(decoder.state(), state, allowed)
+    assert_same_state(decoder.state(), state, 10 * allowed)
 
 
-def assert_same(actual: State, expected: State, allowed: float) -> None:
-    for one, other in ((actual.a / actual.b, expected.a / expected.b), (actual.att_x, expected.att_x),
-                       (actual.p + actual.b.log(), expected.p + expected.b.log()), (actual.ffn_x, expected.ffn_x)):
-        torch.testing.assert_close(one, other, rtol=0, atol=10 * allowed)
-
-
+@each_generation
 @torch.no_grad()
-def test_rows_can_be_dropped_and_reordered() -> None:
-    model = model_in("float32")
+def test_rows_can_be_dropped_and_reordered(generation: str) -> None:
+    model = model_in("float32", generation)
     several = tokens(model, B=4, T=6)
     decoder = Decoder(model, model.prefill(several[:, :4])[1])
     decoder.step(several[:, 4])
@@ -50,8 +45,9 @@ def test_rows_can_be_dropped_and_reordered() -> None:
     torch.testing.assert_close(decoder.step(several[[3, 1], 5]), model(several)[0][[3, 1], -1], rtol=0, atol=1e-5)
 
 
-def test_the_state_that_it_was_given_is_not_changed() -> None:
-    model = model_in("float32")
+@each_generation
+def test_the_state_that_it_was_given_is_not_changed(generation: str) -> None:
+    model = model_in("float32", generation)
     _, state = model.prefill(tokens(model))
     before = copy.deepcopy(state)
     decoder = Decoder(model, state)
@@ -101,11 +97,12 @@ def test_an_int8_model_is_not_saved_and_says_why(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("generation", "allowed"), [("rwkv4", 0.05), ("rwkv7", 0.1)])
 @torch.no_grad()
-def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit() -> None:
-    model = small_model("reference", n_embd=64).requires_grad_(False)
+def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, allowed: float) -> None:
+    model = small_model("reference", generation=generation, n_embd=64).requires_grad_(False)
     several, exact = tokens(model, B=3, T=16), model(tokens(model, B=3, T=16))[0]
     quantized = to_int8(model)
     logits = quantized(several)[0]
-    assert (logits - exact).norm() / exact.norm() < 0.05
+    assert (logits - exact).norm() / exact.norm() < allowed
     torch.testing.assert_close(quantized(several[1:2])[0][0], logits[1], rtol=0, atol=1e-5)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import small_model
+from models import each_generation, small_model
 
 from rwkv.generation.prefill import prefill
 from rwkv.generation.states import load_context, save_context
 from rwkv.model.quantized import to_int8
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
@@ -21,20 +22,27 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "state.safetensors"
 
 
-def test_a_context_comes_back_to_the_bit(saved: Path) -> None:
-    model = small_model(vocab_size=256)
-    expected, found = prefill(model, torch.tensor([[1, 2, 3]])), load_context(saved, model, BYTES)
+@each_generation
+def test_a_context_comes_back_to_the_bit(tmp_path: Path, generation: str) -> None:
+    model, saved = small_model(vocab_size=256, generation=generation), tmp_path / "state.safetensors"
+    expected = prefill(model, torch.tensor([[1, 2, 3]]))
+    save_context(saved, expected, model, BYTES)
+    found = load_context(saved, model, BYTES)
     assert torch.equal(found.logits, expected.logits)
     assert all(map(torch.equal, found.state, expected.state))
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
-def test_the_hash_is_of_the_weights_whatever_their_dtype() -> None:
-    model = small_model(vocab_size=256)
+@each_generation
+def test_the_hash_is_of_the_weights_whatever_their_dtype(generation: str) -> None:
+    def model_of(seed: int = 0) -> RWKV:
+        return small_model(vocab_size=256, seed=seed, generation=generation)
+
+    model = model_of()
     whole = model.fingerprint()
-    assert small_model(vocab_size=256, seed=1).fingerprint() != whole
-    assert small_model(vocab_size=256).bfloat16().fingerprint() == whole
-    assert to_int8(small_model(vocab_size=256).requires_grad_(False)).fingerprint() == whole
+    assert model_of(seed=1).fingerprint() != whole
+    assert model_of().bfloat16().fingerprint() == whole
+    assert to_int8(model_of().requires_grad_(False)).fingerprint() == whole
     with torch.no_grad():
         model.blocks[1].att.key.weight.add_(0.01)
     assert model.fingerprint() != whole

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from implementations import implementations, kernels
 
@@ -52,14 +52,12 @@ def test_timex_commutes_with_a_delay(timex: TimeX, shape: tuple[int, int, int], 
 
 @few
 @given(shape=shapes, seed=seeds, spread=st.floats(0.0, 5.0))
+@example(shape=(7, 2, 47), seed=638, spread=5.0)         # the gradient of time_first is a sum that nearly cancels
 def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spread: float, device: str) -> None:
     B, C, T = shape
     inputs = wkv_cases.inputs(B, T, C, spread, device=device, seed=seed)
     expected = wkv_cases.results(WKV("reference"), wkv_cases.double(inputs))
-    # The gradient of a parameter is a sum over B and T, whose terms may nearly cancel: at two channels, in float32, the
-    # convolution form was off by 8e-5 of what is left.
-    allowed = wkv_cases.tolerance() | ({"grad time_first": 1e-4} if wkv.name in names("timex") else {})
-    assert not misses(errors(wkv_cases.results(wkv, inputs), expected), allowed)
+    assert not misses(errors(wkv_cases.results(wkv, inputs), expected), wkv_cases.tolerance())
 
 
 @few

@@ -11,7 +11,7 @@ import test_wkv4 as conformance
 import torch
 
 from kernels import registry
-from kernels.compare import errors, misses
+from kernels.compare import err_ratio, errors, misses
 from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
@@ -28,7 +28,7 @@ EPS = 0.25
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks and chunks, because the interpreter takes its time for each element, and so that small shapes are several."""
+    """Small blocks and chunks: the interpreter takes its time for each element, and C = 5, T = 9 are to be several."""
     monkeypatch.setattr("kernels.operator.check", lambda *args: None)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
     monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "CHUNK", 4)
@@ -120,6 +120,23 @@ def test_wkv_in_bfloat16() -> None:
     assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
     assert results["a/b"].dtype == torch.float32
     assert max(errors(results, wkv_cases.results(WKV("reference"), double(inputs))).values()) <= allowed
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1, 3), torch.float32), ((1, 9, 2, 5), torch.float32),
+                                              ((2, 4, 1, 8), torch.bfloat16)], ids=str)
+def test_wkv7(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Chunks and blocks of 4, one and several, whole and not."""
+    inputs = wkv7_cases.inputs(*shape, dtype=dtype)
+    expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
+    assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance(dtype))
+
+
+def test_wkv7_without_gradients() -> None:
+    """Nothing is kept."""
+    inputs = wkv7_cases.inputs(1, 5, 1, 4)
+    expected = WKV7("reference")(*inputs)
+    found = WKV7("triton_v0")(*inputs)
+    assert all(err_ratio(*pair) < 5e-6 for pair in zip(found, expected, strict=True))
 
 
 @pytest.fixture(params=["one piece", "blocks"])

@@ -1,4 +1,4 @@
-"""make soak: a run killed twenty times, and one of two processes five times, end as the run that was not killed at all."""
+"""make soak: runs of both generations killed twenty times, and one of two processes five times, end as if never killed."""
 
 import shutil
 import subprocess
@@ -40,6 +40,14 @@ def test_five_kills_with_loader_processes_accumulation_and_bf16(folder: Path) ->
     assert finish(start(folder, "train", *arguments, "out_dir=whole_bf16")).status == 0
     assert killed_and_continued(folder, arguments, "killed_bf16", 5, 400, seed=8).status == 0
     assert_same_training(folder / "killed_bf16", folder / "whole_bf16")
+
+
+def test_twenty_kills_of_an_rwkv7_run_with_segments_and_bf16(folder: Path) -> None:
+    arguments = (*RUN, "model.generation=rwkv7", "model.head_size=8", "trainer.tbptt=2", "trainer.precision=bf16-mixed")
+    assert finish(start(folder, "train", *arguments, "out_dir=whole_rwkv7")).status == 0
+    done = killed_and_continued(folder, arguments, "killed_rwkv7", KILLS, STEPS, seed=11)
+    assert done.status == 0, done.error
+    assert_same_training(folder / "killed_rwkv7", folder / "whole_rwkv7")
 
 
 def test_five_kills_of_two_processes(folder: Path) -> None:

@@ -11,7 +11,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from models import kernels, small_model
+from models import assert_same_state, each_generation, every_kernel, small_model
 from programs import Run
 from token_arrays import token_array_of
 from torch import Tensor
@@ -21,13 +21,13 @@ from kernels.bench.peak_memory import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
 from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout
 from rwkv.model.loss import IGNORED
-from rwkv.model.rwkv4 import State
 from rwkv.training import tbptt
 from rwkv.training.task import LanguageModel
 from rwkv.training.tbptt import Carried
 from rwkv.training.trainer import precision_for, prepare_blocks
 
 B, K, T, VOCABULARY = 3, 4, 8, 50
+KERNELS = {"rwkv4": "conv1d", "rwkv7": "reference"}
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -42,8 +42,9 @@ def batch(B: int = B, K: int = K, T: int = T, seed: int = 0) -> Segments:
     return Segments(ids[:, :-1].clone().view(B, K, T), ids[:, 1:].clone().view(B, K, T), opens, 0, 1.0, B * K * T)
 
 
-def learner(kernel: str = "conv1d", n_layer: int = 3, **options: Any) -> LanguageModel:
-    return LanguageModel(prepare_blocks(small_model(kernel, n_layer=n_layer), TrainerConfig(**options)), OptimConfig(), 10, 1.0)
+def learner(kernel: str | None = None, n_layer: int = 3, generation: str = "rwkv4", **options: Any) -> LanguageModel:
+    model = small_model(kernel or KERNELS[generation], generation=generation, n_layer=n_layer)
+    return LanguageModel(prepare_blocks(model, TrainerConfig(**options)), OptimConfig(), 10, 1.0)
 
 
 def gradients(task: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
@@ -61,16 +62,17 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: f
 # Gradients
 
 
-def every_kernel() -> list[Any]:
+def quick_kernels() -> list[Any]:
     """Those that torch.compile makes take seconds to be made: in make soak."""
-    return [pytest.param(*kernel.values, marks=[*kernel.marks, *([pytest.mark.soak] if "compile" in kernel.values[0] else [])])
-            for kernel in kernels()]
+    return [pytest.param(*kernel.values, id=kernel.id,
+                         marks=[*kernel.marks, *([pytest.mark.soak] if "compile" in kernel.values[1] else [])])
+            for kernel in every_kernel()]
 
 
-@pytest.mark.parametrize("kernel", every_kernel())
-def test_gradients_are_those_of_each_document_as_one_sequence(kernel: str) -> None:
+@pytest.mark.parametrize(("generation", "kernel"), quick_kernels())
+def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
-    task, read = learner(kernel), batch()
+    task, read = learner(kernel, generation=generation), batch()
     read.starts_document[0, 2] = True
     read.y[0, 1, 4:] = IGNORED
     loss = task.training_step(read, 0)
@@ -81,9 +83,10 @@ def test_gradients_are_those_of_each_document_as_one_sequence(kernel: str) -> No
     assert_equal(gradients(task, loss), gradients(task, whole), 1e-5)
 
 
-def test_another_document_before_changes_nothing_to_the_bit() -> None:
+@each_generation
+def test_another_document_before_changes_nothing_to_the_bit(generation: str) -> None:
     """Neither what it says nor what state it left, were that not even numbers."""
-    task, read = learner(), batch()
+    task, read = learner(generation=generation), batch()
     read.starts_document[:, 2] = True
     read.y[:, :2] = IGNORED
     expected = gradients(task, task.training_step(read, 0))
@@ -92,7 +95,7 @@ def test_another_document_before_changes_nothing_to_the_bit() -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
     read = read._replace(x=read.x[:, 2:], y=read.y[:, 2:], starts_document=read.starts_document[:, 2:])
-    task.carried.after(0, State(*(torch.full_like(part, torch.nan) for part in task.model.empty_state(B))))
+    task.carried.after(0, task.model.empty_state(B).each(partial(torch.full_like, fill_value=torch.nan)))
     assert_equal(gradients(task, task.training_step(read, 0)), expected, 1e-6)
 
 
@@ -121,8 +124,9 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-def test_the_state_goes_on_to_the_next_step_without_gradient() -> None:
-    task, read = learner(), batch()
+@each_generation
+def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) -> None:
+    task, read = learner(generation=generation), batch()
     steps = [read._replace(x=read.x[:, k:k + 2], y=read.y[:, k:k + 2], starts_document=read.starts_document[:, k:k + 2])
              for k in (0, 2)]
     found = [task.training_step(step, 0) for step in steps]
@@ -130,22 +134,23 @@ def test_the_state_goes_on_to_the_next_step_without_gradient() -> None:
     whole = task.loss(read.x.flatten(1), read.y.flatten(1))
     assert (found[0] + found[1]).item() / 2 == pytest.approx(whole.item(), abs=1e-6)
     carried = task.carried.before(0, task.model, B)
-    torch.testing.assert_close(carried.a / carried.b, (after.a / after.b).detach(), rtol=0, atol=1e-5)
+    assert_same_state(carried, after.detach(), 1e-5)
     assert not any(part.requires_grad for part in carried)
     _, before = task.model.hidden(read.x[:, :2].flatten(1))
-    hidden, _ = task.model.hidden(read.x[:, 2:].flatten(1), State(*(part.detach() for part in before)))
+    hidden, _ = task.model.hidden(read.x[:, 2:].flatten(1), before.detach())
     cut = torch.nn.functional.cross_entropy(task.model.head(hidden).flatten(0, 1), steps[1].y.flatten())
     task.optim.l2_wrap = 0.0
     task.carried.after(0, before)
     assert_equal(gradients(task, task.training_step(steps[1], 0)), gradients(task, cut), 1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), ("rwkv4", True), ("rwkv7", False)])
 @pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
-def test_what_makes_room_changes_no_gradient(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     monkeypatch.setattr("shutil.which", lambda name: name)
-    plain, other = (learner(n_layer=1, **options) for options in ({}, {"activation_checkpointing": True, "compile": compiled}))
+    plain, other = (learner(n_layer=1, generation=generation, **options)
+                    for options in ({}, {"activation_checkpointing": True, "compile": compiled}))
     read = batch()
     assert_equal(gradients(other, other.training_step(read, 0)), gradients(plain, plain.training_step(read, 0)), 1e-6)
 
@@ -187,11 +192,13 @@ def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]
     return map(reading.__getitems__, SegmentSampler(chunks, 3, share, steps * share.parts, 0))
 
 
-@pytest.mark.parametrize("share", [StepLayout(2, 3), StepLayout(2, 1, 0, 3), StepLayout(1, 2, 0, 3)])
-def test_accumulation_and_processes_have_the_large_batch(short: Any, share: StepLayout,
+@pytest.mark.parametrize(("generation", "share"), [
+    ("rwkv4", StepLayout(2, 3)), ("rwkv4", StepLayout(2, 1, 0, 3)), ("rwkv4", StepLayout(1, 2, 0, 3)),
+    ("rwkv7", StepLayout(1, 2, 0, 3))])
+def test_accumulation_and_processes_have_the_large_batch(short: Any, generation: str, share: StepLayout,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients of three steps, the states between them carried; here each process is a learner."""
-    large, apart, steps = learner(), [learner() for _ in range(share.world)], 3
+    large, apart, steps = learner(generation=generation), [learner(generation=generation) for _ in range(share.world)], 3
     batches = [batches_of(short, share._replace(rank=rank), steps) for rank in range(share.world)]
     for whole in batches_of(short, StepLayout(share.streams), steps):
         loss = large.training_step(whole, 0)
@@ -237,13 +244,14 @@ class Saving(lightning.Callback):
             trainer.save_checkpoint(Path(str(trainer.default_root_dir)) / "third.ckpt")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize(("generation", "precision"), [
+    ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed")])
 @pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
-def test_a_run_goes_on_to_the_bit(tmp_path: Path, precision: str, short: Any) -> None:
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: str, short: Any) -> None:
     batches = list(batches_of(short, StepLayout(2), 6))
 
     def trained(data: list[Segments], resume: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        task = learner()
+        task = learner(generation=generation)
         trainer = lightning.Trainer(max_steps=6, accelerator="cpu", callbacks=[Saving()], logger=False,
                                     default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
                                     enable_model_summary=False, gradient_clip_val=1.0,

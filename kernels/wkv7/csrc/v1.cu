@@ -2,7 +2,8 @@
 //
 // The backward has one block per head, too. Its thread n holds row n of G, for gv and gsa, and column n, for the gradients of
 // what has columns: both kinds of sums stay within a thread, and G is computed twice. Before, it goes through the chunk with
-// column n of S, which needs no sum, since forward has kept sa: that gives gr, and the states, which go into `history`.
+// column n of S, which needs no sum, since forward has kept sa: that gives gr, and the states, which go into `history`. These three
+// vectors at once are some words more than 255 registers hold: it spills 60 to 120 bytes.
 // N, CHUNK and BFLOAT16 are given by whoever compiles this.
 
 #include "wkv7.cuh"

@@ -7,9 +7,10 @@
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
     gguf          llama.cpp's, F32, F16, BF16 and Q8_0, with the tokenizer; RWKV-7 alone
 
-A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing); dtype_for(tensor, group, dtype)
-where it cannot hold every tensor in every dtype, group being the generation's for the tensor's name; and QUANTISED, where it has
-block formats. How a format names and arranges a generation's tensors is the generation's to say (rwkv/checkpoint/rwkvN.py). The content of a file decides how it is read, the suffix of a name which format is written.
+A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing); where it cannot hold every
+tensor in every dtype, dtype_for(tensor, group, dtype), group being the generation's for the tensor's name; and where it has
+block formats, QUANTISED. How a format names and arranges tensors is their generation's to say (rwkv/checkpoint/rwkvN.py).
+The content of a file decides how it is read, the suffix of a name which format is written.
 Modules that begin with _ are shared.
 """
 

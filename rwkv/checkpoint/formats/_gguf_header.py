@@ -6,7 +6,7 @@
     data        from the next multiple of general.alignment (32), each tensor at a multiple of it
 
 A string is its length and UTF-8. Everything is little endian. Source: ggml, docs/gguf.md. The package gguf is not used for
-reading: its reader goes on past the end of a damaged file, and takes seconds for the names of 65,536 tokens.
+reading: its reader goes on past the end of a damaged file, and takes 15 times as long for the World vocabulary.
 """
 
 import math
@@ -42,8 +42,8 @@ def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[Desc
     magic, version, n_tensors, n_metadata = cursor.unpack("4sIQQ")
     assert magic == MAGIC
     if version not in VERSIONS:
-        raise CheckpointError(f"{path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: it is damaged, big endian, "
-                              "or newer than this program")
+        raise CheckpointError(f"{path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: it is damaged, big "
+                              "endian, or newer than this program")
     metadata: dict[str, Any] = {}
     for _ in range(n_metadata):
         key = cursor.string()
@@ -61,8 +61,8 @@ def _tensors(path: Path, cursor: "_Cursor", count: int, alignment: Any) -> list[
     placed = [tensor._replace(start=start + tensor.start, end=start + tensor.end) for tensor in described]
     for tensor in placed:
         if tensor.start % alignment or tensor.end > len(cursor.data):
-            raise CheckpointError(f"{path} has {len(cursor.data)} bytes, and {tensor.name} {tensor.shape} is said to be in bytes "
-                                  f"{tensor.start} to {tensor.end}: it is truncated or damaged; copy or download it again")
+            raise CheckpointError(f"{path} has {len(cursor.data)} bytes, and {tensor.name} {tensor.shape} is said to be in "
+                                  f"bytes {tensor.start} to {tensor.end}: it is truncated or damaged; copy or download it again")
     return placed
 
 

@@ -102,8 +102,8 @@ def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
     if isinstance(metadata.get(JSON), str):
         return {"kind": "json", "definition": metadata[JSON]}
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
-        raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, expected "
-                              f"{PRE_TOKENIZER!r}: convert the model's original files instead")
+        raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, "
+                              f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
     return {"kind": "json", "definition": json.dumps(_bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges")))}
 
 

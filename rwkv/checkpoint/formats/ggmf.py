@@ -3,11 +3,12 @@
     header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
-FP16 files keep vectors, and RWKV-7's r_k, in FP32. Vectors of RWKV-4 are [C], those of RWKV-7 as in the official files; what else
-RWKV-7's files arrange differently is in rwkv/checkpoint/rwkv7.py. time_decay is stored as -exp(raw), rounded to float32 by torch.exp. A stored
-value comes back to the bit from ggmf -> ours -> ggmf. From ours -> ggmf -> ours, raw comes back up to the values that share a
-float32 exponential, which are less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
-python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it was written for.
+FP16 files keep vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files; what else
+RWKV-7's files arrange differently is in rwkv/checkpoint/rwkv7.py. time_decay is stored as -exp(raw), rounded to float32 by
+torch.exp. A stored value comes back to the bit from ggmf -> ours -> ggmf. From ours -> ggmf -> ours, raw comes back up to the
+values that share a float32 exponential, which are less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp,
+docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it
+was written for.
 """
 
 import math
@@ -76,7 +77,7 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
         is_decay = tensor.name.endswith(DECAY)
-        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))  # type: ignore[misc]
+        tensor.pass_on(lambda data, is_decay=is_decay: file.write(raw(stored_decay(data) if is_decay else data)))
 
 
 def stored_decay(decay: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ def read(path: Path) -> Content:
         if each.name in tensors:
             raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is damaged")
         tensors[each.name] = _stored(path, each, bytes_[each.start:each.end])
-    return Content(path, tensors, _entry(path, metadata), _declared(path, metadata), _gguf_tokenizer.tokenizer_in(path, metadata))
+    tokenizer = _gguf_tokenizer.tokenizer_in(path, metadata)
+    return Content(path, tensors, _entry(path, metadata), _declared(path, metadata), tokenizer)
 
 
 def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
@@ -78,8 +79,8 @@ def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
                               f"{' and '.join(known)} from GGUF")
     if metadata.get("split.count", 1) != 1:
-        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts of a model: put them together with llama.cpp's "
-                              "llama-gguf-split --merge")
+        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts of a model: put them together with "
+                              "llama.cpp's llama-gguf-split --merge")
     epsilon = metadata.get(f"{architecture}.attention.layer_norm_epsilon", LAYER_NORM_EPSILON)
     if not isinstance(epsilon, float) or abs(epsilon / LAYER_NORM_EPSILON - 1) > 1e-6:
         raise CheckpointError(f"{path} has the layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which "
@@ -179,5 +180,6 @@ def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
 
 def _q8_0(package: Any, tensor: Stored, data: Tensor) -> Any:
     if (largest := data.abs().max().item()) > LARGEST:
-        raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than q8_0 can hold: choose another dtype")
+        raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than q8_0 can hold: choose another "
+                              "dtype")
     return package.quants.quantize(data.numpy(), package.GGMLQuantizationType.Q8_0)

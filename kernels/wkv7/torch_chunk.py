@@ -1,0 +1,206 @@
+"""The recurrence in chunks of CHUNK steps, in plain torch: within a chunk matrix products, from chunk to chunk the state.
+
+W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With a row for each of c steps, let
+queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t / W_t, values the rows sa_t and v_t. Then
+
+    products = queries keys^T where key's step is before a's, or not after r's, else 0       (2c,2c), its blocks aa ak; ra rk
+    sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
+
+The forward keeps the state before each segment of chunks. The backward takes the segments from last to first and computes
+each again, and then, with the same three stacks and blocks, grads: the rows (I - aa)^-T grad_sa and grad_y, from which all
+gradients are products as of any matrix product.
+
+W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and all
+that is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution: the powers of aa, of which
+it is the sum, can be 1e3 times larger than it. Where an input is NaN or infinite, the forward pass is run a second time.
+Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Requires
+
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
+
+CHUNK = 16
+IN_CACHE = 2**19             # numbers that a sequence has in a segment, at most
+Sequences = tuple[Tensor, ...]
+Segment = tuple[slice, int]  # its steps, and those of one of its chunks
+
+
+class Chunks(NamedTuple):
+    """The n chunks of a segment, chunk after chunk, B*H matrices each."""
+
+    W: Tensor            # (n*B*H, c, N)
+    queries: Tensor      # (n*B*H, 2c, N)
+    keys: Tensor
+    values: Tensor       # sa is filled in by _states
+    products: Tensor     # (n*B*H, 2c, 2c)
+    inverse: Tensor      # (n*B*H, c, c)
+
+
+def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+    """The state before each segment."""
+    return ((len(_segments(B, T, H, N)), B * H, N, N),)
+
+
+def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+            *kept: Tensor) -> tuple[Tensor, Tensor]:
+    sequences = r, log_w, k, v, a, b
+    y, after = _forward(sequences, state, *kept)
+    if not y.sum().isfinite():
+        y, after = _forward(tuple(sequence.nan_to_num(0.0, 0.0, 0.0) for sequence in sequences), state)
+        _poison(sequences, y, after)
+    return y, after
+
+
+def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, kept: Tensor,
+             grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    gradients = tuple(torch.empty_like(v) for _ in range(6))
+    grad_state = grad_state.flatten(0, 1)
+    for (steps, c), before in reversed([*zip(_segments(*v.shape), kept, strict=True)]):
+        given = _by_chunk((r, log_w, k, v, a, b, grad_y), steps, c)
+        grad_state = _backward_segment(given[:6], given[6], before, grad_state, _by_chunk(gradients, steps, c))
+    return *gradients, grad_state.view(state.shape)
+
+
+def _forward(sequences: Sequences, state: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    y, after = torch.empty_like(sequences[3]), state.flatten(0, 1)
+    for i, (steps, c) in enumerate(_segments(*y.shape)):
+        if kept is not None:
+            kept[i] = after
+        chunks = _chunks(_by_chunk(sequences, steps, c))
+        before, after = _states(chunks, after)
+        found = torch.bmm(chunks.queries[:, c:], before.mT).baddbmm_(chunks.products[:, c:], chunks.values)
+        target, = _by_chunk((y,), steps, c)
+        target.copy_(found.view(target.shape))
+    return y, after.view(state.shape)
+
+
+def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
+    """Makes NaN of what depends on an input that is not finite: r reaches y of its step, v its row, the others their head."""
+    r, log_w, k, v, a, b = (0 * sequence for sequence in sequences)
+    since = (v + (log_w + k + a + b).sum(-1, keepdim=True)).cumsum(1)
+    y += since + r.sum(-1, keepdim=True)
+    state += since[:, -1].unsqueeze(-1)
+
+
+def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
+    """Whole chunks, as many at a time as stay in a cache; then one shorter chunk."""
+    whole = T - T % CHUNK
+    length = CHUNK * max(1, IN_CACHE // max(1, B * H * N * CHUNK))
+    segments = [(slice(start, min(start + length, whole)), CHUNK) for start in range(0, whole, length)]
+    return segments + ([(slice(whole, T), T - whole)] if whole < T else [])
+
+
+def _by_chunk(sequences: Sequences, steps: slice, c: int) -> Sequences:
+    """The steps of each (B,T,H,N) as a view (n,B,H,c,N)."""
+    return tuple(sequence[:, steps].unflatten(1, (-1, c)).permute(1, 0, 3, 2, 4) for sequence in sequences)
+
+
+def _chunks(sequences: Sequences) -> Chunks:
+    """All of the chunks but sa."""
+    r, log_w, k, v, a, b = sequences
+    *batch, c, N = v.shape
+    W = torch.exp(log_w, out=v.new_empty(v.shape)).cumprod(-2)
+    queries, keys, values = (v.new_empty(*batch, 2 * c, N) for _ in range(3))
+    queries[..., 0, :] = a[..., 0, :]
+    torch.mul(a[..., 1:, :], W[..., :-1, :], out=queries[..., 1:c, :])
+    torch.mul(r, W, out=queries[..., c:, :])
+    torch.div(b, W, out=keys[..., :c, :])
+    torch.div(k, W, out=keys[..., c:, :])
+    values[..., c:, :] = v
+    W, queries, keys, values = (stack.flatten(0, 2) for stack in (W, queries, keys, values))
+    products = torch.bmm(queries, keys.mT).masked_fill_(_too_late(c, v.device), 0)
+    return Chunks(W, queries, keys, values, products, _inverse(products[:, :c, :c]))
+
+
+def _too_late(c: int, device: torch.device) -> Tensor:
+    """Where products are 0: the key's step is that of a or after it, or after that of r. (2c,2c), bool."""
+    step = torch.arange(c, device=device)
+    of_a, of_r = step[:, None] <= step, step[:, None] < step
+    return torch.cat((of_a, of_r)).repeat(1, 2)
+
+
+def _inverse(aa: Tensor) -> Tensor:
+    """(I - aa)^-1, aa being lower triangular with a diagonal of 0."""
+    I = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
+    return torch.linalg.solve_triangular(I - aa, I.expand_as(aa), upper=False, unitriangular=True)
+
+
+def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, (n*B*H,N,N), and the one after the last; fills in sa."""
+    W, queries, keys, values, products, inverse = chunks
+    c, n = W.shape[1], len(W) // len(state)
+    from_v = torch.bmm(products[:, :c, c:], values[:, c:])
+    before = state.new_empty(len(W), *state.shape[1:])
+    parts = (part.chunk(n) for part in (W, queries, keys, values, inverse, from_v, before))
+    for W_i, queries_i, keys_i, values_i, inverse_i, from_v_i, before_i in zip(*parts, strict=True):
+        before_i.copy_(state)
+        values_i[:, :c] = torch.bmm(inverse_i, torch.baddbmm(from_v_i, queries_i[:, :c], state.mT))
+        state = torch.baddbmm(state, values_i.mT, keys_i).mul_(W_i[:, -1:])
+    return before, state
+
+
+def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad_state: Tensor, gradients: Sequences) -> Tensor:
+    """Fills in the gradients, views (n,B,H,c,N) like the sequences, and returns the gradient of the state before, (B*H,N,N)."""
+    chunks = _chunks(sequences)
+    states, last = _states(chunks, before)
+    grads = chunks.values.new_empty(chunks.values.shape)
+    c, shape = grad_y.shape[3], grad_y.shape
+    grads.view(*shape[:3], 2 * c, -1)[..., c:, :] = grad_y
+    grad_sums, grad_W, grad_state = _grad_states(chunks, states, last, grads, grad_state)
+    W, queries, keys, values, products, _ = chunks
+    grad_products = torch.bmm(grads, values.mT).masked_fill_(_too_late(c, grads.device), 0)
+    grad_queries = torch.bmm(grads, states).baddbmm_(grad_products, keys)
+    grad_keys = torch.bmm(values, grad_sums).baddbmm_(grad_products.mT, queries)
+    grad_v = torch.bmm(products[:, :, c:].mT, grads).baddbmm_(keys[:, c:], grad_sums.mT)
+    _leave_chunks(sequences, W, grad_queries, grad_keys, grad_v, grad_W, gradients)
+    return grad_state
+
+
+def _grad_states(chunks: Chunks, states: Tensor, last: Tensor, grads: Tensor,
+                 grad_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of S + values^T keys (n*B*H,N,N), of log W_c by the state after it (n*B*H,1,N), and of the first state.
+
+    Fills in grads' first rows.
+    """
+    W, queries, keys, _, products, inverse = chunks
+    c, n = W.shape[1], len(W) // len(last)
+    from_y = torch.bmm(products[:, c:, :c].mT, grads[:, c:])
+    grad_sums, grad_W = torch.empty_like(states), W.new_empty(len(W), 1, W.shape[2])
+    after = [*states.chunk(n)[1:], last]
+    parts = (part.chunk(n) for part in (W, queries, keys, inverse, from_y, grads, grad_sums, grad_W))
+    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum, grad_W_i, after_i in reversed([*zip(*parts, after, strict=True)]):
+        torch.sum(grad_state * after_i, -2, keepdim=True, out=grad_W_i)
+        torch.mul(grad_state, W_i[:, -1:], out=grad_sum)
+        grad_sa = torch.baddbmm(from_y_i, keys_i[:, :c], grad_sum.mT)
+        grads_i[:, :c] = torch.bmm(inverse_i.mT, grad_sa)
+        grad_state = torch.baddbmm(grad_sum, grads_i.mT, queries_i)
+    return grad_sums, grad_W, grad_state
+
+
+def _leave_chunks(sequences: Sequences, W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_W: Tensor,
+                  gradients: Sequences) -> None:
+    """The gradients of the sequences from those of queries, keys and log W.
+
+    log W_t is a sum over the steps up to t; each of r, a, b, k is in one product with a W, which gives that W's gradient.
+    """
+    r, _, k, v, a, b = sequences
+    grad_r, grad_log_w, grad_k, grad_v_rows, grad_a, grad_b = gradients
+    *batch, c, _ = v.shape
+    W, grad_queries, grad_keys, grad_W = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys, grad_W))
+    grad_v_rows.copy_(grad_v.view(v.shape))
+    torch.mul(grad_queries[..., c:, :], W, out=grad_r)
+    torch.div(grad_keys[..., c:, :], W, out=grad_k)
+    torch.div(grad_keys[..., :c, :], W, out=grad_b)
+    grad_a[..., 0, :] = grad_queries[..., 0, :]
+    torch.mul(grad_queries[..., 1:c, :], W[..., :-1, :], out=grad_a[..., 1:, :])
+    by_a = a * grad_a
+    by_W = torch.addcmul(by_a, r, grad_r).sub_(b * grad_b).sub_(k * grad_k)
+    by_W[..., -1:, :] += grad_W
+    later = torch.ones(c, c, dtype=W.dtype, device=W.device).triu_()
+    grad_log_w.copy_((later @ by_W).sub_(by_a))              # a_t is multiplied by W_{t-1}

@@ -1,0 +1,323 @@
+"""RWKV-7 in each format: what other programs expect of names, arrangement, dtypes and layer 0's unused tensors; and GGUF."""
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from files import NAMES, OFFICIAL, hugging_face_tensors
+from models import small_model, tokens
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats import gguf as our_gguf
+from rwkv.errors import CheckpointError, UserError
+from rwkv.model.rwkv7 import UNUSED
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, WorldTokenizer
+from rwkv.tools import convert
+
+TEXT = "Some text, and some more: it's 12 o'clock.\n\n\"Köln\"\t\\n 它 \N{GRINNING FACE}"
+BPE = JsonTokenizer.train([TEXT] * 9, 300)
+MORE = (b"\n\n", b"it's", b'"', b"'\"", b"\\n", "Köln".encode(), b"\xe5\xae", b" text", b"\\'x41")
+WORLD = WorldTokenizer("".join(f"{index} {token!r} {len(token)}\n" for index, token in enumerate(
+    [*(bytes([value]) for value in range(256)), *(token for token in MORE if len(token) > 1)], start=1)))
+
+
+@pytest.fixture(scope="module")
+def model() -> RWKV:
+    model = small_model("reference", generation="rwkv7")
+    for name in UNUSED:
+        model.state_dict()[name].normal_(generator=torch.Generator().manual_seed(2))
+    return model
+
+
+@pytest.fixture(scope="module")
+def wide() -> RWKV:
+    """With rows of whole blocks of 32, but for those of ffn.value, which are 80."""
+    return small_model("reference", generation="rwkv7", n_embd=64, n_layer=2, n_ffn=80)
+
+
+def refuses(path: Path, *said: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^[^\n]+$") as error:
+        RWKV.from_pretrained(path, "reference")
+    for part in (path.name, *said):
+        assert part in str(error.value)
+
+
+def in_gguf(path: Path) -> dict[str, Any]:
+    """The tensors by the package's own reader."""
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def field(path: Path, key: str) -> Any:
+    return gguf.GGUFReader(path).fields[key].contents()
+
+
+# The official files
+
+
+def test_sizes_are_read_off_the_tensors(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model.pth")
+    assert read_checkpoint(tmp_path / "model.pth").config == replace(model.config, n_ffn=64, ctx_len=1024)
+
+
+def test_vectors_come_in_two_shapes_and_layer_0_with_or_without_its_unused_tensors(model: RWKV, tmp_path: Path) -> None:
+    weights = {name: weight.flatten() if weight.dim() == 3 else weight for name, weight in model.state_dict().items()}
+    for name in UNUSED:
+        del weights[name]
+    torch.save(weights, tmp_path / "other.pth")
+    read = RWKV.from_pretrained(tmp_path / "other.pth", "reference")
+    assert not any(read.state_dict()[name].any() for name in UNUSED)
+    assert [read.state_dict()[name].shape for name in UNUSED] == [model.state_dict()[name].shape for name in UNUSED]
+    with torch.no_grad():
+        assert torch.equal(read(tokens(model))[0], model(tokens(model))[0])
+
+
+def test_each_format_has_the_unused_tensors_that_its_readers_want(model: RWKV, tmp_path: Path) -> None:
+    for format, name in NAMES.items():
+        model.save_pretrained(tmp_path / name)
+        read = read_checkpoint(tmp_path / name).weights
+        assert all(torch.equal(read[name], model.state_dict()[name]) == (format in OFFICIAL) for name in UNUSED)
+    hugging_face = hugging_face_tensors(tmp_path / NAMES["huggingface"])
+    assert not any("layers.0.attn.v_lora" in name for name in hugging_face)
+    assert b"blocks.0.att.v0" not in (tmp_path / NAMES["ggmf"]).read_bytes()
+    held = in_gguf(tmp_path / NAMES["gguf"])
+    for part in "012":
+        assert np.array_equal(held[f"blk.0.time_mix_v{part}.weight"].data, held[f"blk.0.time_mix_a{part}.weight"].data)
+
+
+@pytest.mark.parametrize("format", [format for format in NAMES if format != "ggmf"])
+def test_one_layer_has_no_other_rank_to_read(tmp_path: Path, format: str) -> None:
+    model = small_model("reference", generation="rwkv7", n_layer=1)
+    model.save_pretrained(tmp_path / NAMES[format])
+    assert read_checkpoint(tmp_path / NAMES[format]).config.v_low_rank_dim == model.config.v_low_rank_dim
+
+
+@pytest.mark.parametrize(("version", "name"), [
+    ("RWKV-7a", "blocks.1.ffn.s_emb.weight"), ("RWKV-7a", "blocks.1.ffn.s1"), ("RWKV-7b", "blocks.0.qkv.k_emb.weight"),
+    ("RWKV-8", "blocks.0.ffn.enn.weight"), ("RWKV-8", "blocks.0.rosa.x_q")])
+@pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
+def test_extensions_are_refused_by_name(model: RWKV, tmp_path: Path, save: Callable[..., None], version: str,
+                                        name: str) -> None:
+    save({**model.state_dict(), "blocks.0.ffn.s_emb.weight": torch.zeros(3), name: torch.zeros(3)}, tmp_path / "other.pth")
+    refuses(tmp_path / "other.pth", f"{version} ", "RWKV-4 and RWKV-7")
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"blocks.1.att.r_k": torch.zeros(16)}, "blocks.1.att.r_k"), ({"blocks.0.att.r_k": torch.zeros(4, 3)}, "head_size"),
+    ({"blocks.0.att.w1": torch.zeros(3, 16)}, "blocks.0.att.w1"), ({"blocks.2.att.w2": torch.zeros(4, 16)}, "blocks.2.att.w2"),
+    ({"blocks.0.att.a0": torch.zeros(())}, "blocks.0.att.a0"), ({"blocks.0.att.v1": torch.zeros(16, 9)}, "blocks.0.att.v"),
+    ({"blocks.0.att.x_rwkvag": torch.zeros(5, 1, 16)}, "x_rwkvag"), ({"blocks.0.att.x_g": torch.zeros(6, 16)}, "x_g")])
+def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, Tensor], said: str) -> None:
+    torch.save({**model.state_dict(), **changed}, tmp_path / "odd.pth")
+    refuses(tmp_path / "odd.pth", said)
+
+
+# Hugging Face directories and ggmf
+
+
+def test_a_directory_is_flas(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    held, own = hugging_face_tensors(tmp_path / "model"), model.state_dict()
+    assert torch.equal(held["model.layers.1.attn.w_lora.lora.0.weight"], own["blocks.1.att.w1"].T)
+    assert torch.equal(held["model.layers.1.attn.v_lora.lora.2.weight"], own["blocks.1.att.v2"].T)
+    assert torch.equal(held["model.layers.1.attn.a_lora.lora.2.bias"], own["blocks.1.att.a0"].flatten())
+    assert "model.layers.1.attn.g_lora.lora.2.bias" not in held
+    shapes = {"embeddings.weight": (50, 16), "layers.0.pre_norm.bias": (16,), "layers.2.attn.x_g": (1, 1, 16),
+              "layers.2.attn.k_a": (16,), "layers.2.attn.r_k": (2, 8), "layers.2.ffn.x_k": (16,), "norm.weight": (16,),
+              "layers.2.attn.g_norm.weight": (16,), "layers.0.attn.o_proj.weight": (16, 16), "layers.1.ffn_norm.bias": (16,)}
+    assert {name: tuple(held[f"model.{name}"].shape) for name in shapes} == shapes
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    stated = {"model_type": "rwkv7", "hidden_size": 16, "num_hidden_layers": 3, "head_dim": 8, "intermediate_size": 64,
+              "decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6, "norm_eps": 1e-5,
+              "vocab_size": 50, "max_position_embeddings": 32, "architectures": ["RWKV7ForCausalLM"]}
+    assert stated.items() <= config.items()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"norm_eps": 1e-3}, "norm_eps"), ({"head_dim": 4}, "head_size=4"), ({"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
+    ({"model_type": "rwkv8"}, "RWKV-8")])
+def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    model.save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    refuses(tmp_path / "model", said)
+
+
+def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    save_file({f"module.{name}": tensor for name, tensor in hugging_face_tensors(tmp_path / "model").items()},
+              tmp_path / "alone.safetensors")
+    read = read_checkpoint(tmp_path / "alone.safetensors").weights
+    assert all(torch.equal(read[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
+
+
+def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
+    model = small_model("reference", WORLD.vocab_size, generation="rwkv7")
+    model.save_pretrained(tmp_path / "model", WORLD)
+    tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(tmp_path / "model").items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")     # without our entry
+    assert Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer).hash == WORLD.hash
+
+
+def test_ggmf_is_rwkv_cpps(model: RWKV, tmp_path: Path) -> None:
+    """Names, shapes and types of its converter, python/convert_pytorch_to_ggml.py."""
+    model.save_pretrained(tmp_path / "model.bin", dtype="float16")
+    content, own = (tmp_path / "model.bin").read_bytes(), model.state_dict()
+    joined = torch.cat([own[f"blocks.1.att.x_{letter}"] for letter in "rwkvag"])
+    for name, tensor in {"x_rwkvag": joined, "k_k": own["blocks.1.att.k_k"], "r_k": own["blocks.1.att.r_k"],
+                         "w1": own["blocks.1.att.w1"].T.half(), "g2": own["blocks.1.att.g2"].T.half()}.items():
+        key = f"blocks.1.att.{name}".encode()
+        header = struct.pack("=3i", tensor.dim(), len(key), tensor.dtype == torch.float16)
+        assert header + struct.pack(f"={tensor.dim()}i", *reversed(tensor.shape)) + key + as_bytes(tensor) in content
+    assert b"att.x_r\0" not in content
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
+# GGUF
+
+
+def test_gguf_is_llama_cpps(model: RWKV, tmp_path: Path) -> None:
+    """Names and arrangement of its converter, conversion/rwkv.py; the package has shapes from the innermost axis."""
+    model.save_pretrained(tmp_path / "model.gguf")
+    held, own = in_gguf(tmp_path / "model.gguf"), model.state_dict()
+    joined = torch.stack([own[f"blocks.1.att.x_{letter}"] for letter in "rwkvag"])
+    expected = {"blk.1.time_mix_lerp_fused.weight": joined, "blk.1.time_mix_w1.weight": own["blocks.1.att.w1"].T,
+                "blk.1.time_mix_r_k.weight": own["blocks.1.att.r_k"].flatten(), "output.weight": own["head.weight"],
+                "blk.1.time_mix_w0.weight": own["blocks.1.att.w0"].flatten(), "token_embd_norm.bias": own["blocks.0.ln0.bias"],
+                "blk.1.channel_mix_lerp_k.weight": own["blocks.1.ffn.x_k"].flatten(),
+                "blk.1.attn_norm_2.weight": own["blocks.1.ln2.weight"], "blk.1.time_mix_ln.bias": own["blocks.1.att.ln_x.bias"],
+                "blk.1.time_mix_receptance.weight": own["blocks.1.att.receptance.weight"]}
+    for name, tensor in expected.items():
+        assert tuple(held[name].shape) == tuple(reversed(tensor.shape)), name
+        assert np.array_equal(held[name].data, tensor), name
+    stated = {"block_count": 3, "embedding_length": 16, "feed_forward_length": 64, "wkv.head_size": 8,
+              "context_length": 1 << 20, "attention.head_count": 0, "attention.decay_lora_rank": 5, "attention.iclr_lora_rank": 4,
+              "attention.value_residual_mix_lora_rank": 3, "attention.gate_lora_rank": 6}
+    assert {key: field(tmp_path / "model.gguf", f"rwkv7.{key}") for key in stated} == stated
+    assert field(tmp_path / "model.gguf", "general.architecture") == "rwkv7"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
+def test_the_types_in_gguf_are_those_of_llama_cpps_quantizer(wide: RWKV, tmp_path: Path, dtype: str) -> None:
+    wide.save_pretrained(tmp_path / "model.gguf", dtype=dtype)
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}[dtype]
+    low_rank = "F32" if dtype == "q8_0" else kind
+    types = {"token_embd.weight": kind, "output.weight": kind, "blk.1.time_mix_key.weight": kind, "output_norm.weight": "F32",
+             "blk.1.channel_mix_value.weight": "F16" if dtype == "q8_0" else kind, "blk.1.time_mix_lerp_fused.weight": "F32",
+             "blk.1.time_mix_w1.weight": "F32", "blk.1.time_mix_w2.weight": "F32", "blk.1.time_mix_a1.weight": low_rank,
+             "blk.1.time_mix_g2.weight": low_rank, "blk.1.time_mix_r_k.weight": "F32", "blk.1.time_mix_w0.weight": "F32"}
+    held = in_gguf(tmp_path / "model.gguf")
+    assert {name: held[name].tensor_type.name for name in types} == types
+    assert field(tmp_path / "model.gguf", "general.file_type") == gguf.LlamaFileType[
+        {"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")].value
+
+
+def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide: RWKV, tmp_path: Path) -> None:
+    wide.save_pretrained(tmp_path / "model.gguf", dtype="q8_0")
+    read = read_checkpoint(tmp_path / "model.gguf")
+    held = in_gguf(tmp_path / "model.gguf")["blk.1.channel_mix_key.weight"]
+    assert np.array_equal(read.weights["blocks.1.ffn.key.weight"], gguf.dequantize(held.data, held.tensor_type))
+    for name, weight in read.weights.items():
+        if name not in UNUSED:
+            assert (weight - wide.state_dict()[name]).abs().max() <= wide.state_dict()[name].abs().max() / 127 * 0.51
+    write_checkpoint(read, tmp_path / "again.gguf", "q8_0")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+
+
+def test_what_q8_0_cannot_hold_is_refused_and_leaves_nothing(wide: RWKV, tmp_path: Path) -> None:
+    weights = {name: weight.clone() for name, weight in wide.state_dict().items()}
+    weights["head.weight"][3, 3] = 1e7
+    with pytest.raises(CheckpointError, match="1e"):
+        write_checkpoint(checkpoint_of(weights), tmp_path / "model.gguf", "q8_0")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, WORLD], ids=["bpe", "world"])
+@pytest.mark.parametrize("spare", [0, 7])
+def test_a_tokenizer_travels_in_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer,
+                                     spare: int) -> None:
+    """Also without the parts that llama.cpp's own converter does not write."""
+    model = small_model("reference", tokenizer.vocab_size + spare, generation="rwkv7", n_layer=1)
+    model.save_pretrained(tmp_path / "model.gguf", tokenizer)
+    read = read_checkpoint(tmp_path / "model.gguf")
+    assert (read.config, Tokenizer.from_dict(read.tokenizer).hash) == (model.config, tokenizer.hash)
+    content = (tmp_path / "model.gguf").read_bytes()
+    for key in (b"tokenizer.huggingface.json", b"timemix"):
+        content = content.replace(key, key[::-1])
+    (tmp_path / "theirs.gguf").write_bytes(content)
+    theirs = Tokenizer.from_dict(read_checkpoint(tmp_path / "theirs.gguf").tokenizer)
+    assert theirs.hash == tokenizer.hash
+    assert theirs.decode(theirs.encode(TEXT)) == TEXT
+    texts = field(tmp_path / "model.gguf", "tokenizer.ggml.tokens")
+    assert len(texts) == len(set(texts)) == model.vocab_size
+
+
+def changed(**parts: Any) -> JsonTokenizer:
+    return JsonTokenizer(json.dumps(json.loads(BPE.definition) | parts))
+
+
+@pytest.mark.parametrize(("tokenizer", "said"), [
+    (ByteTokenizer(), "byte"), (changed(normalizer={"type": "NFC"}), "normalizer"),
+    (changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
+     "pre_tokenizer"), (changed(pre_tokenizer=None), "pre_tokenizer")])
+def test_other_tokenizers_are_refused_before_anything_is_written(tmp_path: Path, tokenizer: Tokenizer, said: str) -> None:
+    model = small_model("reference", tokenizer.vocab_size, generation="rwkv7", n_layer=1)
+    with pytest.raises(UserError, match=rf"^GGUF[^\n]*{said}[^\n]*$"):
+        model.save_pretrained(tmp_path / "model.gguf", tokenizer)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    (b"GGUF\3", b"GGUF\4", "version 4"), (b"\5\0\0\0\0\0\0\0rwkv7", b"\5\0\0\0\0\0\0\0llama", "llama"),
+    (b"gpt2", b"bert", "bert"), (b"gpt-2", b"llama", "llama"),
+    (b"wkv.head_size\4\0\0\0\x08", b"wkv.head_size\4\0\0\0\x04", "head_size=8"),
+    (b"blk.1.time_mix_w0.weight", b"blk.1.time_mix_w9.weight", "blocks.1.att.w0"),
+    (b"token_embd.weight\2\0\0\0\x10", b"token_embd.weight\2\0\0\0\x11", "got 17"),
+    (b"output_norm.bias\1\0\0\0", b"output_norm.bias\x09\0\0\0", "9 dimensions"),
+    (b"output_norm.bias\1\0\0\0\x10\0\0\0\0\0\0\0\0", b"output_norm.bias\1\0\0\0\x10\0\0\0\0\0\0\0\x0c", "Q4_K"),
+    (b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0", b"tokenizer.ggml.tokens\x09\0\0\0\x0d\0\0\0", "type 13")])
+def test_a_gguf_header_that_is_wrong_is_refused(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
+    model = small_model("reference", BPE.vocab_size, generation="rwkv7")
+    model.save_pretrained(tmp_path / "model.gguf", BPE)
+    content = (tmp_path / "model.gguf").read_bytes().replace(b"huggingface.json", b"other_tokenizer.")
+    assert old in content
+    (tmp_path / "model.gguf").write_bytes(content.replace(old, new))
+    refuses(tmp_path / "model.gguf", said)
+
+
+def test_gguf_has_no_rwkv4(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^GGUF has no RWKV-4: [^\n]*$"):
+        small_model("reference").save_pretrained(tmp_path / "model.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_with_its_remedy(model: RWKV, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.save_pretrained(tmp_path / "model.gguf")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(UserError, match=r"^[^\n]*pip install 'timemix\[gguf\]'$"):
+        model.save_pretrained(tmp_path / "other.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+    assert our_gguf.read(tmp_path / "model.gguf").tensors            # reading needs no package
+
+
+def test_convert_quantises_and_adds_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_model("reference", WORLD.vocab_size, generation="rwkv7").save_pretrained(tmp_path / "in.pth")
+    (tmp_path / "vocabulary.txt").write_text(WORLD.to_dict()["vocabulary"])
+    convert.main([str(tmp_path / "in.pth"), str(tmp_path / "out.gguf"), "--dtype", "q8_0",
+                  "--tokenizer", str(tmp_path / "vocabulary.txt")])
+    assert read_checkpoint(tmp_path / "out.gguf").tokenizer == WORLD.to_dict()
+    with pytest.raises(SystemExit):
+        convert.main([str(tmp_path / "in.pth"), str(tmp_path / "out.safetensors"), "--dtype", "q8_0"])
+    assert "q8_0" in capsys.readouterr().err.splitlines()[-1]

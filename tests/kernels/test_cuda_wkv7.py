@@ -1,0 +1,107 @@
+"""The CUDA ladder of WKV-7, executed on the CPU under sanitizers (tests/cuda_host): its own Python, its own .cu.
+
+Held to the properties of every implementation, with a block's threads in two orders.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import test_conformance as conformance
+import test_wkv7 as properties
+import torch
+from cuda_host import ORDERS, Host, on_the_cpu
+
+from kernels.compare import errors, misses
+from kernels.registry import KernelUnavailable, names
+from kernels.wkv7 import WKV7, cases
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+CUDA = [name for name in names("wkv7") if name.startswith("cuda_")]
+SHAPES = ((2, 1, 3, 64), (1, 11, 2, 64), (1, 63, 1, 64), (1, 64, 1, 64), (1, 129, 2, 64))      # (B, T, H, N)
+SHORT = {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20, "cuda_v3": 70}         # steps: a whole chunk and a part of one
+
+
+class OfWKV7(conformance.OfWKV7):
+    """With N = 64 alone, since a program is compiled for each N."""
+
+    medium, long = (1, 19, 2, 64), (1, 192, 1, 64)
+
+
+OF = OfWKV7()
+
+
+@pytest.fixture(params=CUDA)
+def wkv7(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV7]:
+    with on_the_cpu(host, "shuffled"):
+        yield WKV7(request.param)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CUDA)
+def test_output_state_and_gradients(name: str, shape: tuple[int, ...], host: Host) -> None:
+    """Right, and the same bits in whatever order the threads run."""
+    inputs, results = OF.inputs(shape, torch.float32, "cpu"), []
+    for order in ORDERS[:2]:
+        with on_the_cpu(host, order):
+            results.append(OF.results(WKV7(name), inputs))
+    assert not misses(errors(results[0], OF.expected(inputs)), OF.tolerance(torch.float32))
+    assert conformance.same_bits(*results)
+
+
+def test_the_ends_of_the_range_of_decay_and_zeros(wkv7: WKV7) -> None:
+    """A head for each."""
+    inputs = cases.inputs(1, SHORT[wkv7.name], 5, 64)
+    _, log_w, k, _, a, b, _ = inputs
+    for head, end in enumerate((cases.FASTEST, cases.SLOWEST, 0.0)):
+        log_w[:, :, head] = end
+    k[:, :, 3] = 0
+    for tensor in (a, b):
+        tensor[:, :, 4] = 0
+    found, exact = cases.results(wkv7, inputs), OF.expected(inputs)
+    for head in range(5):
+        axis = {name: 1 if "state" in name else 2 for name in found}
+        of_head = [{name: tensor.select(axis[name], head) for name, tensor in results.items()} for results in (found, exact)]
+        assert not misses(errors(*of_head), cases.tolerance()), head
+
+
+def test_bfloat16_in_heads_that_are_padded(wkv7: WKV7) -> None:
+    inputs = OF.inputs((1, SHORT[wkv7.name], 2, 20), torch.bfloat16, "cpu")
+    results = cases.results(wkv7, inputs)
+    assert {name: result.dtype for name, result in results.items() if result.dtype == torch.float32}.keys() == {
+        "state", "grad log_w", "grad state"}
+    assert not conformance.wrong(OF, wkv7, inputs, torch.bfloat16)
+
+
+def test_forward_alone_gives_the_same_bits(wkv7: WKV7) -> None:
+    """It keeps nothing, in a kernel of its own."""
+    inputs = cases.inputs(1, SHORT[wkv7.name], 1, 64)
+    results = cases.results(wkv7, inputs)
+    y, state = wkv7(*inputs)
+    assert torch.equal(y, results["y"])
+    assert torch.equal(state, results["state"])
+
+
+@pytest.mark.parametrize("test", [
+    properties.test_no_state_is_the_empty_state, properties.test_state_gradient_alone,
+    properties.test_nan_stays_in_its_head_and_reaches_no_earlier_step], ids=lambda test: test.__name__)
+def test_properties(wkv7: WKV7, test: Callable[[WKV7, str], None]) -> None:
+    test(wkv7, "cpu")
+
+
+@pytest.mark.parametrize("test", [
+    conformance.test_causality, conformance.test_strided_inputs,
+    conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
+    conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
+def test_conforms(wkv7: WKV7, test: Callable[[tuple[object, WKV7], str], None]) -> None:
+    test((OF, wkv7), "cpu")
+
+
+def test_inputs_inside_a_larger_buffer(wkv7: WKV7) -> None:
+    """At an address that no float4 load takes."""
+    conformance.test_inputs_inside_a_larger_buffer((OF, wkv7), 1, "cpu")
+
+
+@pytest.mark.parametrize("name", ["cuda_v1", "cuda_v2", "cuda_v3"])
+def test_a_head_too_large_for_a_block_is_refused(name: str, host: Host) -> None:
+    with on_the_cpu(host), pytest.raises(KernelUnavailable, match=f"{name}.*1056.*cuda_v0"):
+        WKV7(name)(*cases.inputs(1, 1, 1, 1025))
