@@ -35,6 +35,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the tests of an implementation that cannot run here the first is kept, which is skipped with the reason.
+
+    Those of an implementation that torch.compile makes, for seconds, get the mark `compiles`.
+    """
+    from kernels.registry import load, why_not
+
+    chosen, left_out, unavailable = [], [], set()
+    for item in items:
+        mark = item.get_closest_marker("implementation")
+        reason = mark and why_not(*mark.args, mark.kwargs.get("device", config.getoption("--device")))
+        if mark and not reason and load(*mark.args).REQUIRES.compiled:
+            item.add_marker(pytest.mark.compiles)
+        if reason and mark.args in unavailable:
+            left_out.append(item)
+            continue
+        if reason:
+            unavailable.add(mark.args)
+            item.add_marker(pytest.mark.skip(reason=reason))
+        chosen.append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")

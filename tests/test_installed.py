@@ -23,6 +23,7 @@ def test_every_folder_of_the_product_is_a_package() -> None:
     assert set(packages) == {folder.replace("/", ".") for folder in folders} | {"rwkv.configs"}
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("arguments", "status"), [((), 0), (("--help",), 0), (("nope",), 2)])
 def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int) -> None:
     command = [sys.executable, "-m", "rwkv.tools", *arguments]

@@ -198,6 +198,7 @@ assert not {{"hydra", "lightning", "wandb"}} & set(sys.modules) or {package!r} !
 """
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("package", ["kernels", "rwkv"])
 def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     """Nothing printed, no Taichi started, no device queried, no file written; apart from missing back ends nothing raised."""
@@ -208,6 +209,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("modules", "absent"), [
     ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py")],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),

@@ -80,6 +80,7 @@ def bytes_in(dtype: str, n_layer: int = 8, n_embd: int = 384, vocab_size: int = 
     return n_parameters(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size) * getattr(torch, dtype).itemsize
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_peaks_at_little_more_than_the_weights(source: Path, tmp_path: Path, dtype: str) -> None:
     measured = measure(tmp_path, source, dtype)
@@ -87,6 +88,7 @@ def test_loading_peaks_at_little_more_than_the_weights(source: Path, tmp_path: P
     assert measured["peak"] <= 1.3 * bytes_in(dtype)
 
 
+@pytest.mark.programs
 def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -> None:
     write_checkpoint(checkpoint_of(weights(8, 384, 2000)), tmp_path / "model.safetensors")
     measured = measure(tmp_path, tmp_path / "model.safetensors", "float32")
@@ -94,6 +96,7 @@ def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -
     assert measured["peak"] <= 1.3 * bytes_in("float32")
 
 
+@pytest.mark.programs
 def test_converting_holds_one_tensor_at_a_time(source: Path, tmp_path: Path) -> None:
     measured = measure(tmp_path, source, "float32", "out.pth", "out.safetensors", "out", "out.bin")
     assert measured["peak"] < 0.4 * bytes_in("float32")

@@ -63,7 +63,7 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
-                     f"{', '.join([f'threads of each {torch.get_num_threads()}', *threads.settings()])}")
+                     f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     yield from _memory(config, V, device, used)
     yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
@@ -77,10 +77,10 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: in
     checkpointing = config.trainer.activation_checkpointing
     other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
     programs = max(0, used - FLOAT * n_parameters(config.model, vocab_size))
-    already = f", {readable(used)} of which it takes already" if used else ""
+    already = f", of which {readable(used)} are in use already" if used else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")
-    yield "", ((f"programs {readable(programs)}, " if programs else "")
+    yield "", ((f"program and libraries {readable(programs)}, " if programs else "")
                + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
                + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
                + (f", data workers {readable(need.workers)}" if need.workers else ""))

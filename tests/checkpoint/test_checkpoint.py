@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import kernels, small_model, tokens
+from models import small_model, tokens
 from torch import Tensor
 
 from rwkv.checkpoint.files import locate, read_checkpoint, require_tokenizer
@@ -67,9 +67,10 @@ def test_a_ckpt_carries_configuration_and_tokenizer(tokenizer: Tokenizer, tmp_pa
     assert Tokenizer.from_dict(read.tokenizer).hash == tokenizer.hash
 
 
-@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("kernel", ["auto", "conv1d", "torch_scan"])
 @torch.no_grad()
-def test_a_checkpoint_runs_under_every_kernel(kernel: str, model: RWKV, saved: Path) -> None:
+def test_a_checkpoint_runs_under_any_kernel(kernel: str, model: RWKV, saved: Path) -> None:
+    """One of each form; that a model is the same under every kernel is in tests/model."""
     logits = RWKV.from_pretrained(saved, kernel)(tokens(model))[0]
     torch.testing.assert_close(logits, model(tokens(model))[0], rtol=0, atol=1e-5)
 

@@ -124,6 +124,7 @@ def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, li
     assert prompts_from(GenerateConfig(prompts=str(tmp_path / name))) == [NO_LINE_ENDS] * 2
 
 
+@pytest.mark.programs
 def test_generating_imports_nothing_of_training() -> None:
     program = "import sys, rwkv.generation.output, rwkv.generation.states, rwkv.pretrained; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -309,6 +309,7 @@ def test_a_file_that_is_missing_or_not_json_is_a_sentence(program, file: str, mo
     assert error.count("\n") == 1
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such pipes")
 @pytest.mark.parametrize("command", ["kernels", "kernels.bench pad --shape 1,2,2,1,1,1 --only torch_strips --seconds 0.001"])
 def test_a_closed_pipe_is_no_error(command: str) -> None:
@@ -495,6 +496,7 @@ assert not tables.main([])
 """
 
 
+@pytest.mark.programs
 def test_a_new_kernel_is_one_file(tmp_path: Path) -> None:
     """In a copy of kernels/ it is listed, selected by name, verified, timed and in the tables by being there.
 

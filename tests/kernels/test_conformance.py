@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import implementation
 from torch import Tensor
 
 from kernels import compare
@@ -18,8 +19,8 @@ from kernels.compare import errors, misses
 from kernels.operator import Operator
 from kernels.pad import BrickPadding
 from kernels.pad import cases as pad_cases
-from kernels.registry import KernelUnavailable, UnknownKernel, names, operators, why_not
-from kernels.select import folder, select, selectable
+from kernels.registry import KernelUnavailable, UnknownKernel, names, operators
+from kernels.select import select, selectable
 from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
@@ -182,14 +183,10 @@ ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfW
 each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
 
 
-@pytest.fixture(params=[(of, name) for of in ADAPTERS.values() for name in of.names()],
-                ids=lambda pair: f"{pair[0].kind.folder}-{pair[1]}")
-def case(request: pytest.FixtureRequest, device: str) -> tuple[Any, Any]:
-    """An adapter and one implementation of its operator; skipped, with the registry's reason, where that cannot run."""
+@pytest.fixture(params=[implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()])
+def case(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """An adapter and one implementation of its operator."""
     of, name = request.param
-    reason = why_not(folder(of.kind.folder, name), name, device)
-    if reason:
-        pytest.skip(reason)
     return of, of.make(name)
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from implementations import implementations, kernels
 
 from kernels.compare import err_ratio, errors, misses
-from kernels.registry import names, why_not
-from kernels.select import selectable
+from kernels.registry import names
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import WKV, WKVState
@@ -21,23 +21,14 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
 seeds = st.integers(0, 1000)
 
 
-@pytest.fixture(scope="module", params=names("timex"))
-def timex(request: pytest.FixtureRequest, device: str) -> TimeX:
-    reason = why_not("timex", request.param, device)
-    if reason:
-        pytest.skip(reason)
+@pytest.fixture(scope="module", params=implementations("timex"))
+def timex(request: pytest.FixtureRequest) -> TimeX:
     return TimeX(request.param)
 
 
-@pytest.fixture(scope="module", params=selectable("wkv4"))
-def wkv(request: pytest.FixtureRequest, device: str) -> WKV:
-    op = "wkv4" if request.param in names("wkv4") else "timex"
-    reason = why_not(op, request.param, device)
-    if reason:
-        pytest.skip(reason)
-    if op == "timex" and not TimeX(request.param).requires.wkv:
-        pytest.skip(f"{request.param} declares wkv=False")
-    return WKV(request.param) if op == "wkv4" else WKV("timex", timex=request.param, block=16)
+@pytest.fixture(scope="module", params=kernels("wkv4"))
+def wkv(request: pytest.FixtureRequest) -> WKV:
+    return WKV(request.param) if request.param in names("wkv4") else WKV("timex", timex=request.param, block=16)
 
 
 @few

@@ -16,13 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import implementations
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from kernels.bench.case import case_of
 from kernels.pad import BrickPad, BrickPadding, cases, sides
 from kernels.pad.cases import Case
-from kernels.registry import KernelUnavailable, names, why_not
+from kernels.registry import KernelUnavailable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -32,11 +33,8 @@ BAND = 256                           # bytes on each side of what an implementat
 MARK = 85                            # of what fills them
 
 
-@pytest.fixture(params=names("pad"), scope="module")
-def pad(request: pytest.FixtureRequest, device: str) -> BrickPadding:
-    reason = why_not("pad", request.param, device)
-    if reason:
-        pytest.skip(reason)
+@pytest.fixture(params=implementations("pad"), scope="module")
+def pad(request: pytest.FixtureRequest) -> BrickPadding:
     return BrickPadding(request.param)
 
 
@@ -105,11 +103,9 @@ def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: 
     assert all(bool((band == MARK).all()) for both in bands for band in both)
 
 
+@pytest.mark.implementation("pad", "taichi_v0", device="cpu")
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_gpu_kernel_executed_on_the_cpu(dtype: torch.dtype) -> None:
-    reason = why_not("pad", "taichi_v0")
-    if reason:
-        pytest.skip(reason)
     from kernels.backends.taichi import launch
     from kernels.pad.taichi_v0 import origin, rows_cuda
 
@@ -192,6 +188,7 @@ def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple
     return zip(loader, images, strict=True)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("kernel", "method"), [("torch_strips", "fork"), ("taichi_v0", "spawn")])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
@@ -201,6 +198,7 @@ def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
         assert torch.equal(padded, FORMULA(image, 5, 9))
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> None:
     if "fork" not in multiprocessing.get_all_start_methods():

@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
+from implementations import implementations
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
-from kernels.registry import names, why_not
 from kernels.softmax import Softmax, cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,11 +19,8 @@ FORMULA = Softmax("formula")
 RTOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}      # on special rows, whose every element counts
 
 
-@pytest.fixture(params=names("softmax"))
-def softmax(request: pytest.FixtureRequest, device: str) -> Softmax:
-    reason = why_not("softmax", request.param, device)
-    if reason:
-        pytest.skip(reason)
+@pytest.fixture(params=implementations("softmax"))
+def softmax(request: pytest.FixtureRequest) -> Softmax:
     return Softmax(request.param)
 
 

@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from implementations import implementations
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from kernels.compare import err_ratio, errors, misses
-from kernels.registry import names, why_not
 from kernels.timex import TimeX, cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -21,11 +21,8 @@ FORMULA = TimeX("formula")
 EPS = 0.25
 
 
-@pytest.fixture(params=names("timex"))
-def timex(request: pytest.FixtureRequest, device: str) -> TimeX:
-    reason = why_not("timex", request.param, device)
-    if reason:
-        pytest.skip(reason)
+@pytest.fixture(params=implementations("timex"))
+def timex(request: pytest.FixtureRequest) -> TimeX:
     return TimeX(request.param)
 
 
@@ -84,10 +81,9 @@ def test_what_is_not_finite_is_not_hidden(timex: TimeX, value: float, device: st
     assert found[1, :2].all()
 
 
+@pytest.mark.implementation("timex", "torch_compile")
 def test_one_compilation_serves_every_size(device: str) -> None:
     """Also a size of 1, and sizes that are equal, for which torch.compile would make another."""
-    if reason := why_not("timex", "torch_compile", device):
-        pytest.skip(reason)
     cases.results(TimeX("torch_compile"), *cases.inputs(3, 5, 11, device=device))
     before = counters["stats"]["unique_graphs"]
     for shape in ((1, 1, 1), (1, 4, 9), (5, 5, 5), (2, 1, 64)):

@@ -54,6 +54,7 @@ def cubins(processes: dict[str, subprocess.Popen[str]], request: pytest.FixtureR
     return request.param, json.loads(output)
 
 
+@pytest.mark.programs
 def test_under_the_interpreter(processes: dict[str, subprocess.Popen[str]]) -> None:
     output, problems = processes["interpreter"].communicate()
     assert processes["interpreter"].returncode == 0, output + problems

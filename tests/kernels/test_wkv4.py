@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from implementations import implementation, kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from kernels.compare import err_ratio, errors, misses
-from kernels.registry import load, names, why_not
-from kernels.select import folder, selectable
-from kernels.timex import TimeX
+from kernels.registry import load, names
 from kernels.wkv4 import WKV, WKVState, cases
 from kernels.wkv4.cases import WKVInputs, double
 
@@ -28,26 +27,16 @@ ROOT = Path(__file__).parent.parent.parent
 REFERENCE = WKV("reference")
 
 
-def operator(name: str, device: str, **options: int) -> WKV:
-    """`name` as kernels.select means it; skips, with the registry's reason, where it cannot run or is unsound."""
-    op = folder("wkv4", name)
-    reason = why_not(op, name, device)
-    if reason:
-        pytest.skip(reason)
-    if op == "timex" and not TimeX(name).requires.wkv:
-        pytest.skip(f"{name} declares wkv=False")
-    return WKV(name) if op == "wkv4" else WKV("timex", timex=name, **options)
+@pytest.fixture(params=kernels("wkv4"))
+def wkv(request: pytest.FixtureRequest) -> WKV:
+    name = request.param
+    return WKV(name) if name in names("wkv4") else WKV("timex", timex=name)
 
 
-@pytest.fixture(params=selectable("wkv4"))
-def wkv(request: pytest.FixtureRequest, device: str) -> WKV:
-    return operator(request.param, device)
-
-
-@pytest.fixture(params=[name for name in names("wkv4") if name != "timex"])
-def scan(request: pytest.FixtureRequest, device: str) -> WKV:
+@pytest.fixture(params=[implementation("wkv4", name) for name in names("wkv4") if name != "timex"])
+def scan(request: pytest.FixtureRequest) -> WKV:
     """The implementations that claim to be exact for any k."""
-    return operator(request.param, device)
+    return WKV(request.param)
 
 
 def reference(inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
@@ -80,13 +69,13 @@ def test_the_reference_is_the_sum(spread: float, of: str) -> None:
     assert max(found.values()) <= 1e-12, found
 
 
-@pytest.mark.parametrize("with_state", [False, True], ids=("from nothing", "from a state"))
 @pytest.mark.parametrize("spread", cases.SPREADS)
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-def test_output_state_and_gradients(wkv: WKV, shape: tuple[int, int, int], spread: str, with_state: bool,
-                                    device: str) -> None:
-    inputs = cases.inputs(*shape, cases.SPREADS[spread], with_state, device=device)
-    assert not against_reference(wkv, inputs if with_state else (*inputs[:4], None))
+def test_output_state_and_gradients(wkv: WKV, spread: str, device: str) -> None:
+    """From nothing and from a state."""
+    for shape in cases.SHAPES:
+        inputs = cases.inputs(*shape, cases.SPREADS[spread], device=device)
+        assert not against_reference(wkv, inputs), shape
+        assert not against_reference(wkv, (*inputs[:4], None)), shape
 
 
 @pytest.mark.parametrize("of", ["y", "state"])
@@ -105,11 +94,12 @@ def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device:
     assert not against_reference(WKV("torch_scan"), cases.inputs(3, 270, 4, 5.0, device=device))
 
 
+@pytest.mark.implementation("wkv4", "taichi_scan")
 @pytest.mark.parametrize("shape", [(3, 100, 4), (2, 33, 48), (5, 64, 32), (1, 1, 1)], ids=str)
 def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int, int], device: str,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are one thread's: it is done before others are awake."""
-    scan, inputs = operator("taichi_scan", device), cases.inputs(*shape, device=device)
+    scan, inputs = WKV("taichi_scan"), cases.inputs(*shape, device=device)
     of_one = cases.results(scan, inputs)
     monkeypatch.setattr(load("wkv4", "taichi_scan"), "SERIAL", 0)
     of_all = cases.results(scan, inputs)
@@ -117,10 +107,11 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
     assert all(torch.equal(of_one[name], of_all[name]) for name in of_one)
 
 
+@pytest.mark.programs
+@pytest.mark.implementation("wkv4", "taichi_scan", device="cpu")
 @pytest.mark.parametrize("name", ["home", "home/file"], ids=["missing", "impossible"])
 def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_not(name: str, tmp_path: Path) -> None:
     """As in a container without a home, where what a process did was done well, and its exit status said that it crashed."""
-    operator("taichi_scan", "cpu")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "file").touch()
     code = "from kernels.wkv4 import WKV, cases\nprint(WKV('taichi_scan')(*cases.inputs(2, 8, 4)[:4])[0].shape[0])"
@@ -130,7 +121,8 @@ def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_n
     assert any(tmp_path.rglob("*.tic")) == (name == "home")
 
 
-@pytest.mark.skipif(why_not("wkv4", "taichi_scan") is not None, reason=str(why_not("wkv4", "taichi_scan")))
+@pytest.mark.programs
+@pytest.mark.implementation("wkv4", "taichi_scan", device="cpu")
 def test_a_taichi_of_64_bit_integers_is_refused_with_a_sentence() -> None:
     """That somebody else started: compiling for it aborts the process."""
     code = """if True:
@@ -327,9 +319,10 @@ def test_gradcheck_over_several_blocks(wkv: WKV, device: str) -> None:
     assert torch.autograd.gradcheck(function, [leaf.requires_grad_() for leaf in (*tensors, a, b)], fast_mode=True)
 
 
+@pytest.mark.implementation("wkv4", "torch_compile_scan")
 def test_one_compilation_serves_every_size(device: str) -> None:
     """Any B, C and T; the steps that are left over are not compiled."""
-    scan = operator("torch_compile_scan", device)
+    scan = WKV("torch_compile_scan")
     cases.results(scan, cases.inputs(2, 19, 3, device=device))
     before = counters["stats"]["unique_graphs"]
     for shape in ((1, 8, 1), (1, 33, 4), (3, 16, 3), (2, 5, 2)):

@@ -338,6 +338,7 @@ def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tu
     assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in fresh(*program, OMP_DISPLAY_ENV="VERBOSE").stderr
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
 @pytest.mark.parametrize("set_by_user", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
 def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) -> None:
