@@ -175,7 +175,8 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
     grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_kept)
-    grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)      # grad_lag sums v and y apart, and they may nearly cancel
+    # Not from grad_lag, which sums the terms of v and of y apart: the two sums may nearly cancel.
+    grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
 
