@@ -161,7 +161,8 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_num = torch.where(lost, 0.0, grad_y / den)
     grad_den = -grad_num * y
     own_num = grad_num * blocks.own[..., None]
-    grad_lag, grad_sums = TimeX(timex).backward(weights.lag, _stacked(x * v, x), _stacked(own_num, -own_num * y))
+    grad_lag, grad_sums = TimeX(timex).backward(
+        weights.lag, _stacked(x * v, x), _stacked(own_num, grad_den * blocks.own[..., None]))
     grad_xv, grad_x = grad_sums.view(2, *x.shape)
 
     grad_in = _sum_rows(grad_num * (blocks.past * blocks.a)[..., None] + grad_den * (blocks.past * blocks.b)[..., None])
@@ -174,6 +175,7 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
     grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_kept)
+    # Not from grad_lag, which sums the terms of v and of y apart: the two sums may nearly cancel.
     grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
 
