@@ -86,7 +86,7 @@ def _by_head(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _reference_in_pieces(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     *sequences, state = inputs
     reference, ys = WKV7("reference"), []
-    for piece in zip(*(sequence.split(PIECE, 1) for sequence in sequences), strict=True):
-        y, state = reference(*piece, state)
+    for r, log_w, k, v, a, b in zip(*(sequence.split(PIECE, 1) for sequence in sequences), strict=True):
+        y, state = reference(r, log_w, k, v, a, b, state)
         ys.append(y)
     return torch.cat(ys, 1), state

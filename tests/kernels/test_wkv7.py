@@ -47,7 +47,7 @@ def test_k_of_0_and_a_direction_of_norm_0(wkv7: WKV7, device: str) -> None:
 
 
 def test_the_same_direction_at_every_step(wkv7: WKV7, device: str) -> None:
-    """At the full rate and nearly without decay, as where a text repeats one token: a chunk's powers of b a^T grow to 1e3 and more."""
+    """At the full rate and nearly without decay, as where a text repeats one token: sums of powers lose digits there."""
     inputs = cases.inputs(1, 150, 2, 64, log_w=cases.SLOWEST, device=device)
     same = inputs[4][:, :1].expand_as(inputs[4]).contiguous()
     assert not wrong(wkv7, changed(inputs, a=same, b=-same))
