@@ -1,7 +1,6 @@
 """WKV-7 at one shape: what the benchmark verifies, from a state, and what it times, from the empty one."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,9 +85,8 @@ def _by_head(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _reference_in_pieces(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     *sequences, state = inputs
-    reference: Any = WKV7("reference")
-    ys = []
-    for piece in zip(*(sequence.split(PIECE, 1) for sequence in sequences), strict=True):
-        y, state = reference(*piece, state)
+    reference, ys = WKV7("reference"), []
+    for r, log_w, k, v, a, b in zip(*(sequence.split(PIECE, 1) for sequence in sequences), strict=True):
+        y, state = reference(r, log_w, k, v, a, b, state)
         ys.append(y)
     return torch.cat(ys, 1), state

@@ -6,13 +6,14 @@ queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t 
     products = queries keys^T where key's step is before a's, or not after r's, else 0       (2c,2c), its blocks aa ak; ra rk
     sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
 
-The forward keeps the state before each segment of chunks. The backward takes the segments from last to first and computes
-each again, and then, with the same three stacks and blocks, grads: the rows (I - aa)^-T grad_sa and grad_y, from which all
-gradients are products as of any matrix product.
+The forward keeps the state before each segment of chunks. The backward takes the segments from last to first: it computes each
+again, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
+gradients are products of these with queries, keys and values.
 
-W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what is
-larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution: the powers of aa, of which
-it is the sum, can be 1e3 times larger than it. Where an input is NaN or infinite, the forward pass is run a second time.
+W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what
+is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution, because the powers of aa, of
+which it is the sum, can be 1e3 times larger. Where an input is NaN or infinite, the forward pass is run a second time with 0
+in its place, since 0 * NaN would reach earlier steps of its chunk.
 Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
@@ -26,7 +27,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 CHUNK = 16
-IN_CACHE = 2**19             # numbers that a sequence has in a segment, at most
+IN_CACHE = 2**19             # numbers of a sequence in a segment of several chunks, at most
 Sequences = tuple[Tensor, ...]
 Segment = tuple[slice, int]  # its steps, and those of one of its chunks
 
@@ -127,8 +128,8 @@ def _too_late(c: int, device: torch.device) -> Tensor:
 
 def _inverse(aa: Tensor) -> Tensor:
     """(I - aa)^-1, aa being lower triangular with a diagonal of 0."""
-    one = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
-    return torch.linalg.solve_triangular(one - aa, one.expand_as(aa), upper=False, unitriangular=True)
+    identity = torch.eye(aa.shape[-1], dtype=aa.dtype, device=aa.device)
+    return torch.linalg.solve_triangular(identity - aa, identity.expand_as(aa), upper=False, unitriangular=True)
 
 
 def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,12 +176,12 @@ def _grad_states(chunks: Chunks, states: Tensor, last: Tensor, grads: Tensor,
     after = [*states.chunk(n)[1:], last]
     parts = (part.chunk(n) for part in (W, queries, keys, inverse, from_y, grads, grad_sums, grad_W))
     backwards = reversed([*zip(*parts, after, strict=True)])
-    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum, grad_W_i, after_i in backwards:
+    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum_i, grad_W_i, after_i in backwards:
         torch.sum(grad_state * after_i, -2, keepdim=True, out=grad_W_i)
-        torch.mul(grad_state, W_i[:, -1:], out=grad_sum)
-        grad_sa = torch.baddbmm(from_y_i, keys_i[:, :c], grad_sum.mT)
+        torch.mul(grad_state, W_i[:, -1:], out=grad_sum_i)
+        grad_sa = torch.baddbmm(from_y_i, keys_i[:, :c], grad_sum_i.mT)
         grads_i[:, :c] = torch.bmm(inverse_i.mT, grad_sa)
-        grad_state = torch.baddbmm(grad_sum, grads_i.mT, queries_i)
+        grad_state = torch.baddbmm(grad_sum_i, grads_i.mT, queries_i)
     return grad_sums, grad_W, grad_state
 
 
