@@ -4,6 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 READY_TO_TEST := .venv/installed-dev
 PEERS := .venv-peers
+LLAMA := .venv-llama
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 OUT ?= gpu-check
 BENCH := $(BIN)/python -m kernels.bench
@@ -39,14 +40,14 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	$(BIN)/python -m kernels.bench.tables
 	$(BIN)/python -m kernels.bench.plot benchmarks/plots
 
-peers: $(PEERS)/installed                ## PyPI's rwkv and transformers, apart: their packages have the names of ours
+peers: $(PEERS)/installed $(LLAMA)/installed     ## PyPI's rwkv and transformers, and llama.cpp, apart: they have names of ours
 
 bench-peers: $(READY_TO_TEST) $(PEERS)/installed  ## reading and writing, beside the peers on the same checkpoint
 	$(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python --json $(RESULTS)/generation-cpu.json
 	$(BIN)/python -m benchmarks.generation --generation rwkv7 --peers $(PEERS)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
 	$(BIN)/python -m benchmarks.tables
 
-parity: $(READY_TO_TEST) $(PEERS)/installed     ## logits and state beside the peers' and beside float64, under every kernel
+parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
@@ -61,10 +62,16 @@ $(READY_TO_TEST): $(INSTALLED)
 	$(PIP) -e ".[dev]"
 	touch $@
 
+$(LLAMA)/installed: constraints.txt      # llama.cpp is built from source: minutes, with cmake and a C++ compiler
+	$(PYTHON) -m venv $(LLAMA)
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" $(LLAMA)/bin/python -m pip install -q --disable-pip-version-check \
+		-c constraints.txt --no-binary llama-cpp-python llama-cpp-python
+	touch $@
+
 $(PEERS)/installed: constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers
 	touch $@
 
 clean:
-	rm -rf .venv $(PEERS) .cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) $(LLAMA) .cache .mypy_cache .ruff_cache .hypothesis

@@ -1,26 +1,42 @@
-"""make parity: our model under every kernel beside a float64 NumPy RWKV-4, PyPI's `rwkv` and transformers' RwkvForCausalLM.
+"""make parity: our models under every kernel beside independent float64 ones in NumPy and beside what others run.
 
-Random checkpoints of several shapes are written as files; each program reads them and computes the logits at all positions,
-the state and a greedy continuation. The tables show the differences; exit status 1 if one exceeds its bound, or if a changed
-weight does not exceed it. The peers run in .venv-peers, because their packages have the names of ours.
+RWKV-4: PyPI's `rwkv` and transformers' RwkvForCausalLM; RWKV-7: PyPI's `rwkv`, and llama.cpp on our GGUF file. Random
+checkpoints of several shapes are written as files; each program reads them and computes the logits at all positions, the state
+(llama.cpp's is not compared) and a greedy continuation. The tables show the differences; exit status 1 if one exceeds its bound,
+or if a changed weight does not exceed it. The peers run in .venv-peers and .venv-llama, because their packages have the names of
+ours.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from models import reasons
-from parity.cases import CASES, STATE, TO_FLOAT64, TO_PEER
+from parity.cases import CASES, CASES_7, STATE, TO_FLOAT64, TO_PEER, Case7, kinds, random_weights, scaled
 from parity.comparison import Cell, Outputs, Row, files_apart, forms_apart, greedy_apart, logits_apart, state_apart, worst
-from parity.exchange import EXCHANGED, OFFICIAL, run_peer, versions, write_checkpoints
+from parity.exchange import (
+    EXCHANGED,
+    GGUF,
+    OFFICIAL,
+    OUR_Q8_0,
+    THEIR_Q8_0,
+    run_peer,
+    versions,
+    write_checkpoints,
+    write_checkpoints_7,
+)
 from parity.ours import float64, ours
 from parity.report import Tables, as_json, passed, report
 
 AllOutputs = dict[tuple[str, str, str], Outputs]        # by case, program and file
-PEERS = ("rwkv", "transformers")
+PEERS = {"rwkv": OFFICIAL, "transformers": OFFICIAL}     # and the file that each is compared on
+PEERS_7 = {"rwkv7": OFFICIAL, "llama.cpp": GGUF}
+ALL = {**CASES, **CASES_7}
+CONTROL_CASE, FACTOR = "7: heads of 64", 1.01            # of the rows in which each kind of tensor is changed
 
 
 def main(arguments: list[str]) -> int:
@@ -37,44 +53,70 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(folder: Path) -> Tables:
-    """The rows by case and kernel, by file exchanged, and of checkpoints with one weight changed."""
+    """The rows by case and kernel, by file exchanged, and of checkpoints with one weight, or one kind of tensor, changed."""
     write_checkpoints(folder)
-    outputs: AllOutputs = {(name, "float64", OFFICIAL): float64(case) for name, case in CASES.items()}
-    for peer in PEERS:
+    write_checkpoints_7(folder)
+    outputs: AllOutputs = {(name, "float64", OFFICIAL): float64(case) for name, case in ALL.items()}
+    for peer in (*PEERS, *PEERS_7):
         outputs |= {(name, peer, file): found for (name, file), found in run_peer(peer, folder).items()}
     outputs |= {(name, "ours", file): ours(case, folder / name / file, "reference")
-              for name, case in CASES.items() for file in (OFFICIAL, "theirs", "control.pth")}
-    return {"kernels": [row for name in CASES for row in by_kernel(folder, name, outputs)],
-            "files": [exchanged(file, reader, outputs) for file, reader in EXCHANGED.items()],
-            "control": [against_all((name, "reference"), outputs[name, "ours", "control.pth"], name, outputs)
-                        for name in CASES]}
+                for name, case in CASES.items() for file in (OFFICIAL, "theirs", "control.pth")}
+    outputs |= {(name, "ours", file): ours(case, folder / name / file, "reference")
+                for name, case in CASES_7.items() for file in (THEIR_Q8_0, OUR_Q8_0)}
+    files = [exchanged(file, reader, OFFICIAL, CASES, outputs) for file, reader in EXCHANGED.items()]
+    files += [exchanged("ours.pth", "rwkv7", OFFICIAL, CASES_7, outputs),
+              exchanged(THEIR_Q8_0, "ours", OUR_Q8_0, CASES_7, outputs)]
+    control = [against_all((name, "one weight"), outputs[name, "ours", "control.pth"], name, outputs) for name in CASES]
+    return {"kernels": [row for name in ALL for row in by_kernel(folder, name, outputs)], "files": files,
+            "control": [*control, *each_kind_changed(folder, outputs)]}
+
+
+def peers_of(name: str) -> dict[str, str]:
+    return PEERS_7 if isinstance(ALL[name], Case7) else PEERS
 
 
 def by_kernel(folder: Path, name: str, outputs: AllOutputs) -> Iterator[Row]:
     """Ours under every kernel that runs on this CPU, then the peers' own difference from float64."""
-    for kernel in (kernel for kernel, reason in reasons().items() if reason is None):
-        found = ours(CASES[name], folder / name / OFFICIAL, kernel)
+    operator = "wkv7" if isinstance(ALL[name], Case7) else "wkv4"
+    for kernel in (kernel for kernel, reason in reasons(operator).items() if reason is None):
+        found = ours(ALL[name], folder / name / OFFICIAL, kernel)
         row = against_all((name, kernel), found, name, outputs)
         yield Row(row.labels, row.cells | forms_apart(found))
-    for peer in PEERS:
-        theirs, exact = outputs[name, peer, OFFICIAL], outputs[name, "float64", OFFICIAL]
-        yield Row((name, f"({peer})"), {"float64": Cell(logits_apart(theirs, exact), TO_PEER),
-                                        "state": Cell(state_apart(theirs, exact), STATE)})
+    for peer, file in peers_of(name).items():
+        theirs, exact = outputs[name, peer, file], outputs[name, "float64", OFFICIAL]
+        cells = {"float64": Cell(logits_apart(theirs, exact), TO_PEER)}
+        yield Row((name, f"({peer})"), cells | ({"state": Cell(state_apart(theirs, exact), STATE)} if has_state(theirs) else {}))
+
+
+def has_state(found: Outputs) -> bool:
+    return "whole: att_x" in found
 
 
 def against_all(labels: tuple[str, ...], found: Outputs, name: str, outputs: AllOutputs) -> Row:
-    """The difference of the logits from each of the three, of the state and the greedy continuation from all."""
-    others = {program: outputs[name, program, OFFICIAL] for program in ("float64", *PEERS)}
+    """The difference of the logits from each program, of the state from those that give it, and of the greedy continuation."""
+    others = {program: outputs[name, program, file] for program, file in ({"float64": OFFICIAL} | peers_of(name)).items()}
     logits = {program: Cell(logits_apart(found, other), TO_FLOAT64 if program == "float64" else TO_PEER)
               for program, other in others.items()}
-    state = Cell(max(state_apart(found, other) for other in others.values()), STATE)
+    state = Cell(max(state_apart(found, other) for other in others.values() if has_state(other)), STATE)
     return Row(labels, logits | {"state": state, "greedy": greedy_apart(found, *others.values())})
 
 
-def exchanged(file: str, reader: str, outputs: AllOutputs) -> Row:
-    """The difference between `reader`'s outputs from a file that another program wrote and from the official one."""
-    rows = [Row((), files_apart(outputs[name, reader, file], outputs[name, reader, OFFICIAL])) for name in CASES]
+def exchanged(file: str, reader: str, expected: str, cases: Iterable[str], outputs: AllOutputs) -> Row:
+    """The difference between `reader`'s outputs from a file that another program wrote and from the `expected` one."""
+    rows = [Row((), files_apart(outputs[name, reader, file], outputs[name, reader, expected])) for name in cases]
     return worst((file, reader), rows)
+
+
+def each_kind_changed(folder: Path, outputs: AllOutputs) -> Iterator[Row]:
+    """A row for each kind of RWKV-7's tensors, times FACTOR in all layers: how far the logits are then from float64."""
+    case = CASES_7[CONTROL_CASE]
+    weights = random_weights(case)
+    for kind in kinds(case):
+        changed = {name: torch.from_numpy(weight) for name, weight in scaled(weights, kind, FACTOR).items()}
+        torch.save(changed, folder / "changed.pth")
+        found = ours(case, folder / "changed.pth", "reference", n_greedy=1)
+        exact = outputs[CONTROL_CASE, "float64", OFFICIAL]
+        yield Row((CONTROL_CASE, kind), {"float64": Cell(logits_apart(found, exact), TO_FLOAT64)})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The random checkpoints of the parity comparison, in which every parameter matters.
 
-    B rows, T tokens, V vocabulary, C n_embd, A n_att, F n_ffn, L layers
+    B rows, T tokens, V vocabulary, C n_embd, A n_att, F n_ffn, L layers, H heads of N
 """
 
 import math
@@ -18,7 +18,7 @@ TO_FLOAT64, TO_PEER, STATE = 1e-5, 2e-5, 1e-4
 
 
 class Case(NamedTuple):
-    """A model's sizes, the number of tokens it reads, and the chunks for reading them in chunks."""
+    """An RWKV-4 model's sizes, the number of tokens it reads, and the chunks for reading them in chunks."""
 
     L: int
     C: int
@@ -36,6 +36,31 @@ class Case(NamedTuple):
         return f"L{self.L} C{self.C} A{self.A} F{self.F} V{self.V} T{self.T}"
 
 
+class Case7(NamedTuple):
+    """The same of RWKV-7, whose low-rank matrices have the ranks w, a, v and g."""
+
+    L: int
+    H: int
+    N: int
+    ranks: tuple[int, int, int, int]
+    V: int
+    T: int
+    chunks: tuple[int, ...]
+
+    @property
+    def C(self) -> int:
+        return self.H * self.N
+
+    @property
+    def config(self) -> ModelConfig:
+        w, a, v, g = self.ranks
+        return ModelConfig(generation="rwkv7", n_layer=self.L, n_embd=self.C, head_size=self.N, ctx_len=1024,
+                           decay_low_rank_dim=w, a_low_rank_dim=a, v_low_rank_dim=v, gate_low_rank_dim=g)
+
+    def __str__(self) -> str:
+        return f"RWKV-7 L{self.L} C{self.C} N{self.N} ranks {self.ranks} V{self.V} T{self.T}"
+
+
 CASES = {
     "one token": Case(L=2, C=32, A=32, F=128, V=50, T=1, chunks=(1,)),
     "usual": Case(L=2, C=32, A=32, F=128, V=50, T=17, chunks=(5, 1, 11)),
@@ -45,9 +70,19 @@ CASES = {
     "twelve layers": Case(L=12, C=64, A=64, F=256, V=300, T=130, chunks=(64, 65, 1)),
 }
 
+CASES_7 = {
+    "7: one token": Case7(L=2, H=3, N=32, ranks=(8, 12, 7, 20), V=50, T=1, chunks=(1,)),
+    "7: heads of 64": Case7(L=3, H=2, N=64, ranks=(32, 24, 16, 40), V=77, T=67, chunks=(1, 64, 2)),
+    "7: heads of 16": Case7(L=4, H=6, N=16, ranks=(9, 33, 5, 12), V=65, T=130, chunks=(64, 65, 1)),
+}
 
-def sizes(case: Case) -> dict[str, tuple[int, ...]]:
+
+def sizes(case: Case | Case7) -> dict[str, tuple[int, ...]]:
     """Every parameter's official name and shape."""
+    return sizes_7(case) if isinstance(case, Case7) else sizes_4(case)
+
+
+def sizes_4(case: Case) -> dict[str, tuple[int, ...]]:
     L, C, A, F, V = case[:5]
     norms = {f"{norm}.{part}": (C,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
     att = {"time_decay": (A,), "time_first": (A,), **{f"time_mix_{letter}": (1, 1, C) for letter in "kvr"},
@@ -60,10 +95,36 @@ def sizes(case: Case) -> dict[str, tuple[int, ...]]:
             "ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
-def random_weights(case: Case, seed: int = 0) -> dict[str, ndarray]:
+def sizes_7(case: Case7) -> dict[str, tuple[int, ...]]:
+    C = case.C
+    block: dict[str, tuple[int, ...]] = {f"{norm}.{part}": (C,) for norm in ("ln1", "ln2") for part in ("weight", "bias")}
+    block |= {f"att.{name}": (1, 1, C) for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")}
+    for letter, rank in zip("wavg", case.ranks, strict=True):
+        block |= {f"att.{letter}1": (C, rank), f"att.{letter}2": (rank, C)}
+    block |= {f"att.{name}.weight": (C, C) for name in ("receptance", "key", "value", "output")}
+    block |= {"att.r_k": (case.H, case.N), "att.ln_x.weight": (C,), "att.ln_x.bias": (C,), "ffn.x_k": (1, 1, C),
+              "ffn.key.weight": (4 * C, C), "ffn.value.weight": (C, 4 * C)}
+    blocks = {f"blocks.{layer}.{name}": size for layer in range(case.L) for name, size in block.items()}
+    return {"emb.weight": (case.V, C), "blocks.0.ln0.weight": (C,), "blocks.0.ln0.bias": (C,), **blocks,
+            "ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (case.V, C)}
+
+
+def kinds(case: Case7) -> list[str]:
+    """The names of parameters without their block; layer 0's v0, v1 and v2 are of no use, and the others' are a kind."""
+    return list(dict.fromkeys(name.split(".", 2)[-1] if name.startswith("blocks.") else name for name in sizes(case)))
+
+
+def scaled(weights: dict[str, ndarray], kind: str, factor: float) -> dict[str, ndarray]:
+    """The weights with every tensor of a kind times a factor."""
+    return {name: weight * np.float32(factor) if kind in (name, name.split(".", 2)[-1]) else weight
+            for name, weight in weights.items()}
+
+
+def random_weights(case: Case | Case7, seed: int = 0) -> dict[str, ndarray]:
     """float32 weights, none at a value where it has no effect, scaled for logits of a few units."""
     rng = np.random.default_rng(seed)
-    return {name: draw(rng, name, size).astype(np.float32) for name, size in sizes(case).items()}
+    drawn = draw_7 if isinstance(case, Case7) else draw
+    return {name: drawn(rng, name, size).astype(np.float32) for name, size in sizes(case).items()}
 
 
 def draw(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
@@ -81,6 +142,23 @@ def draw(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
     return rng.normal(0, gain * size[1] ** -0.5, size)
 
 
-def random_tokens(case: Case, seed: int = 1) -> ndarray:
+def draw_7(rng: np.random.Generator, name: str, size: tuple[int, ...]) -> ndarray:
+    kind = name.split(".")[-1]
+    if kind.startswith("x_"):
+        return rng.uniform(0, 1, size)
+    if kind in VECTORS_7:
+        return rng.normal(*VECTORS_7[kind], size)
+    if name.endswith("ln_x.weight"):
+        return rng.normal(1, 0.3, size)
+    if kind[-1] in "12":
+        return rng.normal(0, size[0] ** -0.5, size)
+    return draw(rng, name, size)
+
+
+# Means and standard deviations; w0 gives decays from one end of the range to the other
+VECTORS_7 = {"w0": (-2, 3), "a0": (0, 1), "v0": (0, 1), "k_k": (0.7, 0.3), "k_a": (1.1, 0.3), "r_k": (0, 0.3)}
+
+
+def random_tokens(case: Case | Case7, seed: int = 1) -> ndarray:
     """(B,T)."""
     return np.random.default_rng(seed).integers(case.V, size=(B, case.T))

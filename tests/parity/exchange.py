@@ -1,7 +1,8 @@
 """Checkpoints as files, and the outputs of each program that reads them.
 
 For each case one folder: official.pth, RWKV-LM's layout, written by torch.save alone; control.pth, the same with one weight
-slightly changed; ours.pth and ours/, written by save_pretrained; theirs/, written by transformers.
+slightly changed (RWKV-4); ours.pth, ours/ (RWKV-4), ours.gguf and q8_0.gguf (RWKV-7), written by save_pretrained; theirs/,
+written by transformers; theirs.gguf, quantised to Q8_0 by llama.cpp out of ours.gguf.
 """
 
 import json
@@ -13,15 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 from parity import peers
-from parity.cases import CASES, GREEDY, Case, random_tokens, random_weights
+from parity.cases import CASES, CASES_7, GREEDY, Case, Case7, random_tokens, random_weights
 from parity.comparison import Outputs
 
 from rwkv.pretrained import RWKV
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-OFFICIAL = "official.pth"
+PYTHON_LLAMA = ROOT / ".venv-llama" / "bin" / "python"
+OFFICIAL, GGUF, OUR_Q8_0, THEIR_Q8_0 = "official.pth", "ours.gguf", "q8_0.gguf", "theirs.gguf"
 EXCHANGED = {"ours.pth": "rwkv", "ours": "transformers", "theirs": "ours"}       # and its reader
+READS = {"rwkv": [OFFICIAL, "ours.pth"], "transformers": [OFFICIAL, "ours"], "rwkv7": [OFFICIAL, "ours.pth"],
+         "llama.cpp": [GGUF]}
+SAVES = {("transformers", OFFICIAL): "theirs", ("llama.cpp", GGUF): THEIR_Q8_0}
 PACKAGES = ("torch", "numpy", "rwkv", "transformers")
 # Read by the peers alone: no compilation, no network, no progress bars.
 ENVIRONMENT = {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -41,35 +46,46 @@ def write_checkpoints(folder: Path) -> None:
         np.save(folder / name / "tokens.npy", random_tokens(case))
 
 
+def write_checkpoints_7(folder: Path) -> None:
+    for name, case in CASES_7.items():
+        (folder / name).mkdir()
+        torch.save({name: torch.from_numpy(tensor) for name, tensor in random_weights(case).items()}, folder / name / OFFICIAL)
+        model = RWKV.from_pretrained(folder / name / OFFICIAL, "reference")
+        for file in ("ours.pth", GGUF):
+            model.save_pretrained(folder / name / file)
+        model.save_pretrained(folder / name / OUR_Q8_0, dtype="q8_0")
+        np.save(folder / name / "tokens.npy", random_tokens(case))
+
+
 def run_peer(peer: str, folder: Path) -> dict[tuple[str, str], Outputs]:
-    """The outputs of `peer`, by case and file. transformers also writes theirs/."""
-    jobs = [job(peer, folder / name, case, file) for name, case in CASES.items() for file in reads(peer)]
+    """The outputs of `peer`, by case and file. transformers also writes theirs/, llama.cpp theirs.gguf."""
+    cases = CASES_7 if peer in ("rwkv7", "llama.cpp") else CASES
+    jobs = [job(peer, folder / name, case, file) for name, case in cases.items() for file in READS[peer]]
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    in_peers_environment(peers.__file__, peer, "jobs.json", cwd=folder)
-    return {(name, file): np.load(folder / name / f"{peer} {file}.npz") for name in CASES for file in reads(peer)}
+    in_peers_environment(peers.__file__, peer, "jobs.json", cwd=folder, peer=peer)
+    return {(name, file): np.load(folder / name / f"{peer} {file}.npz") for name in cases for file in READS[peer]}
 
 
-def reads(peer: str) -> list[str]:
-    return [OFFICIAL, *(file for file, reader in EXCHANGED.items() if reader == peer)]
-
-
-def job(peer: str, folder: Path, case: Case, file: str) -> dict[str, Any]:
-    saves = {"save": str(folder / "theirs")} if (peer, file) == ("transformers", OFFICIAL) else {}
+def job(peer: str, folder: Path, case: Case | Case7, file: str) -> dict[str, Any]:
+    saves = {"save": str(folder / SAVES[peer, file])} if (peer, file) in SAVES else {}
     return saves | {"model": str(folder / file), "tokens": str(folder / "tokens.npy"), "chunks": case.chunks,
                     "greedy": GREEDY, "outputs": str(folder / f"{peer} {file}.npz")}
 
 
 def versions() -> dict[str, str]:
-    """The versions of PACKAGES in the peers' environment."""
-    program = f"import importlib.metadata as m, json; print(json.dumps({{name: m.version(name) for name in {PACKAGES}}}))"
-    return json.loads(in_peers_environment("-c", program))
+    """The versions of PACKAGES in the peers' environment, and of llama-cpp-python in its own."""
+    program = "import importlib.metadata as m, json; print(json.dumps({{name: m.version(name) for name in {}}}))"
+    return (json.loads(in_peers_environment("-c", program.format(PACKAGES)))
+            | json.loads(in_peers_environment("-c", program.format(("llama-cpp-python",)), peer="llama.cpp")))
 
 
-def in_peers_environment(*arguments: str, cwd: Path | None = None) -> str:
+def in_peers_environment(*arguments: str, cwd: Path | None = None, peer: str = "rwkv") -> str:
     """Standard output. -I keeps our packages, which have the names of theirs, off their path."""
-    if not PYTHON.exists():
-        raise SystemExit(f"no {PYTHON}: `make peers` sets it up")
-    done = subprocess.run([PYTHON, "-I", *arguments], cwd=cwd, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    python = PYTHON_LLAMA if peer == "llama.cpp" else PYTHON
+    if not python.exists():
+        raise SystemExit(f"no {python}: `make peers` sets it up")
+    environment = os.environ | ENVIRONMENT | ({"RWKV_V7_ON": "1"} if peer == "rwkv7" else {})
+    done = subprocess.run([python, "-I", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"in the peers' environment, {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")
     return done.stdout

@@ -5,15 +5,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy import ndarray
+from models import as_values
 from numpy_rwkv4 import LayerState, NumpyRWKV4
-from parity.cases import GREEDY, Case, random_tokens, random_weights
+from numpy_rwkv7 import LayerState as LayerState7
+from numpy_rwkv7 import NumpyRWKV7
+from parity.cases import GREEDY, Case, Case7, random_tokens, random_weights
 from parity.peers import outputs, state_values
 
-from rwkv.model.rwkv4 import State
+from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 
 
-def ours(case: Case, path: Path, kernel: str) -> dict[str, ndarray]:
+def ours(case: Case | Case7, path: Path, kernel: str, n_greedy: int = GREEDY) -> dict[str, ndarray]:
     """The outputs from the checkpoint at `path` under `kernel`."""
     model = RWKV.from_pretrained(path, kernel)
 
@@ -22,16 +25,22 @@ def ours(case: Case, path: Path, kernel: str) -> dict[str, ndarray]:
             logits, state = model(torch.tensor(tokens), state)
         return logits.numpy(), state
 
-    return outputs(forward, of_ours, random_tokens(case), list(case.chunks), GREEDY)
+    return outputs(forward, of_ours, random_tokens(case), list(case.chunks), n_greedy)
 
 
 def of_ours(state: State) -> dict[str, ndarray]:
-    return state_values(*(part.numpy() for part in state))
+    return {name: part.numpy() for name, part in as_values(state).items()}
 
 
-def float64(case: Case) -> dict[str, ndarray]:
+def float64(case: Case | Case7) -> dict[str, ndarray]:
     """NumPy's outputs in float64 for the same weights."""
+    if isinstance(case, Case7):
+        return outputs(NumpyRWKV7(random_weights(case)), of_numpy_7, random_tokens(case), list(case.chunks), GREEDY)
     return outputs(NumpyRWKV4(random_weights(case)), of_numpy, random_tokens(case), list(case.chunks), GREEDY)
+
+
+def of_numpy_7(state: list[LayerState7]) -> dict[str, ndarray]:
+    return {name: np.stack([getattr(layer, name) for layer in state]) for name in LayerState7._fields}
 
 
 def of_numpy(state: list[LayerState]) -> dict[str, ndarray]:

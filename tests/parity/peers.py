@@ -1,20 +1,26 @@
-"""The outputs that are compared, and the two peers, which run in an environment of their own: PyPI's `rwkv` and transformers.
+"""The outputs that are compared, and the peers, which run in environments of their own: PyPI's `rwkv` (two programs, for its
+RWKV-7 is apart), transformers and llama.cpp.
 
-    python -I peers.py rwkv|transformers JOBS.json
+    python -I peers.py rwkv|transformers|rwkv7|llama.cpp JOBS.json
 
-A job names a model (an official .pth, or for transformers also a directory), its tokens (.npy), the file for its outputs
-(.npz), and for transformers a directory to save itself to. This file imports nothing of ours: there, `rwkv` is another package.
+A job names a model (an official .pth, for transformers also a directory, for llama.cpp a GGUF file), its tokens (.npy), the file
+for its outputs (.npz), and a directory or file to save itself to, for llama.cpp in Q8_0. This file imports nothing of ours:
+there, `rwkv` is another package.
 """
+
+from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy import ndarray
+
+if TYPE_CHECKING:
+    import torch
 
 Forward = Callable[[ndarray, Any], tuple[ndarray, Any]]
 FORMS = ("whole", "chunked", "one by one")
@@ -78,7 +84,61 @@ class RwkvPackage:
         return np.concatenate(logits), state
 
     def parts(self, state: list[torch.Tensor]) -> list[ndarray]:
-        return [torch.stack(state[part::5]).numpy() for part in range(5)]
+        return [np.stack([tensor.numpy() for tensor in state[part::5]]) for part in range(5)]
+
+    values = staticmethod(state_values)
+
+
+class RwkvPackage7:
+    """PyPI's `rwkv` with RWKV_V7_ON=1: one row at a time; its state is a list of att_x, S (H,N,N) and ffn_x for each layer."""
+
+    def __init__(self, path: Path) -> None:
+        from rwkv.model import RWKV
+
+        self.model = RWKV(model=str(path.with_suffix("")), strategy="cpu fp32")
+
+    def row(self, tokens: ndarray, state: list[torch.Tensor] | None) -> tuple[ndarray, list[torch.Tensor]]:
+        state = state and [part.clone() for part in state]
+        logits, state = self.model.forward(tokens.tolist(), state, full_output=True)
+        return logits.numpy().reshape(len(tokens), -1), state
+
+    def parts(self, state: list[torch.Tensor]) -> list[ndarray]:
+        return [np.stack([tensor.numpy() for tensor in state[part::3]]) for part in range(3)]
+
+    @staticmethod
+    def values(att_x: ndarray, wkv: ndarray, ffn_x: ndarray) -> dict[str, ndarray]:
+        return {"att_x": att_x, "wkv": wkv, "ffn_x": ffn_x}
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python: a context for each row, which is the state; what is in it is not compared."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def row(self, tokens: ndarray, state: Any) -> tuple[ndarray, Any]:
+        from llama_cpp import Llama
+
+        state = state or Llama(str(self.path), n_ctx=512, logits_all=True, n_threads=1, n_threads_batch=1, verbose=False)
+        before = state.n_tokens
+        state.eval(tokens.tolist())
+        return state.scores[before:state.n_tokens].copy(), state
+
+    def parts(self, state: Any) -> list[ndarray]:
+        return []
+
+    @staticmethod
+    def values() -> dict[str, ndarray]:
+        return {}
+
+    def save(self, path: str) -> None:
+        import llama_cpp
+
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
+        failed = llama_cpp.llama_model_quantize(str(self.path).encode(), path.encode(), options)
+        if failed:
+            raise SystemExit(f"llama.cpp could not quantise {self.path}")
 
 
 class Transformers:
@@ -86,12 +146,16 @@ class Transformers:
     several it adds (B,C) to (B,1,C) for a single token."""
 
     def __init__(self, path: Path) -> None:
+        import torch
         from transformers import RwkvForCausalLM
 
         model = RwkvForCausalLM.from_pretrained(path) if path.is_dir() else from_official(torch.load(path))
         self.model = model.eval()
+        self.save = self.model.save_pretrained
 
     def row(self, tokens: ndarray, state: list[torch.Tensor] | None) -> tuple[ndarray, list[torch.Tensor]]:
+        import torch
+
         state = [part.clone() for part in state] if state else self.empty_state()
         with torch.no_grad():
             out = self.model(torch.tensor(tokens)[None], state=state, use_cache=True)
@@ -99,6 +163,8 @@ class Transformers:
 
     def empty_state(self) -> list[torch.Tensor]:
         """The one that it makes for itself takes n_att to be n_embd."""
+        import torch
+
         config = self.model.config
         widths = [config.hidden_size] * 2 + [config.attention_hidden_size] * 3
         state = [torch.zeros(1, width, config.num_hidden_layers) for width in widths]
@@ -108,6 +174,8 @@ class Transformers:
     def parts(self, state: list[torch.Tensor]) -> list[ndarray]:
         ffn_x, att_x, a, b, p = (part[0].T.numpy() for part in state)
         return [att_x, a, b, p, ffn_x]
+
+    values = staticmethod(state_values)
 
 
 def from_official(weights: dict[str, torch.Tensor]) -> Any:
@@ -135,7 +203,7 @@ def by_rows(peer: Any) -> tuple[Forward, Callable[[Any], dict[str, ndarray]]]:
         return np.stack([logits for logits, _ in read]), [state for _, state in read]
 
     def values(states: list[Any]) -> dict[str, ndarray]:
-        return state_values(*(np.stack(rows, axis=1) for rows in zip(*map(peer.parts, states), strict=True)))
+        return peer.values(*(np.stack(rows, axis=1) for rows in zip(*map(peer.parts, states), strict=True)))
 
     return forward, values
 
@@ -143,10 +211,10 @@ def by_rows(peer: Any) -> tuple[Forward, Callable[[Any], dict[str, ndarray]]]:
 def work(peer: type, job: dict[str, Any]) -> None:
     model = peer(Path(job["model"]))
     if "save" in job:
-        model.model.save_pretrained(job["save"])
+        model.save(job["save"])
     np.savez(job["outputs"], **outputs(*by_rows(model), np.load(job["tokens"]), job["chunks"], job["greedy"]))
 
 
 if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")):
-        work({"rwkv": RwkvPackage, "transformers": Transformers}[sys.argv[1]], each)
+        work({"rwkv": RwkvPackage, "transformers": Transformers, "rwkv7": RwkvPackage7, "llama.cpp": LlamaCpp}[sys.argv[1]], each)
