@@ -108,7 +108,7 @@ def exchanged(file: str, reader: str, expected: str, cases: Iterable[str], outpu
 
 
 def each_kind_changed(folder: Path, outputs: AllOutputs) -> Iterator[Row]:
-    """A row for each kind of RWKV-7's tensors, times FACTOR in all layers: how far the logits are then from float64."""
+    """A row for each kind of RWKV-7's tensors, changed in all layers: how far the logits are then from float64."""
     case = CASES_7[CONTROL_CASE]
     weights = random_weights(case)
     for kind in kinds(case):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy import ndarray
 from models import as_values
+from numpy import ndarray
 from numpy_rwkv4 import LayerState, NumpyRWKV4
 from numpy_rwkv7 import LayerState as LayerState7
 from numpy_rwkv7 import NumpyRWKV7

@@ -216,5 +216,6 @@ def work(peer: type, job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    peer = {"rwkv": RwkvPackage, "transformers": Transformers, "rwkv7": RwkvPackage7, "llama.cpp": LlamaCpp}[sys.argv[1]]
     for each in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")):
-        work({"rwkv": RwkvPackage, "transformers": Transformers, "rwkv7": RwkvPackage7, "llama.cpp": LlamaCpp}[sys.argv[1]], each)
+        work(peer, each)
