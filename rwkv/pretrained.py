@@ -63,9 +63,10 @@ class RWKV(Model):
                         format: str | None = None) -> None:
         """Writes the weights, and the configuration and the tokenizer where the format has room for them.
 
-        The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, none for a Hugging Face
-        directory), unless `format` names it. dtype: float32, float16, bfloat16, or None for the model's own. Raises UserError
-        for another suffix, a dtype that the format lacks, a tokenizer with more tokens than the model, and a model in int8.
+        The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, .gguf for llama.cpp, none
+        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q8_0, or None
+        for the model's own. Raises UserError for another suffix, a dtype, generation or tokenizer that the format lacks, a
+        tokenizer with more tokens than the model, and a model in int8.
         """
         if isinstance(self.head, Int8Linear):
             raise UserError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "

@@ -13,6 +13,7 @@ import torch
 from models import kernels
 from numpy import ndarray
 from numpy_rwkv4 import NumpyRWKV4
+from numpy_rwkv7 import NumpyRWKV7
 from parity import cases
 from parity.cases import STATE, TO_FLOAT64, TO_PEER, Case, random_tokens, random_weights
 from parity.comparison import Cell, Row, forms_apart, greedy_apart, logits_apart, state_apart, table, worst
@@ -67,6 +68,18 @@ def test_a_tensor_that_is_off_by_a_thousandth_shows(name: str) -> None:
     weights = random_weights(SMALL)
     changed = weights[name] + np.random.default_rng(2).choice([-1e-3, 1e-3], weights[name].shape)
     assert np.abs(logits(weights | {name: changed}) - logits(weights)).max() > 5 * TO_PEER
+
+
+SMALL_7 = cases.Case7(L=2, H=2, N=16, ranks=(5, 4, 3, 6), V=30, T=12, chunks=())
+
+
+@pytest.mark.parametrize("kind", cases.kinds(SMALL_7))
+def test_a_kind_of_tensor_with_channels_off_by_a_hundredth_shows(kind: str) -> None:
+    weights = random_weights(SMALL_7)
+    assert not any(bool(((weight == 0) | (weight == 1)).any()) for weight in weights.values())
+    expected = NumpyRWKV7(weights)(random_tokens(SMALL_7))[0]
+    changed = NumpyRWKV7(cases.scaled(weights, kind, 1.01))(random_tokens(SMALL_7))[0]
+    assert np.abs(changed - expected).max() > 5 * TO_PEER
 
 
 def test_two_tensors_that_are_swapped_show() -> None:

@@ -2,9 +2,9 @@
 
 RWKV-4: PyPI's `rwkv` and transformers' RwkvForCausalLM; RWKV-7: PyPI's `rwkv`, and llama.cpp on our GGUF file. Random
 checkpoints of several shapes are written as files; each program reads them and computes the logits at all positions, the state
-(llama.cpp's is not compared) and a greedy continuation. The tables show the differences; exit status 1 if one exceeds its bound,
-or if a changed weight does not exceed it. The peers run in .venv-peers and .venv-llama, because their packages have the names of
-ours.
+(llama.cpp's is not compared) and a greedy continuation. The tables show the differences; exit status 1 if one exceeds its
+bound, or if a changed weight does not exceed it. The peers run in .venv-peers and .venv-llama, because their packages have the
+names of ours.
 """
 
 import argparse
@@ -85,7 +85,9 @@ def by_kernel(folder: Path, name: str, outputs: AllOutputs) -> Iterator[Row]:
     for peer, file in peers_of(name).items():
         theirs, exact = outputs[name, peer, file], outputs[name, "float64", OFFICIAL]
         cells = {"float64": Cell(logits_apart(theirs, exact), TO_PEER)}
-        yield Row((name, f"({peer})"), cells | ({"state": Cell(state_apart(theirs, exact), STATE)} if has_state(theirs) else {}))
+        if has_state(theirs):
+            cells["state"] = Cell(state_apart(theirs, exact), STATE)
+        yield Row((name, f"({peer})"), cells)
 
 
 def has_state(found: Outputs) -> bool:
@@ -108,7 +110,7 @@ def exchanged(file: str, reader: str, expected: str, cases: Iterable[str], outpu
 
 
 def each_kind_changed(folder: Path, outputs: AllOutputs) -> Iterator[Row]:
-    """A row for each kind of RWKV-7's tensors, times FACTOR in all layers: how far the logits are then from float64."""
+    """A row for each kind of RWKV-7's tensors, changed in all layers: how far the logits are then from float64."""
     case = CASES_7[CONTROL_CASE]
     weights = random_weights(case)
     for kind in kinds(case):

@@ -73,7 +73,7 @@ CASES = {
 CASES_7 = {
     "7: one token": Case7(L=2, H=3, N=32, ranks=(8, 12, 7, 20), V=50, T=1, chunks=(1,)),
     "7: heads of 64": Case7(L=3, H=2, N=64, ranks=(32, 24, 16, 40), V=77, T=67, chunks=(1, 64, 2)),
-    "7: heads of 16": Case7(L=4, H=6, N=16, ranks=(9, 33, 5, 12), V=65, T=130, chunks=(64, 65, 1)),
+    "7: heads of 32": Case7(L=4, H=3, N=32, ranks=(9, 33, 5, 12), V=65, T=100, chunks=(64, 35, 1)),
 }
 
 
@@ -115,8 +115,13 @@ def kinds(case: Case7) -> list[str]:
 
 
 def scaled(weights: dict[str, ndarray], kind: str, factor: float) -> dict[str, ndarray]:
-    """The weights with every tensor of a kind times a factor."""
-    return {name: weight * np.float32(factor) if kind in (name, name.split(".", 2)[-1]) else weight
+    """The weights with every second channel of all tensors of a kind times a factor.
+
+    Not every channel, because the model is the same for any factor on the whole embedding, which ln0 normalises, and on the
+    whole of k_k, which is normalised in each head.
+    """
+    factors = np.where(np.arange(2) == 0, np.float32(factor), np.float32(1))
+    return {name: weight * np.resize(factors, weight.shape[-1]) if kind in (name, name.split(".", 2)[-1]) else weight
             for name, weight in weights.items()}
 
 

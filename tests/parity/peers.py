@@ -3,9 +3,9 @@ RWKV-7 is apart), transformers and llama.cpp.
 
     python -I peers.py rwkv|transformers|rwkv7|llama.cpp JOBS.json
 
-A job names a model (an official .pth, for transformers also a directory, for llama.cpp a GGUF file), its tokens (.npy), the file
-for its outputs (.npz), and a directory or file to save itself to, for llama.cpp in Q8_0. This file imports nothing of ours:
-there, `rwkv` is another package.
+A job names a model (an official .pth, for transformers also a directory, for llama.cpp a GGUF file), its tokens (.npy), the
+file for its outputs (.npz), and a directory or file to save itself to, for llama.cpp in Q8_0. This file imports nothing of
+ours: there, `rwkv` is another package.
 """
 
 from __future__ import annotations
@@ -216,5 +216,6 @@ def work(peer: type, job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    peer = {"rwkv": RwkvPackage, "transformers": Transformers, "rwkv7": RwkvPackage7, "llama.cpp": LlamaCpp}[sys.argv[1]]
     for each in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")):
-        work({"rwkv": RwkvPackage, "transformers": Transformers, "rwkv7": RwkvPackage7, "llama.cpp": LlamaCpp}[sys.argv[1]], each)
+        work(peer, each)

@@ -14,9 +14,9 @@ HEADS = {"kernels": ("case", "kernel"), "files": ("file", "read by"), "control":
 
 HEADING = """\
 float32, {B} rows: max |difference| over all positions, read whole, in chunks and one by one. Allowed: {TO_FLOAT64:.0e} for
-the logits to float64 and between forms, {TO_PEER:.0e} to the peers; {STATE:.0e} for the state (att_x, ffn_x, and a/b, p + log b
-or RWKV-7's S), to all but llama.cpp and between forms; none of {GREEDY} tokens of a greedy continuation. The peers' own rows: how far they are from
-float64 themselves."""
+the logits to float64 and between forms, {TO_PEER:.0e} to the peers; {STATE:.0e} for the state (att_x, ffn_x, and a/b and
+p + log b, or RWKV-7's S), to all but llama.cpp and between forms; none of {GREEDY} tokens of a greedy continuation. The
+peers' own rows: how far they are from float64 themselves."""
 
 
 def passed(tables: Tables) -> bool:
@@ -48,6 +48,6 @@ def report(tables: Tables, peers: dict[str, str]) -> str:
         "Files written by one program and read by another, beside the same weights in RWKV-LM's layout, or the Q8_0 file that",
         "llama.cpp made of our GGUF beside our own Q8_0; the worst case:", "",
         table(HEADS["files"], tables["files"]), "",
-        f"Control: one weight of {CONTROL} off by {OFF:g} in what ours reads, or all tensors of a kind times 1.01; every line",
-        "must be out of bounds:", "",
+        f"Control: one weight of {CONTROL} off by {OFF:g} in what ours reads, or all tensors of a kind with every second",
+        "channel times 1.01; every line must be out of bounds:", "",
         table(HEADS["control"], tables["control"]), "", "parity: " + ("yes" if passed(tables) else "NO")))
