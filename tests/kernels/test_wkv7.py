@@ -53,6 +53,10 @@ def test_the_same_direction_at_every_step(wkv7: WKV7, device: str) -> None:
     assert not wrong(wkv7, changed(inputs, a=same, b=-same))
 
 
+def test_heads_of_another_width(wkv7: WKV7, device: str) -> None:
+    assert not wrong(wkv7, cases.inputs(1, 40, 2, 128, device=device))
+
+
 def test_no_state_is_the_empty_state(wkv7: WKV7, device: str) -> None:
     sequences = cases.inputs(2, 20, 2, 64, device=device)[:6]
     found = wkv7(*sequences)
