@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
-CPU_7 = Rule(("taichi_v3", "torch_chunk"), measured=False)
+CPU_7 = Rule(("taichi_v3", "torch_chunk"), measured=True)
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
 RULES = {
     ("wkv4", "cpu", torch.float32): CPU,
@@ -37,7 +37,7 @@ RULES = {
     ("wkv4", "cuda", torch.bfloat16): CUDA,
     ("wkv4", "cuda", torch.float64): Rule(("torch_scan",), measured=False),
     ("wkv7", "cpu", torch.float32): CPU_7,
-    ("wkv7", "cpu", torch.bfloat16): CPU_7,
+    ("wkv7", "cpu", torch.bfloat16): Rule(CPU_7.order, measured=False),
     ("wkv7", "cuda", torch.float32): CUDA_7,
     ("wkv7", "cuda", torch.bfloat16): CUDA_7,
     **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
