@@ -55,6 +55,7 @@ def cubins(processes: dict[str, subprocess.Popen[str]], request: pytest.FixtureR
 
 
 @pytest.mark.programs
+@pytest.mark.timeout(900)                # 140 seconds of one core, more where others compute
 def test_under_the_interpreter(processes: dict[str, subprocess.Popen[str]]) -> None:
     output, problems = processes["interpreter"].communicate()
     assert processes["interpreter"].returncode == 0, output + problems
