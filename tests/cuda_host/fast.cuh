@@ -1,4 +1,4 @@
-// The counterpart of kernels/wkv/csrc/fast.cuh.
+// The counterpart of kernels/wkv4/csrc/fast.cuh.
 #pragma once
 
 static float reciprocal(float x) { return 1 / x; }
