@@ -78,7 +78,7 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
 def throughput(generation: str, precision: str, scratch: Path) -> Report:
     """ms of a step in train.py, of the bare step and of its matrix products; tokens per second, and their ratios."""
     out_dir = scratch / f"{generation}-{precision}"
-    command = _train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
+    command = train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
                              f"trainer.max_steps={STEPS[precision]}",
                              f"trainer.checkpoint_every={SAVED_EVERY}")
     printed = _turns.beside(command, ROOT, _job_command("steps", generation, precision), ROOT, TURNS[precision])
@@ -89,7 +89,7 @@ def throughput(generation: str, precision: str, scratch: Path) -> Report:
 
 
 def _of_throughput(out_dir: Path) -> Report:
-    ms = {int(row["step"]): 1000 * TOKENS / float(row["tok_per_sec"]) for row in _metrics(out_dir) if row["tok_per_sec"]}
+    ms = {int(row["step"]): 1000 * TOKENS / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"]}
     steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]    # a step includes the save before it
     saves = [ms[step] for step in ms if step > WARM and not (step - 1) % SAVED_EVERY]
     return {"step": median(steps), "saving": (median(saves) - median(steps)) / TrainerConfig().checkpoint_every}
@@ -110,7 +110,7 @@ def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
 
 
 def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[str]) -> Report:
-    command = _train_command(out_dir, "experiment=shakespeare_char", f"data.path={text}", *options)
+    command = train_command(out_dir, "experiment=shakespeare_char", f"data.path={text}", *options)
     if nanogpt is None:
         _turns.alone(command, ROOT)
         return _of_shakespeare(out_dir)
@@ -121,7 +121,7 @@ def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[
 
 
 def _of_shakespeare(out_dir: Path) -> Report:
-    run = _metrics(out_dir)
+    run = metrics(out_dir)
     steps = [1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]]
     return {"ms": median(steps), "fast_ms": _fast(steps),
             "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
@@ -134,16 +134,16 @@ def _fast(steps: list[float]) -> float:
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
     """Trains a run and returns the rows of its metrics.csv."""
-    _turns.alone(_train_command(out_dir, *options), ROOT)
-    return _metrics(out_dir)
+    _turns.alone(train_command(out_dir, *options), ROOT)
+    return metrics(out_dir)
 
 
-def _train_command(out_dir: Path, *options: str) -> list[str]:
+def train_command(out_dir: Path, *options: str) -> list[str]:
     return [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir}",
             f"data.cache_dir={ROOT / '.cache'}", *options]
 
 
-def _metrics(out_dir: Path) -> list[dict[str, str]]:
+def metrics(out_dir: Path) -> list[dict[str, str]]:
     with (out_dir / "metrics.csv").open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
