@@ -48,8 +48,9 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
     with tempfile.TemporaryDirectory() as folder:
         ms = _step_times(Path(folder), rwkv4, rwkv7)
         lengths = {"rwkv4": steps, "rwkv7": round(steps * ms["rwkv4"] / ms["rwkv7"])}
-        runs = {name: [_end(train(Path(folder) / f"{name}-{seed}", *options, f"seed={seed}", f"trainer.max_steps={lengths[name]}"))
-                       for seed in seeds] for name, options in (("rwkv4", rwkv4), ("rwkv7", rwkv7))}
+        runs = {name: [_end(train(Path(folder) / f"{name}-{seed}", *options, f"seed={seed}",
+                                  f"trainer.max_steps={lengths[name]}")) for seed in seeds]
+                for name, options in (("rwkv4", rwkv4), ("rwkv7", rwkv7))}
     found = {"ms": ms, "steps": lengths, "runs": runs,
              "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
     print(json.dumps(found), flush=True)
