@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 OUT ?= gpu-check
 BENCH := $(BIN)/python -m kernels.bench
 RESULTS := benchmarks/results
+GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python $(if $(RWKV_CPP),--rwkv-cpp $(RWKV_CPP))
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
@@ -42,10 +43,11 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 
 peers: $(PEERS)/installed $(LLAMA)/installed     ## PyPI's rwkv and transformers, and llama.cpp, apart: they have names of ours
 
-bench-peers: $(READY_TO_TEST) $(PEERS)/installed  ## reading and writing, beside the peers on the same checkpoint
-	$(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python --json $(RESULTS)/generation-cpu.json
-	$(BIN)/python -m benchmarks.generation --generation rwkv7 --peers $(PEERS)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
+bench-peers: $(READY_TO_TEST) peers      ## reading and writing, beside the peers on the same weights; RWKV_CPP=FOLDER adds rwkv.cpp
+	$(GENERATION) --json $(RESULTS)/generation-cpu.json
+	$(GENERATION) --generation rwkv7 --llama $(LLAMA)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
 	$(BIN)/python -m benchmarks.tables
+
 
 parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json

@@ -1,22 +1,28 @@
 """python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--json FILE]
 
 Tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates stand beside
-their limit in the same run: the model's matrix products alone, on the same weights. The weights are random, because the time
-does not depend on them. Each dtype runs in a process of its own, so that peak memory is its own.
+their limits in the same run: the bytes that a step must read over the bandwidth at which this machine reads them, and the
+model's matrix products alone, on the same weights. The weights are random, because the time does not depend on them.
 
---peers PYTHON adds PyPI's rwkv and, for RWKV-4, transformers, from an environment that has them (make peers), on the same
-checkpoint.
+Beside the peers, on the same weights, two threads each:
+    --peers PYTHON       PyPI's rwkv and, for RWKV-4, transformers, in an environment that has them (make peers)
+    --llama PYTHON       llama.cpp, for RWKV-7, in an environment with llama-cpp-python (make peers)
+    --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
+
+Each program and dtype is a process of its own. Those of one width, such as float32, take turns: only one runs at any moment.
 The last line of standard output is the result as JSON.
 """
 
 import argparse
 import json
 import math
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,37 +39,135 @@ from kernels.select import select
 from rwkv.config import ModelConfig
 from rwkv.generation.decoder import Decoder
 from rwkv.generation.prefill import prefill
-from rwkv.model.base import generation
+from rwkv.model.base import MATRICES, generation
 from rwkv.model.quantized import Int8Linear
 from rwkv.pretrained import RWKV
 
-DTYPES = ("float32", "bfloat16", "int8")
-PEERS = {"rwkv4": (*(("rwkv", dtype) for dtype in DTYPES), ("transformers", "float32"), ("transformers", "bfloat16")),
-         "rwkv7": (("rwkv7", "float32"), ("rwkv7", "bfloat16"))}
+WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
+PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "llama.cpp": ["F32"], "rwkv.cpp": ["FP32"]},
+                "16 bits": {"rwkv": ["bfloat16"], "transformers": ["bfloat16"], "llama.cpp": ["BF16", "F16"],
+                            "rwkv.cpp": ["FP16"]},
+                "8 bits": {"rwkv": ["int8"], "llama.cpp": ["Q8_0"], "rwkv.cpp": ["Q8_0"]},
+                "4 to 6 bits": {"llama.cpp": ["Q4_K_M"], "rwkv.cpp": ["Q4_0", "Q5_1"]}}
+LACKING: dict[str, list[tuple[str, str | None]]] = {             # a peer, or a format of it
+    "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
+GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
+GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 7                               # in each the work and its limit in turns
-ROUND_S = 0.6                            # seconds of either
+ROUNDS = 7                               # in each the programs take turns, and each its works
+TURN_S = 0.6                             # seconds of a work
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}          # of a weight of a matrix, with its share of the scales
+LIMIT = "limit of "                      # before a work's name: its matrix products alone
+READ = "read"                            # the work that measures the bandwidth
+Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if args.measure is not None:
-        print(json.dumps(measure(args.checkpoint, args.measure, args.batch, args.prompt)))
+        answer(args.checkpoint, args.measure, args.batch, args.prompt)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         shape = args.shape or SHAPES[args.generation]
-        checkpoint = write_checkpoint(Path(folder), args.generation, shape)
-        rows = [row for dtype in args.dtype for row in _in_a_process(args, checkpoint, dtype)]
-        peers = [row for peer in PEERS[args.generation] for row in _peer(args, checkpoint, *peer)] if args.peers else []
+        write_files(Path(folder), args, shape)
+        widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
+        rows = [row for width, dtype in widths.items() for row in compare(_programs(args, Path(folder), width, dtype))]
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
-              "rows": rows + peers, "machine": hardware.describe("cpu")}
+              "rows": rows, "machine": hardware.describe("cpu")}
     print(table(report))
     publish(report, args.json)
     return 0
 
 
-def measure(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> list[dict[str, Any]]:
-    """One dtype's results, as rows of plain data."""
+def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
+    """The rows of programs (name, format) -> command, measured in turns."""
+    with ExitStack() as running:
+        workers = {key: running.enter_context(worker(command)) for key, command in programs.items()}
+        seconds: dict[tuple[str, str], dict[str, list[float]]] = {
+            key: {work: [] for work in found.works} for key, found in workers.items()}
+        for _ in range(ROUNDS):
+            for key, found in workers.items():
+                for work, samples in seconds[key].items():
+                    samples.append(found.seconds(work))
+    rows = []
+    for (of, form), found in workers.items():
+        middle = {work: median(samples) for work, samples in seconds[of, form].items()}
+        rows += [{"of": of, "dtype": form, "what": work} | _limits(found, middle, work)
+                 | {key: found.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
+                 for work in middle if work != READ and not work.startswith(LIMIT)]
+    return rows
+
+
+def _limits(found: "Worker", seconds: dict[str, float], work: str) -> Row:
+    """Tokens per second of a work, of its matrix products, and those that the bandwidth allows, as far as they are known."""
+    tokens = found.works[work]
+    row = {"tokens_per_s": tokens / seconds[work]}
+    if READ in seconds:
+        bandwidth = found.header["read_bytes"] / seconds[READ]
+        row |= {"products": tokens / seconds[LIMIT + work], "read_gb_s": bandwidth / 1e9}
+        if work in found.header["step_bytes"]:
+            row["read"] = tokens * bandwidth / found.header["step_bytes"][work]
+    return row
+
+
+class Worker:
+    """A process that measures works when it is asked to, and is suspended in between.
+
+    works: the tokens of each. header: what it has said of itself.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.header = json.loads(self._line("{"))
+        self.works: dict[str, int] = self.header["works"]
+        process.send_signal(signal.SIGSTOP)
+
+    def seconds(self, work: str) -> float:
+        """The mean seconds of a call."""
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.stdin.write(f"{TURN_S} {work}\n")
+        self._process.stdin.flush()
+        found = float(self._line())
+        self._process.send_signal(signal.SIGSTOP)
+        return found
+
+    def _line(self, start: str = "") -> str:
+        """The next line that begins like this; libraries print others. Exits where the process has ended."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(start):
+                return line
+        sys.exit(f"{' '.join(self._process.args)} ended with status {self._process.wait()}")     # type: ignore[arg-type]
+
+
+@contextmanager
+def worker(command: list[str]) -> Iterator[Worker]:
+    """The command as a Worker, which ends with the block."""
+    with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Worker(process)
+        finally:
+            process.kill()
+
+
+def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) -> dict[tuple[str, str], list[str]]:
+    """The commands of all programs of a width, ours first."""
+    sizes = [",".join(map(str, args.batch)), str(args.prompt)]
+    ours = [sys.executable, "-m", "benchmarks.generation", "--measure", dtype, "--checkpoint", str(folder / "model.pth"),
+            "--batch", sizes[0], "--prompt", sizes[1]]
+    pythons = {"rwkv": args.peers, "transformers": args.peers, "llama.cpp": args.llama,
+               "rwkv.cpp": args.rwkv_cpp and sys.executable}
+    script = str(hardware.ROOT / "benchmarks" / "peer_generation.py")
+    lacking = LACKING[args.generation]
+    peers = {(peer, form): [str(pythons[peer]), "-I", script, peer, form, str(folder), *sizes]
+             for peer, forms in PEER_FORMATS[width].items() for form in forms
+             if pythons[peer] and (peer, None) not in lacking and (peer, form) not in lacking}
+    return {("timemix", dtype): ours, **peers}
+
+
+def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
+    """A Worker's side for this project: its header, and then mean seconds for each line "SECONDS WORK" of standard input."""
     keep_large_blocks()
     began = time.perf_counter()
     model = RWKV.from_pretrained(checkpoint, dtype=dtype)
@@ -74,10 +178,72 @@ def measure(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> li
     Decoder(model, prefill(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
     peak_mib = _peak_mib()               # before the inputs of the matrix products exist
-    rows = [_row(f"decode, batch {B}", dtype, B, *_rates(_decode(model, B), _products(model, B), B)) for B in batches]
-    rates = _rates(lambda: prefill(model, tokens), _prefill_products(model, prompt), prompt)
-    rows.append(_row(f"prefill {prompt}", dtype, 1, *rates))
-    return [row | {"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib} for row in rows]
+    read, read_bytes = hardware.read()
+    works: dict[str, tuple[int, Callable[[], Any]]] = {READ: (1, read)}
+    for B in batches:
+        works |= {decode_name(B): (B, _decode(model, B)), LIMIT + decode_name(B): (B, _products(model, B))}
+    name = f"prefill {prompt}"
+    works |= {name: (prompt, lambda: prefill(model, tokens)), LIMIT + name: (prompt, _prefill_products(model, prompt))}
+    print(json.dumps({"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib, "read_bytes": read_bytes,
+                      "works": {key: n for key, (n, _) in works.items()},
+                      "step_bytes": {decode_name(B): step_bytes(model, dtype, B) for B in batches}}), flush=True)
+    for line in sys.stdin:
+        seconds, _, key = line.rstrip("\n").partition(" ")
+        print(_seconds(works[key][1], float(seconds)), flush=True)
+
+
+def decode_name(B: int) -> str:
+    return f"decode, batch {B}"
+
+
+def step_bytes(model: RWKV, dtype: str, B: int) -> float:
+    """What a step for B rows must read: all weights but the embedding, of which it reads B rows, and the state."""
+    kind = generation(model.config)
+    bits = {name: BITS[dtype] if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
+    sizes = {name: math.prod(shape) for name, shape in kind.shapes(model.config, model.vocab_size).items()}
+    return sum(sizes[name] * bits[name] / 8 for name in sizes if name != "emb.weight") + model.empty_state(B).nbytes()
+
+
+def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> None:
+    """Writes a random model, and it again in the format of each peer that takes part."""
+    library = args.rwkv_cpp and next(args.rwkv_cpp.rglob("librwkv.so"), None)
+    if args.rwkv_cpp and not library:
+        sys.exit(f"there is no librwkv.so in {args.rwkv_cpp}: build rwkv.cpp there")
+    about = {"generation": args.generation, "rwkv.cpp": str(library)}
+    (folder / "model.json").write_text(json.dumps(about), encoding="utf-8")
+    checkpoint = write_checkpoint(folder, args.generation, shape)
+    model = RWKV.from_pretrained(checkpoint)
+    if args.peers and args.generation == "rwkv4":
+        model.save_pretrained(folder / "huggingface", dtype="float32")
+    for name, dtype in GGUF.items() if args.llama and args.generation == "rwkv7" else ():
+        model.save_pretrained(folder / f"{name}.gguf", dtype=dtype)
+    for name, dtype in GGMF.items() if args.rwkv_cpp else ():
+        model.save_pretrained(folder / f"{name}.ggmf", dtype=dtype)
+
+
+def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
+    """Writes a random model of the generation as a .pth, in 16 bits, and returns its path."""
+    L, C, V = shape
+    torch.manual_seed(0)
+    config = ModelConfig(generation=name, n_layer=L, n_embd=C)
+    model = RWKV(config, V, select(generation(config).OPERATOR, "reference")).init_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, C ** -0.5)
+    model.save_pretrained(folder / "model.pth", dtype="float16" if name == "rwkv4" else "bfloat16")
+    return folder / "model.pth"
+
+
+def table(report: dict[str, Any]) -> str:
+    head = ["", "dtype", "tokens/s", "of the bandwidth", "of the products", "load s", "first token s", "peak MiB"]
+    return aligned([head, *map(_cells, report["rows"])], left=2)
+
+
+def _cells(row: Row) -> list[str]:
+    shares = [f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")]
+    return [f"{row['of']}: {row['what']}", row["dtype"], f"{row['tokens_per_s']:.1f}", *shares,
+            f"{row['load_s']:.2f}", f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"]
 
 
 def _peak_mib() -> float:
@@ -90,43 +256,10 @@ def _peak_mib() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
-    """Writes a random model of the generation as a .pth, and beside it as a Hugging Face directory; returns the .pth."""
-    L, C, V = shape
-    torch.manual_seed(0)
-    config = ModelConfig(generation=name, n_layer=L, n_embd=C)
-    model = RWKV(config, V, select(generation(config).OPERATOR, "reference")).init_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, C ** -0.5)
-    model.save_pretrained(folder / "model.pth", dtype="float16" if name == "rwkv4" else "bfloat16")
-    model.save_pretrained(folder / "huggingface", dtype="float32")
-    return folder / "model.pth"
-
-
-def table(report: dict[str, Any]) -> str:
-    head = ["", "dtype", "tokens/s", "limit", "of limit", "load s", "first token s", "peak MiB"]
-    return aligned([head, *map(_cells, report["rows"])], left=2)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    wall = row.get("wall")
-    limit = [f"{wall:.1f}", f"{row['tokens_per_s'] / wall:.0%}"] if wall else ["", ""]
-    return [f"{row['of']}: {row['what']}", row["dtype"], f"{row['tokens_per_s']:.1f}", *limit,
-            f"{row['load_s']:.2f}", f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"]
-
-
-def _rates(work: Callable[[], Any], products: Callable[[], Any], tokens: int) -> tuple[float, float]:
-    """Tokens per second of the work and of its matrix products: medians of rounds in which the two take turns."""
-    rounds = [(_seconds(work), _seconds(products)) for _ in range(ROUNDS)]
-    return tokens / median(one for one, _ in rounds), tokens / median(other for _, other in rounds)
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    """Mean seconds of a call, over ROUND_S seconds of calls."""
+def _seconds(function: Callable[[], Any], least: float) -> float:
+    """Mean seconds of a call, over that many seconds of calls."""
     calls, began = 0, time.perf_counter()
-    while calls == 0 or time.perf_counter() - began < ROUND_S:
+    while calls == 0 or time.perf_counter() - began < least:
         function()
         calls += 1
     return (time.perf_counter() - began) / calls
@@ -169,38 +302,18 @@ def _product(module: nn.Linear | Int8Linear, rows: int) -> Callable[[], Tensor]:
     return lambda: F.linear(x, weight)
 
 
-def _row(what: str, dtype: str, B: int, tokens_per_s: float, wall: float) -> dict[str, Any]:
-    return {"of": "timemix", "what": what, "dtype": dtype, "batch": B, "tokens_per_s": tokens_per_s, "wall": wall}
-
-
-def _in_a_process(args: argparse.Namespace, checkpoint: Path, dtype: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.generation", "--measure", dtype, "--checkpoint", str(checkpoint),
-               "--batch", ",".join(map(str, args.batch)), "--prompt", str(args.prompt)]
-    return _last_line(command, hardware.ROOT)
-
-
-def _peer(args: argparse.Namespace, checkpoint: Path, peer: str, dtype: str) -> list[dict[str, Any]]:
-    script = hardware.ROOT / "benchmarks" / "peer_generation.py"
-    return _last_line([str(args.peers), "-I", str(script), peer, dtype, str(checkpoint.parent),
-                       ",".join(map(str, args.batch)), str(args.prompt)], checkpoint.parent)
-
-
-def _last_line(command: list[str], folder: Path) -> list[dict[str, Any]]:
-    output = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
-    rows: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
-    return rows
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description="Speed of prefill and decode.")
-    parser.add_argument("--generation", choices=PEERS, default="rwkv4")
+    parser.add_argument("--generation", choices=SHAPES, default="rwkv4")
     parser.add_argument("--shape", type=_numbers, metavar="L,C,V", help="layers, width, vocabulary")
-    parser.add_argument("--dtype", type=lambda text: text.split(","), default=list(DTYPES), metavar="NAME,...")
+    parser.add_argument("--dtype", type=lambda text: text.split(","), default=list(WIDTHS), metavar="NAME,...")
     parser.add_argument("--batch", type=_numbers, default=[1, 8], metavar="B,...")
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment with PyPI's rwkv and transformers")
+    parser.add_argument("--llama", type=Path, metavar="PYTHON", help="of an environment with llama-cpp-python")
+    parser.add_argument("--rwkv-cpp", type=Path, metavar="FOLDER", help="a checkout of rwkv.cpp with librwkv.so built")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
-    parser.add_argument("--measure", choices=DTYPES, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=WIDTHS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -1,86 +1,203 @@
-"""peer_generation.py PEER DTYPE FOLDER BATCHES PROMPT: prefill and decode of PyPI's rwkv or transformers, as JSON rows.
+"""peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: prefill and decode of another program, timed on request.
 
-PEER: rwkv (an RWKV-4 checkpoint), rwkv7 (PyPI's rwkv on an RWKV-7 checkpoint) or transformers.
+    rwkv           PyPI's, on an RWKV-4 or RWKV-7 checkpoint (model.pth): float32, bfloat16, int8 (RWKV-4)
+    transformers   on huggingface/: float32, bfloat16 (RWKV-4)
+    llama.cpp      through PyPI's llama-cpp-python, on GGUF files: F32, F16, BF16, Q8_0, Q4_K_M (RWKV-7)
+    rwkv.cpp       its librwkv.so, on ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
 
-benchmarks.generation --peers runs it on the checkpoint in FOLDER, in an environment with the peer and without this project.
+benchmarks.generation starts it on the files in FOLDER, in an environment with the peer and without this project. model.json
+there has the generation and the path of librwkv.so. The program prints one line of JSON: the seconds of loading and of the
+first token, and the names of its works with their tokens; then it answers each line "SECONDS NAME" with the mean seconds of a
+call, over that time. All use two threads, or as many as there are cores.
 """
 
+import ctypes
 import json
 import os
 import resource
 import sys
 import time
-from statistics import median
+from pathlib import Path
 
 os.environ |= {"RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0", "HF_HUB_OFFLINE": "1"}
 
-import torch
-
-ROUNDS, ROUND_S = 5, 0.6
-
-
-def seconds(function):
-    """The median seconds of one call."""
-    samples = []
-    for _ in range(ROUNDS):
-        calls, began = 0, time.perf_counter()
-        while calls == 0 or time.perf_counter() - began < ROUND_S:
-            function()
-            calls += 1
-        samples.append((time.perf_counter() - began) / calls)
-    return median(samples)
+THREADS = min(2, os.cpu_count() or 1)
+QUANTISED = {"Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M", "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0"}
+CHUNK = 64                               # rwkv.cpp aborts on longer ones, at its limit of graph nodes
 
 
-def rwkv7_rows(folder, dtype, batches, prompt):
-    os.environ["RWKV_V7_ON"] = "1"
-    yield from rwkv_rows(folder, dtype, batches, prompt, suffix="")          # that form of it adds the suffix itself
+def said(folder):
+    return json.loads((folder / "model.json").read_text(encoding="utf-8"))
 
 
-def rwkv_rows(folder, dtype, batches, prompt, suffix=".pth"):
-    from rwkv.model import RWKV
+class Rwkv:
+    """PyPI's rwkv, one row at a time."""
 
-    strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
+    def __init__(self, folder, dtype, batches, prompt):
+        generation7 = said(folder)["generation"] == "rwkv7"
+        os.environ["RWKV_V7_ON"] = str(int(generation7))
+        from rwkv.model import RWKV
+
+        strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
+        # its RWKV-7 adds the suffix itself
+        self.model = RWKV(model=str(folder / ("model" if generation7 else "model.pth")), strategy=strategy, verbose=False)
+        self.tokens = list(range(prompt))
+        _, self.state = self.model.forward(self.tokens[:8], None)
+
+    def prefill(self):
+        self.model.forward(self.tokens, None)
+
+    def decode(self, _):
+        return lambda: self.model.forward(self.tokens[:1], self.state)
+
+    batches = (1,)
+
+
+class Transformers:
+    def __init__(self, folder, dtype, batches, prompt):
+        import torch
+        from transformers import RwkvForCausalLM
+
+        torch.set_grad_enabled(False)
+        self.batches = batches
+        self.model = RwkvForCausalLM.from_pretrained(folder / "huggingface", dtype=getattr(torch, dtype)).eval()
+        self.tokens = torch.arange(prompt)[None]
+        self.model(self.tokens[:, :8], use_cache=True)
+
+    def prefill(self):
+        self.model(self.tokens, use_cache=True)
+
+    def decode(self, B):
+        tokens = self.tokens[0, :B, None]
+        state = self.model(tokens.expand(B, 2), use_cache=True).state
+        return lambda: self.model(tokens, state=state, use_cache=True)
+
+
+class LlamaCpp:
+    """Its low-level interface, since the other reads one row; a step's logits are of all rows, a prompt's of the last token."""
+
+    def __init__(self, folder, name, batches, prompt):
+        import llama_cpp
+
+        self.api, self.batches, self.prompt = llama_cpp, batches, prompt
+        self.vocabulary, self.position = 256, 0
+        llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
+        model = llama_cpp.llama_model_load_from_file(str(self._file(folder, name)).encode(),
+                                                     llama_cpp.llama_model_default_params())
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = 1 << 20, max(prompt, *batches), max(prompt, *batches)
+        options.n_seq_max = max(batches)
+        options.n_threads = options.n_threads_batch = THREADS
+        self.context = llama_cpp.llama_init_from_model(model, options)
+        self.batch = llama_cpp.llama_batch_init(max(prompt, *batches), 0, 1)
+        self._read(8, rows=1)
+
+    def _file(self, folder, name):
+        path = folder / f"{name}.gguf"
+        if not path.exists():
+            options = self.api.llama_model_quantize_default_params()
+            options.ftype = getattr(self.api, QUANTISED[name])
+            options.nthread = THREADS
+            if self.api.llama_model_quantize(str(folder / "F32.gguf").encode(), str(path).encode(), options):
+                raise SystemExit(f"llama.cpp could not quantise its file to {name}")
+        return path
+
+    def _read(self, tokens, rows):
+        """Reads that many tokens of one row, or one token of each of several rows."""
+        self.batch.n_tokens = tokens
+        for index in range(tokens):
+            self.batch.token[index] = index % self.vocabulary
+            self.batch.pos[index] = self.position + (index if rows == 1 else 0)
+            self.batch.n_seq_id[index] = 1
+            self.batch.seq_id[index][0] = index if rows > 1 else 0
+            self.batch.logits[index] = rows > 1 or index == tokens - 1
+        self.position += tokens if rows == 1 else 1
+        if self.api.llama_decode(self.context, self.batch):
+            raise SystemExit("llama.cpp could not read the tokens")
+        if not self.api.llama_get_logits_ith(self.context, -1):
+            raise SystemExit("llama.cpp gave no logits")
+
+    def _forget(self):
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
+        self.position = 0
+
+    def prefill(self):
+        self._forget()
+        self._read(self.prompt, rows=1)
+
+    def decode(self, B):
+        self._forget()
+        return lambda: self._read(B, rows=B)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def SILENT(level, text, user_data):
+    pass
+
+
+class RwkvCpp:
+    batches = (1,)
+
+    def __init__(self, folder, name, batches, prompt):
+        library = ctypes.CDLL(said(folder)["rwkv.cpp"])
+        library.rwkv_init_from_file.restype = ctypes.c_void_p
+        for function in ("rwkv_get_state_len", "rwkv_get_logits_len"):
+            getattr(library, function).restype = ctypes.c_size_t
+        self.context = ctypes.c_void_p(library.rwkv_init_from_file(self._file(library, folder, name), THREADS, 0))
+        if not self.context:
+            raise SystemExit(f"rwkv.cpp could not load {name}")
+        self.library = library
+        self.state = (ctypes.c_float * library.rwkv_get_state_len(self.context))()
+        self.logits = (ctypes.c_float * library.rwkv_get_logits_len(self.context))()
+        self.tokens = (ctypes.c_uint32 * prompt)(*range(prompt))
+        self._token(None)
+
+    def _file(self, library, folder, name):
+        path = folder / f"{name}.ggmf"
+        if not path.exists() and not library.rwkv_quantize_model_file(str(folder / "FP32.ggmf").encode(),
+                                                                     str(path).encode(), name.encode()):
+            raise SystemExit(f"rwkv.cpp could not quantise its file to {name}")
+        return str(path).encode()
+
+    def _token(self, state):
+        if not self.library.rwkv_eval(self.context, self.tokens[0], state, self.state, self.logits):
+            raise SystemExit("rwkv.cpp could not read a token")
+
+    def prefill(self):
+        if not self.library.rwkv_eval_sequence_in_chunks(self.context, self.tokens, ctypes.c_size_t(len(self.tokens)),
+                                                         ctypes.c_size_t(CHUNK), None, self.state, self.logits):
+            raise SystemExit("rwkv.cpp could not read the tokens")
+
+    def decode(self, _):
+        return lambda: self._token(self.state)
+
+
+PEERS = {"rwkv": Rwkv, "transformers": Transformers, "llama.cpp": LlamaCpp, "rwkv.cpp": RwkvCpp}
+
+
+def main(name, form, folder, batches, prompt):
     began = time.perf_counter()
-    model = RWKV(model=f"{folder}/model{suffix}", strategy=strategy, verbose=False)
+    peer = PEERS[name](Path(folder), form, [int(B) for B in batches.split(",")], int(prompt))
     load_s = time.perf_counter() - began
-    tokens = torch.randint(1000, (prompt,)).tolist()
-    _, state = model.forward(tokens[:8], None)
     began = time.perf_counter()
-    model.forward(tokens[:1], model.forward(tokens, None)[1])
-    same = {"batch": 1, "load_s": load_s, "first_token_s": time.perf_counter() - began}
-    yield same | {"what": "decode, batch 1", "tokens_per_s": 1 / seconds(lambda: model.forward(tokens[:1], state))}
-    yield same | {"what": f"prefill {prompt}", "tokens_per_s": prompt / seconds(lambda: model.forward(tokens, None))}
+    peer.prefill()
+    first_token_s = time.perf_counter() - began
+    works = {f"decode, batch {B}": (B, lambda B=B: peer.decode(B)) for B in peer.batches}
+    works[f"prefill {prompt}"] = int(prompt), lambda: peer.prefill
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"load_s": load_s, "first_token_s": first_token_s, "peak_mib": peak_mib,
+                      "works": {work: tokens for work, (tokens, _) in works.items()}}), flush=True)
+    for line in sys.stdin:
+        seconds, work = line.rstrip("\n").split(" ", 1)
+        print(mean_seconds(works[work][1](), float(seconds)), flush=True)
 
 
-@torch.no_grad()
-def transformers_rows(folder, dtype, batches, prompt):
-    from transformers import RwkvForCausalLM
-
-    began = time.perf_counter()
-    model = RwkvForCausalLM.from_pretrained(f"{folder}/huggingface", dtype=getattr(torch, dtype)).eval()
-    load_s = time.perf_counter() - began
-    tokens = torch.randint(1000, (1, prompt))
-    model(tokens[:, :8], use_cache=True)
-    began = time.perf_counter()
-    model(tokens[:, :1], state=model(tokens, use_cache=True).state, use_cache=True)
-    same = {"load_s": load_s, "first_token_s": time.perf_counter() - began}
-    for B in batches:
-        yield same | {"what": f"decode, batch {B}", "batch": B, "tokens_per_s": B / seconds(decode(model, B))}
-    whole = seconds(lambda: model(tokens, use_cache=True))
-    yield same | {"what": f"prefill {prompt}", "batch": 1, "tokens_per_s": prompt / whole}
-
-
-def decode(model, B):
-    tokens = torch.arange(B)[:, None]
-    state = model(tokens.expand(B, 2), use_cache=True).state
-    return lambda: model(tokens, state=state, use_cache=True)
-
-
-def main(peer, dtype, folder, batches, prompt):
-    rows = {"rwkv": rwkv_rows, "rwkv7": rwkv7_rows, "transformers": transformers_rows}[peer](
-        folder, dtype, [int(B) for B in batches.split(",")], int(prompt))
-    same = {"of": peer, "dtype": dtype}
-    print(json.dumps([row | same | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024} for row in rows]))
+def mean_seconds(function, least):
+    calls, began = 0, time.perf_counter()
+    while calls == 0 or time.perf_counter() - began < least:
+        function()
+        calls += 1
+    return (time.perf_counter() - began) / calls
 
 
 if __name__ == "__main__":

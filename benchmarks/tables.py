@@ -6,6 +6,7 @@ In the page, this program owns the lines between <!-- NAME: measured --> and <!-
 import sys
 from collections.abc import Callable
 
+from benchmarks.generation import PEER_FORMATS, WIDTHS
 from kernels.bench.hardware import ROOT
 from kernels.bench.results import FOLDER, Report, exit_status, read_json
 from kernels.bench.text import filled, markdown
@@ -29,18 +30,25 @@ def caption(report: Report) -> str:
 
 
 def generation(report: Report) -> str:
-    """Tokens per second for each task and dtype: ours, its share of the matrix products alone, and the peers'."""
-    rows: dict[tuple[str, str], dict[str, Report]] = {}
-    for row in report["rows"]:
-        rows.setdefault((row["what"], row["dtype"]), {})[row["of"]] = row
+    """Tokens per second for each task and width of the weights: ours, its shares of both limits, and the best of each peer."""
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
-    table = [["tokens/s", "dtype", "timemix", "of the matrix products", *peers, "first token s", "peak MiB"]]
-    for (task, dtype), by in sorted(rows.items(), key=lambda item: item[0][0]):
-        ours = by["timemix"]
-        table.append([task, dtype, f"{ours['tokens_per_s']:.0f}", f"{ours['tokens_per_s'] / ours['wall']:.0%}",
-                      *(f"{by[peer]['tokens_per_s']:.0f}" if peer in by else "" for peer in peers),
-                      f"{ours['first_token_s']:.2f}", f"{ours['peak_mib']:.0f}"])
+    table = [["tokens/s", "dtype", "timemix", "of the read bandwidth", "of the matrix products", *peers, "first token s",
+              "peak MiB"]]
+    ours = [row for row in report["rows"] if row["of"] == "timemix"]
+    for row in sorted(ours, key=lambda row: str(row["what"])):
+        formats = PEER_FORMATS[WIDTHS[row["dtype"]]]
+        theirs = [[other for other in report["rows"] if other["of"] == peer and other["what"] == row["what"]
+                   and other["dtype"] in formats.get(peer, [])] for peer in peers]
+        table.append([row["what"], row["dtype"], f"{row['tokens_per_s']:.0f}",
+                      *(f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")),
+                      *map(_best, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
     return markdown(table)
+
+
+def _best(rows: list[Report]) -> str:
+    """The fastest of a peer's formats of a width, with its name; empty where there is none."""
+    best = max(rows, key=lambda row: float(row["tokens_per_s"]), default=None)
+    return f"{best['tokens_per_s']:.0f} ({best['dtype']})" if best else ""
 
 
 def training(report: Report) -> str:

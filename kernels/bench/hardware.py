@@ -66,6 +66,12 @@ def copy(device: str) -> tuple[Callable[[], Any], int]:
     return lambda: target.copy_(source), 2 * COPY_BYTES[device]
 
 
+def read() -> tuple[Callable[[], Any], int]:
+    """A sum of numbers too many for any cache, by all threads, and the bytes that it reads."""
+    source = torch.ones(COPY_BYTES["cpu"] // 4)
+    return source.sum, COPY_BYTES["cpu"]
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
