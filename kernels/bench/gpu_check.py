@@ -1,7 +1,7 @@
 """python3 -m kernels.bench.gpu_check OUT_DIR: everything that needs a CUDA device, in one command.
 
-The parts are the tests of kernels/, every operator's benchmark, and a short training run with each kernel that runs there;
-train.py is started as a program, and nothing of it is imported. Each part has a time limit; a failing part does not stop the
+The parts are the tests of kernels/, every operator's benchmark, and a short training run of RWKV-4 and of RWKV-7 with each of
+their kernels that runs there; train.py is started as a program, and nothing of it is imported. Each part has a time limit; a failing part does not stop the
 others. OUT_DIR gets summary.json (for each part: ok, seconds, the last lines of its output), log.txt (all output), figures if
 matplotlib is installed, and for each operator the benchmark's data OP.json; copied to benchmarks/results/OP-cuda.json, they
 appear in the README's tables.
@@ -32,6 +32,7 @@ from kernels.registry import load, operators, why_not
 from kernels.select import folder, selectable
 
 TAIL_LINES = 20
+MODELS = {"wkv4": "tiny", "wkv7": "rwkv7_tiny"}          # the model that trains with each kernel of the operator
 OVER_TIME = ("B", "C", "T")
 
 
@@ -84,14 +85,16 @@ def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | No
     run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": steps,
            "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,
            "data.cache_dir": scratch / "cache"}
-    for name in trainable(device):
-        options = {"kernel": name, "out_dir": scratch / name} | run
-        yield Part(f"train-{name}", [python, "train.py", *(f"{key}={value}" for key, value in options.items())], 180)
+    for operator, model in MODELS.items():
+        for name in trainable(operator, device):
+            options = {"model": model, "kernel": name, "out_dir": scratch / model / name} | run
+            command = [python, "train.py", *(f"{key}={value}" for key, value in options.items())]
+            yield Part(f"train-{model}-{name}", command, 180)
 
 
-def trainable(device: str) -> list[str]:
-    """The kernels that can train a model on `device`."""
-    ops = {name: folder("wkv4", name) for name in selectable("wkv4")}
+def trainable(operator: str, device: str) -> list[str]:
+    """The kernels of the operator that can train a model on `device`."""
+    ops = {name: folder(operator, name) for name in selectable(operator)}
     return [name for name, op in ops.items() if why_not(op, name, device) is None and load(op, name).REQUIRES.wkv]
 
 
@@ -137,7 +140,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
-                        help="tests, bench, bench-OP, train, train-NAME")
+                        help="tests, bench, bench-OP, train, train-MODEL, train-MODEL-NAME")
     parser.add_argument("--steps", type=int, default=20, help="steps of each training run")
     parser.add_argument("--shape", metavar="B,C,T", help="only this shape of timex and wkv4, for a trial")
     return parser.parse_args(argv)
