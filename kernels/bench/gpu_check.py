@@ -1,10 +1,10 @@
 """python3 -m kernels.bench.gpu_check OUT_DIR: everything that needs a CUDA device, in one command.
 
 The parts are the tests of kernels/, every operator's benchmark, and a short training run of RWKV-4 and of RWKV-7 with each of
-their kernels that runs there; train.py is started as a program, and nothing of it is imported. Each part has a time limit; a failing part does not stop the
-others. OUT_DIR gets summary.json (for each part: ok, seconds, the last lines of its output), log.txt (all output), figures if
-matplotlib is installed, and for each operator the benchmark's data OP.json; copied to benchmarks/results/OP-cuda.json, they
-appear in the README's tables.
+their kernels that runs there; train.py is started as a program, and nothing of it is imported. Each part has a time limit; a
+failing part does not stop the others. OUT_DIR gets summary.json (for each part: ok, seconds, the last lines of its output),
+log.txt (all output), figures if matplotlib is installed, and for each operator the benchmark's data OP.json; copied to
+benchmarks/results/OP-cuda.json, they appear in the README's tables.
 Exit status: 0 all parts are ok, 1 a part failed, 2 no CUDA device.
 
 --device cpu tries the same on a CPU, --shape with small benchmarks of timex and wkv4. --only tests,bench-timex,train runs some
