@@ -1,7 +1,7 @@
 """Rows of W as they are, a few at a time, read in order by all cores; vectors along k, and one launch for several products.
 
 An output is the sum of LANES chains, lane l adding up k = l, l + LANES, ... in order, whatever the tile: for one row of x a
-tile is WIDE rows of W; for more it is FEW rows of W times 4 of x, so that what was read and converted serves 4 times.
+tile is WIDE rows of W; for more it is FEW rows of W times ROWS of x, so that what was read and converted serves ROWS times.
 W needs no packing beyond its form, and no alignment: a mapped file will do.
 """
 
@@ -21,8 +21,7 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8))
 
 LANES = 8
-WIDE = 4                                 # rows of W in a tile, for one row of x
-FEW = {"float32": 2, "bfloat16": 2, "int8": 2, "int4": 1}          # and for several
+WIDE, FEW, ROWS = 4, 2, 4                # rows of W in a tile, for one row of x and for several; rows of x in a tile for several
 TOGETHER = 3                             # products in a launch
 CHUNK = 2048                             # k of int8 in one float sum: 255 * 127 * CHUNK / LANES < 2^24
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -65,7 +64,7 @@ def _in_parts(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 @cache
 def _kernel(form: str, one_row: bool):
     """The kernel for one row of x, or for any number; it computes up to three products, of weights (N0,K), (N1,K) and (N2,K)."""
-    tile_n, tile_r = (WIDE, 1) if one_row else (FEW[form], 4)
+    tile_n, tile_r = (WIDE, 1) if one_row else (FEW, ROWS)
     stored, scales, sums = MATRIX[form], SCALES[form], SUMS[form]
 
     @ti.func
@@ -109,7 +108,7 @@ def _float_sums(read):
         for a in ti.static(range(tile_n)):
             for b in ti.static(range(tile_r)):
                 n_at, r_at = ti.min(n + a, N - 1), ti.min(r + b, R - 1)
-                total = _sum(acc[a][b])
+                total = _sum(acc[a][b], R >> 30)
                 for k in range(K // LANES * LANES, K):
                     total += read(w[n_at * K + k]) * x[x_at + r_at * K + k]
                 y[y_at * R + r_at * N + n_at] = total
@@ -147,11 +146,11 @@ def _int4_sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: 
                n, r, N, K, R, x_at, y_at, tile_n: ti.template(), tile_r: ti.template()):
     """The same for the floats that the integers of a group stand for, half a group at a time.
 
-    The elements in the low bits and those in the high bits have sums of their own: where one sum takes two terms in an
-    iteration, LLVM may add them in another order in another tile.
+    The elements in the low bits and those in the high bits have sums of their own, since one sum would take two terms in an
+    iteration, which LLVM may add in another order in another tile.
     """
-    acc = [[[ti.Vector([0.0] * LANES) for _ in ti.static(range(2))] for _ in ti.static(range(tile_r))]
-           for _ in ti.static(range(tile_n))]
+    low_sums = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(tile_r))] for _ in ti.static(range(tile_n))]
+    high_sums = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(tile_r))] for _ in ti.static(range(tile_n))]
     groups = K // GROUP
     for half in range(2 * groups):
         k = half // 2 * GROUP + half % 2 * LANES
@@ -165,11 +164,11 @@ def _int4_sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: 
             low = by_lane(ti.cast, two & 15, ti.f32) * factor + term
             high = by_lane(ti.cast, two >> 4, ti.f32) * factor + term
             for b in ti.static(range(tile_r)):
-                acc[a][b][0] += low * rows[b][0]
-                acc[a][b][1] += high * rows[b][1]
+                low_sums[a][b] += low * rows[b][0]
+                high_sums[a][b] += high * rows[b][1]
     for a in ti.static(range(tile_n)):
         for b in ti.static(range(tile_r)):
-            total = _sum(acc[a][b][0]) + _sum(acc[a][b][1])
+            total = _sum(low_sums[a][b], R >> 30) + _sum(high_sums[a][b], R >> 30)
             y[y_at * R + ti.min(r + b, R - 1) * N + ti.min(n + a, N - 1)] = total
 
 
@@ -184,9 +183,20 @@ def _vector(array: ti.template(), at):
 
 
 @ti.func
-def _sum(v):
-    """Pairwise, in an order of its own."""
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]))
+def _sum(v, zero):
+    """The sum of the lanes, in the one order that is written here.
+
+    zero: 0, which the compiler does not know. LLVM may reorder a sum of more than two terms, and does so by what is around it;
+    it does not look through an integer operation.
+    """
+    fours = [_fixed(v[lane] + v[lane + 4], zero) for lane in ti.static(range(4))]
+    return _fixed(_fixed(fours[0] + fours[2], zero) + _fixed(fours[1] + fours[3], zero), zero)
+
+
+@ti.func
+def _fixed(x, zero):
+    return ti.bit_cast(ti.bit_cast(x, ti.i32) ^ zero, ti.f32)
+
 
 
 SUMS = {"float32": _float_sums(as_it_is), "bfloat16": _float_sums(from_bfloat16), "int8": _int8_sums, "int4": _int4_sums}
