@@ -30,6 +30,7 @@ GROUP = 32                               # neighbours in a row of W that share a
 SMALLEST = 1e-30                         # scale of zeros
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
+MOST_ROWS = {("taichi_v0", "float32"): 16, ("taichi_v0", "bfloat16"): 16, ("taichi_v0", "int4"): 16}
 Bound = Callable[[Tensor], list[Tensor]]
 
 
@@ -79,6 +80,10 @@ class MatVec(Operator):
             return x.new_zeros(*x.shape[:-1], len(weight))
         y, = self.bind(packed)(x.detach().reshape(1, -1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
+
+    def most_rows(self, form: str) -> int | None:
+        """The most rows for which this is faster than a matrix product of all rows together; None: always."""
+        return None if form == "int8" else MOST_ROWS.get((self.name, form), 1)
 
     def bind(self, *weights: Packed) -> Bound:
         """The products of several weights of one form and one K as one function, without checks.

@@ -12,12 +12,12 @@ REQUIRES = Requires(dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uin
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
-    def product(x: Tensor) -> list[Tensor]:
-        return [row_by_row(rows, unpacked(packed, x.dtype)) for rows, packed in zip(x.unbind(), weights, strict=True)]
-
-    return product
+    return lambda x: [_product(rows, packed) for rows, packed in zip(x.unbind(), weights, strict=True)]
 
 
-def row_by_row(rows: Tensor, weight: Tensor) -> Tensor:
-    """A product for each row: a matrix product of several rows may add in another order than that of one."""
+def _product(rows: Tensor, packed: Packed) -> Tensor:
+    """Row by row, because a matrix product of several rows may add in another order than that of one."""
+    if packed.form == "int8":            # exact sums of integers
+        return (rows.double() @ packed.weight.double().T).to(rows.dtype) * packed.scale
+    weight = unpacked(packed, rows.dtype)
     return torch.stack([(weight * row).sum(1) for row in rows])

@@ -22,7 +22,7 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
 
 LANES = 8
 WIDE, FEW, ROWS = 4, 2, 4                # rows of W in a tile, for one row of x and for several; rows of x in a tile for several
-TOGETHER = 3                             # products in a launch
+TOGETHER = 4                             # products in a launch
 CHUNK = 2048                             # k of int8 in one float sum: 255 * 127 * CHUNK / LANES < 2^24
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Halves = ti.types.ndarray(dtype=ti.i16, ndim=1)          # bfloat16, or integers
@@ -63,7 +63,7 @@ def _in_parts(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 @cache
 def _kernel(form: str, one_row: bool):
-    """The kernel for one row of x, or for any number; it computes up to three products, of weights (N0,K), (N1,K) and (N2,K)."""
+    """The kernel for one row of x, or for any number; it computes up to four products, of weights (N0,K) to (N3,K)."""
     tile_n, tile_r = (WIDE, 1) if one_row else (FEW, ROWS)
     stored, scales, sums = MATRIX[form], SCALES[form], SUMS[form]
 
@@ -76,15 +76,17 @@ def _kernel(form: str, one_row: bool):
                 sums(w, scale, shift, x, y, (at - start) * tile_n, r * tile_r, N, K, R, x_at, y_at, tile_n, tile_r)
 
     @ti.kernel
-    def kernel(w0: stored, w1: stored, w2: stored, scale: scales, shift: scales, x: Floats, y: Floats,
-               N0: int, N1: int, N2: int, K: int, R: int, n: int):
+    def kernel(w0: stored, w1: stored, w2: stored, w3: stored, scale: scales, shift: scales, x: Floats, y: Floats,
+               N0: int, N1: int, N2: int, N3: int, K: int, R: int, n: int):
         for step in range(n * BLOCK):
             start_1 = _tiles(N0, tile_n)
             start_2 = start_1 + _tiles(N1, tile_n)
-            first, end = share(step, start_2 + _tiles(N2, tile_n), n)
+            start_3 = start_2 + _tiles(N2, tile_n)
+            first, end = share(step, start_3 + _tiles(N3, tile_n), n)
             product(w0, scale, shift, x, y, first, end, 0, N0, K, R, 0, 0)
             product(w1, scale, shift, x, y, first, end, start_1, N1, K, R, R * K, N0)
             product(w2, scale, shift, x, y, first, end, start_2, N2, K, R, 2 * R * K, N0 + N1)
+            product(w3, scale, shift, x, y, first, end, start_3, N3, K, R, 3 * R * K, N0 + N1 + N2)
 
     return kernel
 
