@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from kernels.matvec import FORMS, pack
 from rwkv.model.operators import matvec_for
-from rwkv.model.quantized import Int8Linear, products
+from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
 Products = Callable[[Tensor], list[Tensor]]
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear)     # classes whose weights say what a call computes
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # classes whose weights say what a call computes
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -40,6 +40,8 @@ def products_function(*layers: nn.Module) -> Products:
     """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
+    if all(isinstance(layer, Int4Linear) for layer in layers):
+        return _of_int4(cast(tuple[Int4Linear, ...], layers))
     return _of_weights([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
 
@@ -69,6 +71,13 @@ def _of_weights(weights: list[Tensor]) -> Products:
         return partial(_together, weights)
     matvec = matvec_for(form)
     return partial(_by_rows, matvec.bind(*(pack(weight, form) for weight in weights)), matvec.most_rows(form), weights)
+
+
+def _of_int4(layers: Sequence[Int4Linear]) -> Products:
+    matvec = matvec_for("int4")
+    few, most = matvec.bind(*(layer.packed for layer in layers)), matvec.most_rows("int4") or 1
+    return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= most else [
+        layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
 
 
 def _by_rows(few: Products, most: int, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
