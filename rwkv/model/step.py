@@ -13,6 +13,7 @@ from rwkv.model.operators import matvec_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
 Products = Callable[[Tensor], list[Tensor]]
+VECTOR = 32                              # a multiple of the numbers that PyTorch's loops over vectors take at a time
 PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # classes whose weights say what a call computes
 
 
@@ -48,11 +49,12 @@ def products_function(*layers: nn.Module) -> Products:
 class LowRank:
     """n gates f(x A) B each, of A (C,D) and B (D,C), in two products: inputs (n,B,C) -> n outputs (B,C).
 
-    f, which changes the hidden (n,B,D) in place, is between them. Ranks are filled up to the largest with zeros.
+    f, which changes the hidden (n,B,D) in place, is between them. Ranks are filled up with zeros to
+    the largest in whole vectors, because PyTorch computes the functions of what is left over in another way, to the last bit.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:
-        C, D = len(down[0]), max(map(len, up))
+        C, D = len(down[0]), -(-max(map(len, up)) // VECTOR) * VECTOR
         first, second = down[0].new_zeros(len(down), D, C), down[0].new_zeros(len(down), C, D)
         for i, (to_rank, from_rank) in enumerate(zip(down, up, strict=True)):
             first[i, :len(from_rank)] = to_rank.T
