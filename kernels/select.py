@@ -29,6 +29,7 @@ CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
 CPU_7 = Rule(("taichi_v3", "torch_chunk"), measured=True)
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
+MATVEC = Rule(("taichi_v0", "torch_linear"), measured=True)
 RULES = {
     ("wkv4", "cpu", torch.float32): CPU,
     ("wkv4", "cpu", torch.bfloat16): CPU,
@@ -41,6 +42,10 @@ RULES = {
     ("wkv7", "cuda", torch.float32): CUDA_7,
     ("wkv7", "cuda", torch.bfloat16): CUDA_7,
     **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
+    ("matvec", "cpu", torch.float32): MATVEC,            # by the form of the weights
+    ("matvec", "cpu", torch.bfloat16): MATVEC,
+    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "taichi_v0", "reference"), measured=True),
+    ("matvec", "cpu", torch.uint8): Rule(("taichi_v0", "reference"), measured=True),
 }
 
 

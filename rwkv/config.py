@@ -242,8 +242,8 @@ class TrainConfig:
 
 CHECKPOINT = "a file, a Hugging Face directory, or a run's directory"
 TOKENIZER = "byte, world, FILE.json or FILE.txt, where the checkpoint has none"
-DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16", "int8")
-DTYPE = "float32, bfloat16 or int8 (matrices in int8, on a CPU)"
+DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16", "int8", "int4")
+DTYPE = "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU)"
 
 
 @dataclass

@@ -9,10 +9,11 @@ from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, re
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.operators import operator_for
-from rwkv.model.quantized import Int8Linear, to_int8
+from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-DTYPES = ("float32", "bfloat16", "int8")         # that a model computes in; int8: its matrices, on a CPU
+DTYPES = ("float32", "bfloat16", "int8", "int4")         # that a model computes in
+QUANTISED = {"int8": to_int8, "int4": to_int4}           # its matrices, on a CPU
 
 
 class RWKV(Model):
@@ -32,8 +33,8 @@ class RWKV(Model):
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
-        if trainable and dtype == "int8":
-            raise UserError("weights in int8 cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
+        if trainable and dtype in QUANTISED:
+            raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         checkpoint = read_checkpoint(path)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         if trainable:
@@ -44,20 +45,20 @@ class RWKV(Model):
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
         """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
-        if dtype == "int8":
-            return cls._in_int8(checkpoint, wkv, device, mmap)
+        if dtype in QUANTISED:
+            return cls._quantised(checkpoint, wkv, device, dtype, mmap)
         weights = checkpoint.tensors(dtype, device, mmap)
         return cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
 
     @classmethod
-    def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
-        """The same with matrices converted to int8 one at a time; everything else is computed in float32."""
+    def _quantised(cls, checkpoint: Checkpoint, wkv: Any, device: str, dtype: str, mmap: bool) -> Self:
+        """The same with matrices converted to int8 or int4 one at a time; everything else is computed in float32."""
         if device != "cpu":
-            raise UserError(f"dtype=int8 runs on a CPU, not on {device}: use dtype=bfloat16 there")
+            raise UserError(f"dtype={dtype} runs on a CPU, not on {device}: use dtype=bfloat16 there")
         group = generation(checkpoint.config).group
         weights = {name: (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
-        return to_int8(cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval())
+        return QUANTISED[dtype](cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval())
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
@@ -68,8 +69,9 @@ class RWKV(Model):
         for the model's own. Raises UserError for another suffix, a dtype, generation or tokenizer that the format lacks, a
         tokenizer with more tokens than the model, and a model in int8.
         """
-        if isinstance(self.head, Int8Linear):
-            raise UserError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
+        if isinstance(self.head, Int8Linear | Int4Linear):
+            dtype = "int8" if isinstance(self.head, Int8Linear) else "int4"
+            raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
                              "bfloat16 and save that")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
@@ -77,7 +79,7 @@ class RWKV(Model):
 
 def computed_in(dtype: str) -> torch.dtype:
     """The dtype of the operator's inputs in a model of this dtype."""
-    return torch.float32 if dtype == "int8" else getattr(torch, dtype)
+    return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
 SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)",

@@ -119,9 +119,9 @@ class WKV7(Operator):
         """One time step, (B,H,N) each, the same torch formula whatever the implementation: decoding launches no kernel."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
-        sa = state @ a.unsqueeze(-1)
+        sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a
         state = state * log_w.exp().unsqueeze(-2) + sa * b.unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
-        return (state @ r.unsqueeze(-1)).squeeze(-1).to(dtype), state
+        return (state * r.unsqueeze(-2)).sum(-1).to(dtype), state
 
 
 def empty_state(B: int, H: int, N: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:

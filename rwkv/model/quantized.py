@@ -1,23 +1,28 @@
-"""Matrix products in int8 on a CPU: weights are rounded once, with a scale per output channel, and inputs at each call.
+"""Matrix products in int8 and int4 on a CPU. In int8 weights are rounded once, with a scale per output channel, inputs at each
+call; in int4 weights are rounded in groups of 32 (kernels/matvec), inputs are not.
 
-An input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the product
+In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the product
 of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM, which uses
 VNNI instructions where the CPU has them). Everything else is computed in float32.
 """
 
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.matvec import Packed, pack, unpacked
 from rwkv.errors import UserError
 from rwkv.model.base import Model
+from rwkv.model.operators import matvec_for
 
 SMALLEST = 1e-30                         # scale of a row of zeros
 ENGINES = ("x86", "fbgemm")
 ROUNDED_ROWS = 1024                      # rows of a matrix that are rounded at once
+UNPACKED_ROWS = 1024                     # rows of a matrix that are float32 at once
 M = TypeVar("M", bound=Model)
 
 
@@ -68,12 +73,49 @@ def to_int8(model: M) -> M:
     if torch.backends.quantized.engine not in ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
-    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    for name in linears:
-        layer = cast(nn.Linear, model.get_submodule(name))
+    for name, layer in _linears(model):
         model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
+
+
+class Int4Linear(nn.Module):
+    """nn.Linear without a bias, from its weight (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
+
+    Many rows are multiplied by W as float32, a part of its outputs at a time, which takes memory for that part alone.
+    """
+
+    def __init__(self, packed: Packed, in_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.packed = packed
+        matvec = matvec_for("int4")
+        self._few, self._most = matvec.bind(packed), matvec.most_rows("int4") or 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """forward for rows (B,K)."""
+        if 0 < len(rows) <= self._most:
+            return self._few(rows.unsqueeze(0))[0]
+        N = len(self.packed.weight)
+        parts = [Packed(*(tensor[start:start + UNPACKED_ROWS] for tensor in self.packed)) for start in range(0, N, UNPACKED_ROWS)]
+        return torch.cat([F.linear(rows, unpacked(part, rows.dtype)[:, :self.in_features]) for part in parts], dim=1)
+
+
+@torch.no_grad()
+def to_int4(model: M) -> M:
+    """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32."""
+    model.fingerprint_before = model.fingerprint()
+    for name, layer in _linears(model):
+        model.set_submodule(name, Int4Linear(pack(layer.weight, "int4"), layer.in_features))
+    model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
+    return model
+
+
+def _linears(model: Model) -> list[tuple[str, nn.Linear]]:
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
 
 
 def _largest(magnitudes: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
 from rwkv.model.hooks import untouched
-from rwkv.model.step import norm_function, product_function, products_function
+from rwkv.model.step import LowRank, norm_function, product_function, products_function
 
 NAME = "RWKV-7"
 OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
@@ -302,7 +302,9 @@ class Step:
         self._ln0 = norm_function(block.ln0) if block.first else None
         self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
         self._att, self._ffn_x_k = att, ffn.x_k[0]
-        self._mu = torch.stack([mu[0] for mu in att._mixes()])                 # (6,1,C)
+        gates = "wag" if block.first else "vwag"                               # the first block has no gate of v
+        self._mu = torch.stack([getattr(att, f"x_{name}")[0] for name in "rkvwag"])                            # (6,1,C)
+        self._gates = LowRank(*([getattr(att, f"{name}{part}") for name in gates] for part in "12"))
         self._products = products_function(att.receptance, att.key, att.value)
         self._output, self._key, self._value = map(product_function, (att.output, ffn.key, ffn.value))
         self._att_x, self._wkv, self._ffn_x = state[0].to(self._mu.dtype), state[1], state[2].to(self._mu.dtype)
@@ -322,15 +324,15 @@ class Step:
         att = self._att
         mixes = torch.lerp(x, self._att_x, self._mu)                           # (6,B,C)
         self._att_x = x
-        _, m_w, _, m_v, m_a, m_g = mixes.unbind()
-        r, k, v = self._products(mixes[[0, 2, 3]])
-        g = torch.sigmoid(m_g @ att.g1) @ att.g2
-        rate = torch.sigmoid(att.a0[0] + (m_a @ att.a1) @ att.a2)
-        log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(att.w0[0].float() + torch.tanh(m_w @ att.w1) @ att.w2)
+        r, k, v = self._products(mixes[:3])
         if v_first is None:
             v_first = v
+            w, a, g = self._gates(mixes[3:], _of_hidden)
         else:
-            v = v + (v_first - v) * torch.sigmoid(att.v0[0] + (m_v @ att.v1) @ att.v2)
+            of_v, w, a, g = self._gates(mixes[2:], _of_hidden)
+            v = v + (v_first - v) * torch.sigmoid(att.v0[0] + of_v)
+        rate = torch.sigmoid(att.a0[0] + a)
+        log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(att.w0[0].float() + w)
         kk = normalize(self._heads(k * att.k_k[0]).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM)
         k = k * (1 + (rate - 1) * att.k_a[0])
         r, k, v, rate = map(self._heads, (r, k, v, rate))
@@ -350,6 +352,12 @@ class Step:
     def state(self) -> tuple[Tensor, ...]:
         """The tensors of the state."""
         return self._att_x, self._wkv, self._ffn_x
+
+
+def _of_hidden(hidden: Tensor) -> None:
+    """The functions inside the gates, of which w, a and g are the last: tanh, none and sigmoid."""
+    hidden[-3].tanh_()
+    hidden[-1].sigmoid_()
 
 
 @torch.no_grad()

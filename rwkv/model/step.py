@@ -1,6 +1,6 @@
 """Layers as plain functions of rows, for decoding one token at a time: calling a module costs as much as a small operation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rwkv.model.quantized import Int8Linear, products
+from kernels.matvec import FORMS, pack
+from rwkv.model.operators import matvec_for
+from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear)     # classes whose weights say what a call computes
+Products = Callable[[Tensor], list[Tensor]]
+VECTOR = 32                              # a multiple of the numbers that PyTorch's loops over vectors take at a time
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # classes whose weights say what a call computes
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -25,12 +29,62 @@ def _layer_norm(weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float
 
 def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     """The linear layer as a function of (B,K)."""
-    return layer.of_rows if isinstance(layer, Int8Linear) else partial(F.linear, weight=cast(nn.Linear, layer).weight)
+    product = products_function(layer)
+    return lambda rows: product(rows.unsqueeze(0))[0]
 
 
-def products_function(*layers: nn.Module) -> Callable[[Tensor], list[Tensor]]:
-    """Several linear layers as one function of their stacked inputs (n,B,K), which gives n outputs."""
+def products_function(*layers: nn.Module) -> Products:
+    """Several linear layers as one function of their stacked inputs (n,B,K), which gives n outputs.
+
+    On a CPU few rows are multiplied by kernels.matvec, which reads the weights at the speed of memory, and several by
+    PyTorch's matrix product (rwkv.model.operators.matvec_line says from how many rows on).
+    """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
-    functions = [product_function(layer) for layer in layers]
-    return lambda inputs: [function(rows) for function, rows in zip(functions, inputs.unbind(), strict=True)]
+    if all(isinstance(layer, Int4Linear) for layer in layers):
+        return _of_int4(cast(tuple[Int4Linear, ...], layers))
+    return _of_weights([cast(nn.Linear, layer).weight.detach() for layer in layers])
+
+
+class LowRank:
+    """n gates f(x A) B each, of A (C,D) and B (D,C), in two products: inputs (n,B,C) -> n outputs (B,C).
+
+    f, which changes the hidden (n,B,D) in place, is between them. Ranks are filled up with zeros to
+    the largest in whole vectors, because PyTorch computes the functions of what is left over in another way, to the last bit.
+    """
+
+    def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:
+        C, D = len(down[0]), -(-max(map(len, up)) // VECTOR) * VECTOR
+        first, second = down[0].new_zeros(len(down), D, C), down[0].new_zeros(len(down), C, D)
+        for i, (to_rank, from_rank) in enumerate(zip(down, up, strict=True)):
+            first[i, :len(from_rank)] = to_rank.T
+            second[i, :, :len(from_rank)] = from_rank.T
+        self._first, self._second = _of_weights(list(first.unbind())), _of_weights(list(second.unbind()))
+
+    def __call__(self, inputs: Tensor, f: Callable[[Tensor], None]) -> list[Tensor]:
+        hidden = torch.stack(self._first(inputs))
+        f(hidden)
+        return self._second(hidden)
+
+
+def _of_weights(weights: list[Tensor]) -> Products:
+    form = str(weights[0].dtype).removeprefix("torch.")
+    if form not in FORMS or weights[0].device.type != "cpu":
+        return partial(_together, weights)
+    matvec = matvec_for(form)
+    return partial(_by_rows, matvec.bind(*(pack(weight, form) for weight in weights)), matvec.most_rows(form), weights)
+
+
+def _of_int4(layers: Sequence[Int4Linear]) -> Products:
+    matvec = matvec_for("int4")
+    few, most = matvec.bind(*(layer.packed for layer in layers)), matvec.most_rows("int4") or 1
+    return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= most else [
+        layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
+
+
+def _by_rows(few: Products, most: int, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
+    return few(inputs) if 0 < inputs.shape[1] <= most else _together(weights, inputs)
+
+
+def _together(weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
+    return [F.linear(rows, weight) for rows, weight in zip(inputs.unbind(), weights, strict=True)]

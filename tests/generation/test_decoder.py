@@ -8,19 +8,21 @@ import torch
 from models import assert_same_state, each_generation, small_model, tokens
 
 from rwkv.generation.decoder import Decoder
-from rwkv.model.quantized import Int8Linear, to_int8
+from rwkv.model.quantized import Int8Linear, to_int4, to_int8
 from rwkv.pretrained import RWKV
 
 SIZES = {"rwkv4": {"n_att": 24, "n_ffn": 40}, "rwkv7": {"n_ffn": 40}}
 
 
-def model_in(dtype: str, generation: str = "rwkv4") -> RWKV:
-    model = small_model("reference", generation=generation, **SIZES[generation]).requires_grad_(False).eval()
-    return to_int8(model) if dtype == "int8" else model.to(getattr(torch, dtype))
+def model_in(dtype: str, generation: str = "rwkv4", **sizes: int) -> RWKV:
+    model = small_model("reference", generation=generation, **sizes or SIZES[generation]).requires_grad_(False).eval()
+    if dtype in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[dtype](model)
+    return model.to(getattr(torch, dtype))
 
 
 @each_generation
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("float64", 1e-5), ("int8", 1e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("float64", 1e-5), ("int8", 1e-4), ("int4", 1e-5), ("bfloat16", 0.1)])
 @torch.no_grad()
 def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -> None:
     """In bfloat16 rounding differs from operation to operation: 2^-8 of logits of order 1, a few times."""
@@ -106,3 +108,18 @@ def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, all
     logits = quantized(several)[0]
     assert (logits - exact).norm() / exact.norm() < allowed
     torch.testing.assert_close(quantized(several[1:2])[0][0], logits[1], rtol=0, atol=1e-5)
+
+
+@each_generation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@torch.no_grad()
+def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str, generation: str) -> None:
+    """Of widths that are whole vectors: PyTorch computes exponentials of the numbers that are left over in another way."""
+    model = model_in(dtype, generation, n_embd=64, n_ffn=128)
+    several = tokens(model, B=8, T=12)
+    together = Decoder(model, model.empty_state(8))
+    alone = [Decoder(model, model.empty_state(1)) for _ in range(8)]
+    for t in range(12):
+        logits = together.step(several[:, t])
+        for row, decoder in enumerate(alone):
+            assert torch.equal(decoder.step(several[row:row + 1, t])[0], logits[row])
