@@ -10,18 +10,24 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import count
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.serving import worker
 from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
 
 UNREAD = 256                             # events of a text that wait for a reader, before it counts as asleep
 RETRY_AFTER = 1                          # seconds
+
+
+def _work(connection: Connection, config: ServeConfig) -> None:
+    from rwkv.serving import worker      # with torch, which this process does without
+
+    worker.main(connection, config)
 
 
 class Ticket:
@@ -61,7 +67,7 @@ class RemoteEngine:
     def __init__(self, config: ServeConfig) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=worker.main, args=(theirs, config), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, config), daemon=True)
         self._process.start()
         theirs.close()
         self._config, self._ids = config, count()
