@@ -1,4 +1,4 @@
-"""Every option of train, generate and evaluate: its type, default, help and check, once. A dataclass per group of configs/.
+"""Every option of train, generate, evaluate and serve: its type, default, help and check, once. A dataclass per group of configs/.
 
 A dataclass checks its values when it is built and raises UserError with the option's name. `--help` (rwkv/help.py) prints the
 help texts. This file knows nothing of Hydra.
@@ -307,6 +307,37 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+
+@dataclass
+class ServeConfig:
+    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
+    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
+    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+    model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name", verbatim=NAME)
+    template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: g1 for a checkpoint with that in its "
+                                  "name, else world", verbatim=PATH)
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", verbatim=NAME)
+    port: int = option(8000, "port; 0: a free one", least=0)
+    api_key: str | None = option(None, "key that clients must send; null: none", verbatim=NAME)
+    cors: list[str] = option(list, "origin whose pages may use the server; may be given several times", verbatim=NAME)
+    max_rows: int = option(32, "texts generated at a time", least=1, heading="Limits")
+    max_queue: int = option(128, "texts that may wait; a request beyond them is refused with 429", least=0)
+    max_tokens: int = option(4096, "largest number of tokens in a text", least=1)
+    max_prompt_tokens: int = option(32768, "largest number of tokens in a prompt", least=1)
+    max_body_mib: int = option(8, "largest body of a request, in MiB", least=1)
+    max_connections: int = option(1024, "open connections", least=1)
+    receive_s: float = option(30.0, "seconds in which a whole request must come", above=0.0)
+    timeout_s: float = option(600.0, "seconds after which a text ends where it is", above=0.0)
+    grace_s: float = option(30.0, "seconds that running texts have after SIGTERM", least=0.0)
+    cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB; 0: none", least=0)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.port > 65535:
+            raise UserError(f"port is from 0 to 65535; got {self.port}")
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:

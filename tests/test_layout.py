@@ -14,13 +14,14 @@ import pytest
 from kernels.registry import names, operators
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = [ROOT / "train.py", ROOT / "generate.py"]
+PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "serve.py"]
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 READS_ENVIRONMENT = ROOT / "kernels" / "backends" / "threads.py"       # sets what libgomp reads, unless the user has set it
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("tools", "__init__"),
+    ("serving",),
     ("training", "evaluation", "pretrained"),
     ("checkpoint", "data", "generation"),
     ("model", "tokenizer", "report", "cli"),
@@ -43,7 +44,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(r".*", r"train|generate|tests|benchmarks"),
+    Rule(r".*", r"train|generate|serve|tests|benchmarks"),
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
     Rule(r"(?!kernels\b).*", BACK_ENDS),
     Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
@@ -57,8 +58,10 @@ RULES = (
     Rule(r"(?!rwkv\.(training\b|data\.loaders$)).*", r"lightning|pytorch_lightning"),
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
+    Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
+    Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),      # torch is the worker's alone
     Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
-    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate))", r"torch|lightning|hydra|numpy",
+    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )
 
@@ -118,7 +121,7 @@ def test_imports_point_one_way(path: Path) -> None:
     ("rwkv.model.base", "from rwkv.training.task import LanguageModel"), ("rwkv.training.task", "import wandb"),
     ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
     ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
-    ("rwkv.cli", "import torch"), ("rwkv.tools.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
+    ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"), ("rwkv.tools.serve", "import uvicorn"), ("rwkv.tools.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
     ("rwkv.training.setup", "import rwkv.pretrained"), ("rwkv.io.cache", "from rwkv.config import ModelConfig"),
 ])
 def test_a_wrong_import_is_noticed(module: str, text: str) -> None:
@@ -214,7 +217,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py")],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
-    (["rwkv", "rwkv.cli", "rwkv.tools.train", "rwkv.tools.generate", "kernels.registry"],
+    (["rwkv", "rwkv.cli", "rwkv.tools.train", "rwkv.tools.generate", "rwkv.tools.serve", "kernels.registry"],
      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),
 ])
 def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ...], tmp_path: Path) -> None:

@@ -38,8 +38,11 @@ class CallingDecoder:
     def keep(self, rows: list[int]) -> None:
         self._state = self._state.rows(rows)
 
-    def state(self) -> State:
-        return self._state
+    def join(self, state: State) -> None:
+        self._state = State.cat([self._state, state])
+
+    def state(self, rows: list[int] | None = None) -> State:
+        return self._state if rows is None else self._state.rows(rows)
 
 
 class Decoder:
@@ -67,6 +70,15 @@ class Decoder:
         for block in self._steps:
             block.keep(rows)
 
-    def state(self) -> State:
-        """A copy of the state."""
-        return State.stack([self._state_type(*block.state()) for block in self._steps])
+    @torch.inference_mode()
+    def join(self, state: State) -> None:
+        """Goes on with the rows of `state` too, after those that are here."""
+        for block, layer_state in zip(self._steps, state.layers(), strict=True):
+            block.join(layer_state)
+
+    def state(self, rows: list[int] | None = None) -> State:
+        """A copy of the state, of these rows or of all."""
+        layers = [block.state() for block in self._steps]
+        if rows is not None:
+            layers = [tuple(tensor[rows] for tensor in layer) for layer in layers]
+        return State.stack([self._state_type(*layer) for layer in layers])

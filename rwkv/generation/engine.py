@@ -1,10 +1,11 @@
 """The engine: continues prompts together, one row for each, and draws one token per row and step.
 
 Prompts are read in parallel passes (prefill.py); then each step reads one token per row (decoder.py), so that memory and time
-per token do not depend on the length of a text. A text depends only on its prompt, its seed and the options: not on the rows
-beside it, nor on how it is streamed.
+per token do not depend on the length of a text. Rows join and leave between steps. A text depends only on its prompt, its seed
+and its options: not on the rows beside it, nor on how it is streamed.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,23 @@ from torch import Tensor
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import decoder_of
-from rwkv.generation.prefill import PrefillResult, PrefixCache, read_prompts
+from rwkv.generation.prefill import SLICE, PrefillResult, PrefixCache, Reading
 from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model
+from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
+CANCELLED = "cancelled"                  # finish reason
 
 
 @dataclass
 class Sample:
     """One generated text.
 
-    text: the continuation of the prompt. finish_reason: "length", "stop" or "end_of_text"; None while the text is generated.
+    text: the continuation of the prompt. finish_reason: "length", "stop", "end_of_text" or "cancelled"; None while the text is
+    generated.
     tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested.
     """
 
@@ -71,15 +75,18 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
 
 
 class Engine:
-    """Continues prompts together, one row for each. Iterating yields (row, piece of text), empty pieces included.
+    """Continues texts together, one row for each, which join and leave while it runs. Iterating yields (row's index, piece of
+    text), empty pieces included.
 
-    samples: the texts as far as they are generated. prompt_tokens: the number of tokens in all prompts. The constructor
-    checks the options and reads the prompts; it raises ValueError as `generate` does.
+    The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as `generate` does.
+    samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
+    later; its prompt is read between the steps of the others, a slice of SLICE tokens at most in each. cache: also gets what
+    each row has read and written when it ends. Not for several threads.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str], seeds: Sequence[int],
-                 stopping: StoppingCriteria, sampling: Sampling, context: PrefillResult | None = None,
-                 cache: PrefixCache | None = None, n_logprobs: int = 0) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] = (), seeds: Sequence[int] = (),
+                 stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
+                 context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0) -> None:
         prompts = strings("prompts", prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):
@@ -87,33 +94,76 @@ class Engine:
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
                             "belong together")
-        sampling.check_ids(tokenizer.vocab_size)
-        self._sampling = sampling
-        self._n_logprobs = whole_number("logprobs", n_logprobs)
-        self._vocab_size = tokenizer.vocab_size
+        self._model, self._tokenizer, self._cache = model, tokenizer, cache
+        self._readings: deque[_Shared] = deque()         # prompts that are being read, the next one first
+        self._rows: list[Row] = []                       # of the decoder, in its order; those that ended leave at the next step
+        self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
+        self._decoder = decoder_of(model, model.empty_state(0))
+        self._drawn: Tensor | None = None                # the tokens drawn last, while the decoder has not read them
+        self._added = 0                                  # rows so far
 
-        ids = [_prompt_ids(tokenizer, prompt, context) for prompt in prompts]
-        self.prompt_tokens = sum(map(len, ids))
-        self.samples = [Sample(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        self._rows = [_Row(index, sample, tokenizer, stopping) for index, sample in enumerate(self.samples)]
-        self._active = [row for row in self._rows if row.sample.finish_reason is None]
-        self._counts = TokenCounts(ids, tokenizer.vocab_size) if sampling.needs_counts else None
+        n = whole_number("logprobs", n_logprobs) or None
+        rows = [self.add(prompt, seed, stopping, sampling, n, context) for prompt, seed in zip(prompts, seeds, strict=True)]
+        self.samples = [row.sample for row in rows]
+        self.prompt_tokens = sum(len(row.prompt_ids) for row in rows)
+        while self._readings:
+            self._read_prompts()
 
-        start = read_prompts(model, ids, context, cache)
-        self._logits = start.logits
-        self._decoder = decoder_of(model, start.state)
-        self._drawn: Tensor | None = None        # the tokens drawn last, while the decoder has not read them
+    def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
+            sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
+            prompt_logprobs: bool = False) -> "Row":
+        """A row that continues `prompt`, a text or its ids, from the next step on.
+
+        n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
+        prompt_logprobs: also for the prompt's tokens but the first. Raises ValueError as `generate` does.
+        """
+        sampling = sampling or Sampling()
+        sampling.check_ids(self._tokenizer.vocab_size)
+        ids = self._prompt_ids(prompt, context)
+        sample = Sample(prompt if isinstance(prompt, str) else self._tokenizer.decode(ids),
+                        whole_number("seed", seed, most=LARGEST_SEED))
+        row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, n_logprobs,
+                  self._cache if context is None else None)
+        n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
+        shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
+        if shared is None:
+            shared = _Shared(Reading(self._model, ids, context, self._cache, n_of_prompt, self._tokenizer.vocab_size), context,
+                             n_of_prompt, [])
+            self._readings.append(shared)
+        row.cached_tokens = shared.reading.cached
+        shared.rows.append(row)
+        self._added += 1
+        return row
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a prompt is still to be read or a text is not finished."""
+        return bool(self._readings) or any(row.unfinished for row in self._rows)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        while self._active:
+        while self.unfinished:
             yield from self.step()
 
     def step(self) -> list[tuple[int, str]]:
-        """Draws one token for each unfinished row and returns (row, piece of text) for each."""
+        """Draws one token for each unfinished row whose prompt is read; returns (row's index, piece of text) for each.
+
+        Rows that have ended leave first, and at most a slice of the prompts of rows to come is read.
+        """
+        if not self.unfinished:
+            return []
+        self._drop_finished()
         self._read_drawn()
+        self._read_prompts()
+        self._drop_finished()                            # those that may have no token at all
+        if not self._rows:
+            return []
         tokens = self._draw()
-        pieces = [(row.index, row.push(token)) for row, token in zip(self._active, tokens.tolist(), strict=True)]
-        self._drop_finished(tokens)
+        self._drawn = torch.tensor(tokens)
+        pieces = []
+        for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+            pieces.append((row.index, row.push(token)))
+            if not row.unfinished and row.cache is not None:
+                row.cache.put(row.tokens_read(), self._result(position))
         return pieces
 
     def context(self) -> PrefillResult:
@@ -121,43 +171,117 @@ class Engine:
         row, = self._rows
         if row.last_token_in_text:
             self._read_drawn()
-        return PrefillResult(self._logits.clone(), self._decoder.state())
+        return self._result(0)
+
+    def _result(self, position: int) -> PrefillResult:
+        """What the row at this position has read, as a copy."""
+        return PrefillResult(self._logits[[position]], self._decoder.state([position]))
+
+    def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
+        ids = list(self._tokenizer.encode(prompt) if isinstance(prompt, str) else whole_numbers("prompt", prompt))
+        for token in ids:
+            require_id(token, self._tokenizer.vocab_size)
+        return ids if ids or context is not None else [self._tokenizer.end_of_text]
+
+    def _drop_finished(self) -> None:
+        """Keeps the unfinished rows. Where the last ones have ended, they stay for `context` until others come."""
+        kept = [position for position, row in enumerate(self._rows) if row.unfinished]
+        if len(kept) == len(self._rows):
+            return
+        self._decoder.keep(kept)
+        self._logits = self._logits[kept]
+        if self._drawn is not None:
+            self._drawn = self._drawn[kept]
+        self._rows = [self._rows[position] for position in kept]
 
     def _read_drawn(self) -> None:
         if self._drawn is not None:
-            self._logits = self._decoder.step(self._drawn)
+            if self._rows:
+                self._logits = self._decoder.step(self._drawn)
             self._drawn = None
 
-    def _draw(self) -> Tensor:
-        """The next token of each active row."""
-        logits = self._logits[:, :self._vocab_size]
-        uniform = torch.stack([row.uniform() for row in self._active])
-        tokens = next_tokens(logits, uniform, self._sampling, self._counts)
-        if self._n_logprobs:
-            own, ids, values = logprobs(logits, tokens, self._n_logprobs)
-            for index, row in enumerate(self._active):
-                row.add_logprobs(int(tokens[index]), own[index].item(), ids[index].tolist(), values[index].tolist())
-        if self._counts is not None:
-            self._counts.add(tokens)
+    def _read_prompts(self) -> None:
+        """Reads slices of SLICE tokens together, of each prompt in turn; rows whose prompt is read join the decoder."""
+        budget, results = SLICE, []
+        while self._readings and self._readings[0].reading.next_length <= budget:
+            shared = self._readings.popleft()
+            shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
+            if not shared.rows:
+                continue
+            budget -= shared.reading.next_length
+            if shared.reading.next_length:
+                shared.reading.read_slice()
+            result = shared.reading.result
+            if result is None:
+                self._readings.append(shared)
+                continue
+            for row in shared.rows:
+                row.add_prompt_logprobs(shared.reading)
+            self._rows += shared.rows
+            results += [result] * len(shared.rows)
+        if results:
+            together = PrefillResult.cat(results)
+            self._decoder.join(together.state)
+            self._logits = torch.cat((self._logits, together.logits))
+
+    def _draw(self) -> list[int]:
+        """The next token of each row; rows with equal options are drawn together."""
+        logits = self._logits[:, :self._tokenizer.vocab_size]
+        tokens = [0] * len(self._rows)
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for position, row in enumerate(self._rows):
+            groups.setdefault(row.sampling.key, []).append(position)
+        for positions in groups.values():
+            rows = [self._rows[position] for position in positions]
+            counts = TokenCounts.cat([row.counts for row in rows if row.counts is not None]) if rows[0].counts else None
+            of_group = logits if len(rows) == len(self._rows) else logits[positions]
+            drawn = next_tokens(of_group, torch.stack([row.uniform() for row in rows]), rows[0].sampling, counts)
+            for position, row, token in zip(positions, rows, drawn.tolist(), strict=True):
+                tokens[position] = token
+                if row.counts is not None:
+                    row.counts.add(torch.tensor([token]))
+        self._keep_logprobs(logits, tokens)
         return tokens
 
-    def _drop_finished(self, tokens: Tensor) -> None:
-        """Keeps the unfinished rows; where none is left, the decoder keeps those that finished last, for `context`."""
-        kept = [index for index, row in enumerate(self._active) if row.sample.finish_reason is None]
-        if 0 < len(kept) < len(self._active):
-            self._decoder.keep(kept)
-            if self._counts is not None:
-                self._counts.keep(kept)
-        self._drawn = tokens[kept] if kept else tokens
-        self._active = [self._active[index] for index in kept]
+    def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
+        positions = [position for position, row in enumerate(self._rows) if row.n_logprobs is not None]
+        if not positions:
+            return
+        n = max(self._rows[position].n_logprobs or 0 for position in positions)
+        own, ids, values = logprobs(logits[positions], torch.tensor([tokens[position] for position in positions]), n)
+        for index, position in enumerate(positions):
+            row = self._rows[position]
+            row.sample.logprobs.append(row.logprob_entry(tokens[position], own[index], ids[index], values[index]))
 
 
-class _Row:
-    """One text while it is generated: its random numbers, its text decoder and its stop strings."""
+@dataclass
+class _Shared:
+    """A prompt while it is read for rows that have it in common."""
 
-    def __init__(self, index: int, sample: Sample, tokenizer: Tokenizer, stopping: StoppingCriteria) -> None:
-        self.index = index
-        self.sample = sample
+    reading: Reading
+    context: PrefillResult | None
+    n_logprobs: int | None
+    rows: "list[Row]"
+
+    def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> bool:
+        return self.context is context and self.n_logprobs == n_logprobs and self.reading.tokens == ids
+
+
+class Row:
+    """One text while it is generated: its random numbers, its text decoder and its stop strings.
+
+    sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
+    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested.
+    """
+
+    def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
+                 sampling: Sampling, n_logprobs: int | None, cache: PrefixCache | None) -> None:
+        self.index, self.sample, self.prompt_ids, self.sampling = index, sample, prompt_ids, sampling
+        self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
+        self.cache = cache
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[dict[str, Any]] = []
+        self.counts = TokenCounts([prompt_ids], tokenizer.vocab_size) if sampling.needs_counts else None
         self.last_token_in_text = True           # False after an end-of-text or stop token
         self._tokenizer = tokenizer
         self._stopping = stopping
@@ -166,6 +290,19 @@ class _Row:
         self._stop_strings = StopStrings(stopping.stop)
         if stopping.max_new_tokens == 0:
             sample.finish_reason = "length"
+
+    @property
+    def unfinished(self) -> bool:
+        return self.sample.finish_reason is None
+
+    def cancel(self) -> None:
+        """Ends the text where it is; the row leaves at the next step."""
+        self.sample.finish_reason = self.sample.finish_reason or CANCELLED
+
+    def tokens_read(self) -> list[int]:
+        """The tokens that the state has read when the text has just ended: all but the one drawn last."""
+        written = self.sample.tokens
+        return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
 
     def uniform(self) -> Tensor:
         """The row's next random number from [0, 1)."""
@@ -194,14 +331,15 @@ class _Row:
         text = self._stop_strings.push(self._text_decoder.flush())
         return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
 
-    def add_logprobs(self, token: int, logprob: float, likeliest: list[int], their_logprobs: list[float]) -> None:
-        top = [self._logprob_entry(*each) for each in zip(likeliest, their_logprobs, strict=True)]
-        self.sample.logprobs.append({**self._logprob_entry(token, logprob), "top": top})
+    def add_prompt_logprobs(self, reading: Reading) -> None:
+        following = iter(self.prompt_ids[1:])
+        for own, ids, values in reading.logprobs:
+            for each in range(len(own)):
+                self.prompt_logprobs.append(self.logprob_entry(next(following), own[each], ids[each], values[each]))
 
-    def _logprob_entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def logprob_entry(self, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor) -> dict[str, Any]:
+        top = zip(likeliest.tolist()[:self.n_logprobs], their_logprobs.tolist()[:self.n_logprobs], strict=True)
+        return {**self._named(token, logprob.item()), "top": [self._named(*each) for each in top]}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": token, "text": self._tokenizer.decode([token]), "logprob": logprob}
-
-
-def _prompt_ids(tokenizer: Tokenizer, prompt: str, context: PrefillResult | None) -> list[int]:
-    ids = list(tokenizer.encode(prompt))
-    return ids if ids or context is not None else [tokenizer.end_of_text]

@@ -1,15 +1,16 @@
-"""Prefill: reads prompts in parallel passes of bounded size, and caches the results by the tokens read.
+"""Prefill: reads prompts in slices of bounded size, and caches the results by the tokens read.
 
-Prompts of different lengths are read together without padding: all of them up to the end of the shortest, then the longer
-ones up to the end of the next, and so on. Rows that have read the same tokens are one row until they differ.
+A slice has SLICE tokens at most and begins at a multiple of SLICE from the prompt's start, or where a cached prefix ends. Each
+slice is a pass of its own, so that what is read does not depend on the prompts beside it.
 
-The result for a text has the same size however long the text is, so the cache holds one per prompt: a prompt that begins with
-an earlier one is read from the end of that one on.
+The result for a text has the same size however long the text is, so the cache holds many: a prompt that begins with an earlier
+one, or with an earlier prompt and its answer, is read from the end of that one on.
 """
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from rwkv.errors import UserError
+from rwkv.generation.sampling import logprobs
 from rwkv.model.base import Model, State
 
-TOKENS_PER_PASS = 1024                   # of all rows together: bounds the memory of a long prompt
+SLICE = 128                              # tokens: bounds how long texts that are being generated wait for a prompt
 
 
 class PrefillResult(NamedTuple):
@@ -45,15 +47,21 @@ class PrefillResult(NamedTuple):
 class PrefixCache:
     """The prefill results that were used last, by the tokens read, in at most max_bytes.
 
-    A cache is for one model only; threads may share it. Raises UserError for a max_bytes below 0.
+    Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
+    longest match takes one look-up for each token of the prompt, however many entries there are; two prefixes that came up
+    share a hash with a probability of about their length / 2^127. A cache is for one model only; threads may share it. Raises
+    UserError for a max_bytes below 0.
     """
+
+    _PRIME = 2**127 - 1
 
     def __init__(self, max_bytes: int = 256 * 2**20) -> None:
         if max_bytes < 0:
             raise UserError(f"max_bytes is 0 or more; got {max_bytes}")
         self.max_bytes = max_bytes
         self.bytes = 0                   # of all entries
-        self._entries: OrderedDict[tuple[int, ...], PrefillResult] = OrderedDict()       # most recently used last
+        self._point = secrets.randbelow(self._PRIME)
+        self._entries: OrderedDict[tuple[int, int], PrefillResult] = OrderedDict()       # most recently used last
         self._lock = Lock()              # guards _entries and bytes
 
     def __len__(self) -> int:
@@ -61,83 +69,93 @@ class PrefixCache:
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, PrefillResult | None]:
         """The length of the longest prefix of `tokens` in the cache and the result after it; (0, None) where there is none."""
-        tokens = tuple(tokens)
+        keys = list(enumerate(self._hashes(tokens)))
         with self._lock:
-            found = max((key for key in self._entries if tokens[:len(key)] == key), key=len, default=None)
+            found = next((key for key in reversed(keys) if key in self._entries), None)
             if found is None:
                 return 0, None
             self._entries.move_to_end(found)
-            return len(found), self._entries[found]
+            return found[0], self._entries[found]
 
     def put(self, tokens: Sequence[int], result: PrefillResult) -> None:
         """Adds the result after `tokens`; removes the least recently used ones where there is no room."""
-        tokens = tuple(tokens)
-        size = result.nbytes()
+        *_, last = self._hashes(tokens)
+        key, size = (len(tokens), last), result.nbytes()
         with self._lock:
-            if tokens in self._entries:
-                self._remove(tokens)
+            if key in self._entries:
+                self._remove(key)
             if size > self.max_bytes:
                 return
             while self.bytes + size > self.max_bytes:
                 self._remove(next(iter(self._entries)))
-            self._entries[tokens] = result
+            self._entries[key] = result
             self.bytes += size
 
-    def _remove(self, tokens: tuple[int, ...]) -> None:
-        self.bytes -= self._entries.pop(tokens).nbytes()
+    def _hashes(self, tokens: Sequence[int]) -> "accumulate[int]":
+        """The hash of each prefix, from the empty one on."""
+        return accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=0)
+
+    def _remove(self, key: tuple[int, int]) -> None:
+        self.bytes -= self._entries.pop(key).nbytes()
+
+
+class Reading:
+    """One prompt while it is read: each read_slice() reads the next slice, until `result` is there.
+
+    start: what was read before the prompt, of one row; the cache is not used then. n_logprobs: a number of likeliest tokens for
+    which, and for the prompt's own, log-probabilities among the first vocab_size tokens are kept; None for none. Then the whole
+    prompt is read, whatever is in the cache. Raises ValueError where `start` has several rows or is of another model.
+    """
+
+    def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
+                 cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None) -> None:
+        if start is not None:
+            model.check_state(start.state, B=1)
+            cache = None
+        self._model, self._cache, self._n_logprobs, self._vocab_size = model, cache, n_logprobs, vocab_size
+        self.tokens = list(tokens)
+        self._position, self._so_far = 0, start
+        if cache is not None and n_logprobs is None:
+            self._position, self._so_far = cache.longest(self.tokens)
+        self.cached = self._position                             # tokens that need not be read
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after each slice's
+
+    @property
+    def next_length(self) -> int:
+        """The number of tokens in the next slice; 0 where all is read."""
+        return min(len(self.tokens), (self._position // SLICE + 1) * SLICE) - self._position
+
+    @property
+    def result(self) -> PrefillResult | None:
+        """What was read, one row; None before the prompt's end."""
+        return None if self.next_length else self._so_far
+
+    def read_slice(self) -> None:
+        """Reads the next slice and caches the result."""
+        end = self._position + self.next_length
+        ids = torch.tensor([self.tokens[self._position:end]], device=self._model.emb.weight.device)
+        state = self._so_far.state if self._so_far else None
+        if self._n_logprobs is None:
+            self._so_far = PrefillResult(*self._model.prefill(ids, state))
+        else:
+            self._so_far = self._read_with_logprobs(ids, state, self.tokens[self._position + 1:end + 1], self._n_logprobs)
+        self._position = end
+        if self._cache is not None:
+            self._cache.put(self.tokens[:end], self._so_far)
+
+    @torch.no_grad()
+    def _read_with_logprobs(self, ids: Tensor, state: State | None, following: list[int], n: int) -> PrefillResult:
+        logits, state = self._model(ids, state)
+        if following:
+            self.logprobs.append(logprobs(logits[0, :len(following), :self._vocab_size], torch.tensor(following), n))
+        return PrefillResult(logits[:, -1].clone(), state)
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:
     """The result after tokens (B,T), T >= 1, which follow what `start` has read."""
     state = start.state if start else None
-    positions = max(1, TOKENS_PER_PASS // len(tokens))
-    for chunk in tokens.to(model.emb.weight.device).split(positions, dim=1):
-        logits, state = model.prefill(chunk, state)
+    for part in tokens.to(model.emb.weight.device).split(SLICE, dim=1):
+        logits, state = model.prefill(part, state)
     assert state is not None
     return PrefillResult(logits, state)
 
-
-def read_prompts(model: Model, prompts: Sequence[Sequence[int]], start: PrefillResult | None = None,
-                 cache: PrefixCache | None = None) -> PrefillResult:
-    """The result after each prompt, B rows. Prompts have any length: at least 1 token, or 0 after a `start`.
-
-    `start`, of one row, is what was read before every prompt; the cache is not used then. Raises ValueError where `start` has
-    several rows or is of another model.
-    """
-    if start is not None:
-        model.check_state(start.state, B=1)
-        cache = None
-    if not prompts:
-        return PrefillResult(torch.empty(0, model.vocab_size), model.empty_state(0))
-    unique = sorted({tuple(prompt) for prompt in prompts})
-    shared = _common_prefix(unique)
-    position, result = (0, start) if cache is None else cache.longest(shared)
-    rows = [shared[:position]]                                  # the tokens that each row of `result` has read
-    finished: dict[tuple[int, ...], PrefillResult] = {}         # one row each, by the tokens read
-    if result is not None and rows[0] in unique:
-        finished[rows[0]] = result
-    for begin, end in pairwise(_pass_ends(unique, len(shared), position)):
-        parents = rows
-        rows = sorted({prompt[:end] for prompt in unique if len(prompt) >= end})
-        inherited = result and result.rows([parents.index(row[:begin]) for row in rows])
-        result = prefill(model, torch.tensor([row[begin:] for row in rows]), inherited)
-        finished |= {row: result.rows([index]) for index, row in enumerate(rows) if row in unique or row == shared}
-    if cache is not None:
-        for row, row_result in finished.items():
-            cache.put(row, row_result)
-    return PrefillResult.cat([finished[tuple(prompt)] for prompt in prompts])
-
-
-def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest prefix of all `prompts`, which are in lexicographic order: that of the first and the last."""
-    first, last = prompts[0], prompts[-1]
-    length = 0
-    while length < min(len(first), len(last)) and first[length] == last[length]:
-        length += 1
-    return first[:length]
-
-
-def _pass_ends(prompts: Sequence[tuple[int, ...]], shared: int, position: int) -> list[int]:
-    """`position` and the ends of the passes after it: the end of the common prefix and of each prompt."""
-    ends = {len(prompt) for prompt in prompts} | {shared}
-    return sorted({position} | {end for end in ends if end > position})

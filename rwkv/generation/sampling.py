@@ -8,8 +8,9 @@ Legend: B rows, V vocabulary, N candidates after the filters.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -64,6 +65,12 @@ class Sampling:
         object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
         object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal options: what a dictionary can hold."""
+        values = [getattr(self, option.name) for option in fields(self)]
+        return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
+
     @property
     def needs_counts(self) -> bool:
         """Whether a penalty is on, which needs TokenCounts."""
@@ -90,10 +97,13 @@ class TokenCounts:
         """Counts one more token (B,) in each row's text."""
         self.in_text[torch.arange(len(tokens)), tokens] += 1
 
-    def keep(self, rows: list[int]) -> None:
-        """Drops all rows but these and puts them in this order."""
-        self.in_prompt = self.in_prompt[rows]
-        self.in_text = self.in_text[rows]
+    @staticmethod
+    def cat(counts: "Sequence[TokenCounts]") -> "TokenCounts":
+        """The rows of all, in order, as copies."""
+        together = TokenCounts([], 0)
+        together.in_prompt = torch.cat([each.in_prompt for each in counts])
+        together.in_text = torch.cat([each.in_text for each in counts])
+        return together
 
 
 def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: TokenCounts | None = None) -> Tensor:

@@ -40,6 +40,12 @@ class Step:
         self._att.keep(rows)
         self._ffn.x = self._ffn.x[rows]
 
+    def join(self, state: Sequence[Tensor]) -> None:
+        """Goes on with the rows of `state` too, after those that are here."""
+        att_x, a, b, p, ffn_x = state
+        self._att.join(att_x, a, b, p)
+        self._ffn.x = torch.cat((self._ffn.x, ffn_x.to(self._ffn.x.dtype)))
+
     def state(self) -> tuple[Tensor, ...]:
         """The tensors of the state; the next step may overwrite them."""
         return self._att.x, *self._att.ab, self._att.p, self._ffn.x
@@ -56,8 +62,11 @@ class _TimeMixStep:
         self._on_p = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)        # (2,1,A): as y reads p, as the state keeps it
         self._on_k = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
         self.x, self.ab, self.p = x.to(self._mu.dtype), torch.stack((a, b)), p
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
         self._v_and_1 = torch.ones_like(self.ab)                               # (2,B,A)
-        self._weights = torch.empty(2, *self.ab.shape, device=a.device)        # of the past and of now, in both weightings
+        self._weights = torch.empty(2, *self.ab.shape, device=self.ab.device)  # of the past and of now, in both weightings
 
     def step(self, x: Tensor) -> Tensor:
         k, v, r = self._key_value_receptance(torch.lerp(self.x, x, self._mu))
@@ -79,7 +88,12 @@ class _TimeMixStep:
 
     def keep(self, rows: list[int]) -> None:
         self.x, self.ab, self.p = self.x[rows], self.ab[:, rows], self.p[rows]
-        self._v_and_1, self._weights = self._v_and_1[:, rows], self._weights[:, :, rows]
+        self._make_buffers()
+
+    def join(self, x: Tensor, a: Tensor, b: Tensor, p: Tensor) -> None:
+        self.x, self.p = torch.cat((self.x, x.to(self.x.dtype))), torch.cat((self.p, p))
+        self.ab = torch.cat((self.ab, torch.stack((a, b))), 1)
+        self._make_buffers()
 
 
 class _ChannelMixStep:

@@ -349,6 +349,13 @@ class Step:
         """Goes on with these rows alone, in this order."""
         self._att_x, self._wkv, self._ffn_x = self._att_x[rows], self._wkv[rows], self._ffn_x[rows]
 
+    def join(self, state: Sequence[Tensor]) -> None:
+        """Goes on with the rows of `state` too, after those that are here."""
+        att_x, wkv, ffn_x = state
+        self._att_x = torch.cat((self._att_x, att_x.to(self._att_x.dtype)))
+        self._wkv = torch.cat((self._wkv, wkv))
+        self._ffn_x = torch.cat((self._ffn_x, ffn_x.to(self._ffn_x.dtype)))
+
     def state(self) -> tuple[Tensor, ...]:
         """The tensors of the state."""
         return self._att_x, self._wkv, self._ffn_x

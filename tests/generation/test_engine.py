@@ -14,9 +14,10 @@ from models import assert_same_state, small_model, tokens
 from torch import nn
 
 from rwkv.errors import UserError
+from rwkv.generation import engine as engine_module
 from rwkv.generation import prefill as prefill_module
-from rwkv.generation.engine import Engine, Sample, generate, generate_batch
-from rwkv.generation.prefill import PrefillResult, PrefixCache, prefill, read_prompts
+from rwkv.generation.engine import Engine, Row, Sample, generate, generate_batch
+from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Sampling, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
@@ -76,6 +77,16 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
         written.append(int(token))
         logits, state = model.prefill(token[:, None], state)
     return written
+
+
+def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
+                 cache: PrefixCache | None = None) -> PrefillResult:
+    """The result after each prompt."""
+    readings = [Reading(model, prompt, start, cache) for prompt in prompts]
+    for reading in readings:
+        while reading.next_length:
+            reading.read_slice()
+    return PrefillResult.cat([reading.result for reading in readings])
 
 
 class Adapter(nn.Module):
@@ -188,7 +199,7 @@ def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
     read_prompts(model, [shared], cache=cache)
     read_prompts(model, [[*shared, 1], [*shared, 2, 3]], cache=cache)
     read_prompts(model, [[*shared, 2, 3]], cache=cache)
-    assert passes == [(1, len(shared)), (2, 1), (1, 1)]
+    assert passes == [(1, len(shared)), (1, 1), (1, 2)]
 
 
 def test_prompts_of_which_the_shortest_is_cached() -> None:
@@ -243,6 +254,84 @@ def test_samples_of_one_prompt_share_its_reading(monkeypatch: pytest.MonkeyPatch
     samples = generate_batch(MODELS["conv1d"], BYTES, ["a prompt"] * 3, 5, seeds=[0, 1, 0])
     assert passes == [(1, 8)]
     assert samples[0].tokens == samples[2].tokens != samples[1].tokens
+
+
+ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.text("ab\n", max_size=30), st.integers(0, 3), st.integers(0, 9), OPTIONS),
+                    min_size=1, max_size=6)
+
+
+@given(st.sampled_from(KERNELS), ARRIVALS)
+@settings(max_examples=25)
+def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arrivals: list[Any]) -> None:
+    """Rows with options of their own that arrive between steps, with prompts of several slices; the first is cancelled."""
+    model = MODELS[kernel]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_module, "SLICE", 8)
+        patch.setattr(engine_module, "SLICE", 8)
+        engine, rows = Engine(model, BYTES), []
+        cancelled = engine.add("gone")
+        for step in range(200):
+            rows += [engine.add(prompt, seed, StoppingCriteria(n), Sampling(**options))
+                     for arrives, prompt, seed, n, options in arrivals if arrives == step]
+            engine.step()
+            if step == 3:
+                cancelled.cancel()
+        assert not engine.unfinished
+        assert cancelled.sample.finish_reason is not None
+        for row, (_, prompt, seed, n, options) in zip(rows, sorted(arrivals, key=lambda each: each[0]), strict=True):
+            assert row.sample == generate_batch(model, BYTES, [prompt], n, seeds=[seed], **options)[0]
+
+
+@pytest.mark.parametrize("kernel", ["conv1d", "rwkv7"])
+def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn reads only what is new: the prompt, the answer's last token and the new words."""
+    model, cache = MODELS[kernel], PrefixCache()
+    prompt = "a question of some length: "
+    engine = Engine(model, BYTES, [prompt], [0], StoppingCriteria(6), Sampling(banned=(0,)), cache=cache)
+    list(engine)
+    tokens = [*prompt.encode(), *engine.samples[0].tokens, *b"more"]
+    expected = Engine(model, BYTES)
+    expected = _finished(expected, expected.add(tokens, 3, StoppingCriteria(20)))
+    again = Engine(model, BYTES, cache=cache)
+    row = again.add(tokens, 3, StoppingCriteria(20))
+    assert row.cached_tokens == len(prompt) + 5
+    assert _finished(again, row) == expected
+
+
+def _finished(engine: Engine, row: Row) -> Sample:
+    list(engine)
+    return row.sample
+
+
+def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_module, "SLICE", 8)
+    monkeypatch.setattr(engine_module, "SLICE", 8)
+    engine = Engine(MODELS["conv1d"], BYTES, ["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
+    late = [engine.add("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))) for length in (50, 3, 4)]
+    passes = watch(monkeypatch)
+    ended = []
+    while engine.unfinished:
+        before = len(passes)
+        pieces = engine.step()
+        assert sum(length for _, length in passes[before:]) <= 8
+        assert pieces, "the first text goes on in every step"
+        ended += [row.index for row in late if not row.unfinished and row.index not in ended]
+    assert ended == [2, 3, 1], "short prompts do not wait for a long one"
+    assert sum(length for _, length in passes) == 57
+
+
+@torch.no_grad()
+def test_logprobs_of_a_prompt() -> None:
+    model, ids = MODELS["conv1d"], [*b"abcdef" * 40]
+    engine = Engine(model, BYTES)
+    row = engine.add(ids, n_logprobs=2, prompt_logprobs=True, stopping=StoppingCriteria(1))
+    list(engine)
+    expected = torch.log_softmax(model(torch.tensor([ids]))[0][0, :-1], -1)
+    assert [entry["token"] for entry in row.prompt_logprobs] == ids[1:]
+    for entry, likelihoods in zip(row.prompt_logprobs, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(float(likelihoods[entry["token"]]), abs=1e-4)
+        assert [other["token"] for other in entry["top"]] == likelihoods.topk(2).indices.tolist()
+    assert len(row.sample.logprobs) == 1
 
 
 def test_rows_end_on_their_own() -> None:
@@ -339,9 +428,9 @@ def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     model, passes = MODELS["conv1d"], watch(monkeypatch)
     several = tokens(model, B=2, T=23)
     whole = prefill(model, several)
-    monkeypatch.setattr(prefill_module, "TOKENS_PER_PASS", 8)
+    monkeypatch.setattr(prefill_module, "SLICE", 8)
     assert_close(prefill(model, several), whole)
-    assert passes == [(2, 23), *[(2, 4)] * 5, (2, 3)]
+    assert passes == [(2, 23), (2, 8), (2, 8), (2, 7)]
 
 
 @pytest.mark.parametrize("options", [

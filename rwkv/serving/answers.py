@@ -1,0 +1,228 @@
+"""Answers: the events of a request's texts as OpenAI's objects, whole or as server-sent events."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.messages import Event
+from rwkv.serving.remote import RemoteEngine, Ticket
+
+REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length"}
+SEND_TIMEOUT = 30                        # seconds in which a reader must take something
+UNKNOWN = "\ufffd"                       # in the text of a token that is no whole character
+
+
+@dataclass
+class Shape:
+    """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer)."""
+
+    kind: str                            # "cmpl" or "chatcmpl"
+    model: str
+    include_usage: bool
+    logprobs: bool
+    before: list[str]
+    echo_logprobs: bool = False
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chat(self) -> bool:
+        return self.kind == "chatcmpl"
+
+    def envelope(self, choices: list[dict[str, Any]], stream: bool) -> dict[str, Any]:
+        kind = ("chat.completion" + ".chunk" * stream) if self.chat else "text_completion"
+        return {"id": f"{self.kind}-{self.id}", "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+class Answer:
+    """An ASGI response: the texts of a ticket. The row of a client that goes away is cancelled."""
+
+    def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
+        self._engine, self._ticket, self._shape, self._stream, self._timeout_s = engine, ticket, shape, stream, timeout_s
+        self._texts = [_Text(shape, number) for number in range(len(ticket.texts))]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._engine.cancel, self._ticket)
+        try:
+            await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
+        except TimeoutError:
+            await self._give_up(scope)
+        finally:
+            deadline.cancel()
+            watcher.cancel()
+            self._engine.cancel(self._ticket)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._engine.cancel(self._ticket)
+
+    async def _give_up(self, scope: Scope) -> None:
+        """A reader that takes nothing: the connection is cut."""
+        cut = scope.get("extensions", {}).get("timemix.abort")
+        if cut is not None:
+            cut()
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for number, event in self._ticket:
+                self._texts[number].add(event)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        content = self._shape.envelope([text.whole() for text in self._texts], stream=False)
+        async with asyncio.timeout(SEND_TIMEOUT):
+            await json_response({**content, "usage": self._usage()})(scope, receive, send)
+
+    async def _send_stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+                   (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for chunk in self._chunks():
+            async with asyncio.timeout(SEND_TIMEOUT):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        usage = {"usage": None} if self._shape.include_usage else {}
+        first = b"".join(_sse({**self._shape.envelope([choice], stream=True), **usage})
+                         for text in self._texts for choice in text.first())
+        if first:
+            yield first
+        try:
+            async for number, event in self._ticket:
+                for choice in self._texts[number].pieces(event):
+                    yield _sse({**self._shape.envelope([choice], stream=True), **usage})
+        except ApiError as error:
+            yield _sse(error.body)
+        else:
+            if self._shape.include_usage:
+                yield _sse({**self._shape.envelope([], stream=True), "usage": self._usage()})
+        yield b"data: [DONE]\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        """Prompts that several texts share count once, as in OpenAI's."""
+        prompts = {tuple(text.prompt): self._texts[number].last for number, text in enumerate(self._ticket.texts)}
+        read = sum(event.prompt_tokens for event in prompts.values())
+        written = sum(text.last.completion_tokens for text in self._texts)
+        cached = sum(event.cached_tokens for event in prompts.values())
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+                "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+class _Text:
+    """One text of an answer, as choices of completions or of chat completions."""
+
+    def __init__(self, shape: Shape, number: int) -> None:
+        self._shape, self._number = shape, number
+        self._content, self._logprobs = shape.before[number], list[dict[str, Any]]()
+        self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
+        self._offset = 0                 # of the next token in the text
+        self.last = Event(-1)
+
+    def add(self, event: Event) -> None:
+        self._content += self._shown(event.text)
+        self._logprobs += event.logprobs
+        if event.finish_reason is not None:
+            self.last = event
+
+    def whole(self) -> dict[str, Any]:
+        reason = REASONS[self.last.finish_reason or "length"]
+        logprobs = self._logprobs_of(self._logprobs)
+        if self._shape.chat:
+            message = {"role": "assistant", "content": self._content, "refusal": None}
+            return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason}
+
+    def first(self) -> list[dict[str, Any]]:
+        """The chunk before any event."""
+        if self._shape.chat:
+            return [self._choice({"role": "assistant", "content": self._content}, None, None)]
+        if self._content and not self._shape.echo_logprobs:
+            return [self._choice(self._content, None, None)]
+        return []
+
+    def pieces(self, event: Event) -> list[dict[str, Any]]:
+        """The chunks of an event: its text, and the end."""
+        finished, text = event.finish_reason is not None, self._shown(event.text)
+        if finished:
+            self.last = event
+        if self._shape.echo_logprobs and finished:       # the prompt's come with the last event: one chunk has all
+            self._logprobs += event.logprobs
+            self._content += text
+            return [self._choice(self._content, self._logprobs_of(self._logprobs), REASONS[event.finish_reason or ""])]
+        if self._shape.echo_logprobs:
+            self.add(event)
+            return []
+        found = []
+        if text or event.logprobs:
+            found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(event.logprobs), None))
+        if finished:
+            found.append(self._choice({} if self._shape.chat else "", None, REASONS[event.finish_reason or ""]))
+        return found
+
+    def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,
+                "finish_reason": reason}
+
+    def _shown(self, text: str) -> str:
+        if self._strip:
+            text = text.lstrip()
+            self._strip = not text
+        return text
+
+    def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+        if not self._shape.logprobs:
+            return None
+        return {"content": [chat_entry(entry) for entry in entries], "refusal": None} if self._shape.chat else self._legacy(entries)
+
+    def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in [*self._echoed(), *entries]:
+            top = {token_string(entry): entry["logprob"]} if entry["logprob"] is not None else None
+            for other in entry.get("top", ()):
+                if other["token"] != entry["token"]:
+                    name = token_string(other)
+                    top[name if name not in top else f"token_id:{other['token']}"] = other["logprob"]      # type: ignore[index]
+            found["tokens"].append(token_string(entry))
+            found["token_logprobs"].append(entry["logprob"])
+            found["top_logprobs"].append(top)
+            found["text_offset"].append(self._offset)
+            self._offset += len(entry["text"])
+        return found
+
+    def _echoed(self) -> list[dict[str, Any]]:
+        if not self._shape.echo_logprobs:
+            return []
+        first = self._shape.before[self._number]
+        rest = self.last.prompt_logprobs
+        length = len(first) - sum(len(entry["text"]) for entry in rest)
+        return [{"token": -1, "text": first[:max(length, 0)], "logprob": None}, *rest]
+
+
+def chat_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    return {**_chat_token(entry), "top_logprobs": [_chat_token(other) for other in entry["top"]]}
+
+
+def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
+    whole = bool(entry["text"]) and UNKNOWN not in entry["text"]
+    return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(entry["text"].encode()) if whole else None}
+
+
+def token_string(entry: dict[str, Any]) -> str:
+    """The token's text, or token_id:ID for one that is no whole character: different tokens have different strings."""
+    text = entry["text"]
+    return text if (text and UNKNOWN not in text) or entry["token"] < 0 else f"token_id:{entry['token']}"
+
+
+def _sse(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

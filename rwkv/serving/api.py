@@ -1,0 +1,310 @@
+"""The routes: OpenAI's completions and chat completions, the tokenizer in vLLM's form, health, metrics and the page."""
+
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.serving import openapi
+from rwkv.serving.answers import Answer, Shape, token_string
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.messages import Generate
+from rwkv.serving.metrics import Metrics
+from rwkv.serving.remote import RemoteEngine
+from rwkv.serving.schema import (
+    MOST_ROWS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Options,
+    TokenizeRequest,
+    no_surrogates,
+    read,
+)
+from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+OPEN_PATHS = ("/", "/health", "/ready")  # need no key
+PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+                                           "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+                "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+@dataclass
+class Service:
+    """What the routes work with. stopping: no new requests are taken."""
+
+    config: ServeConfig
+    engine: RemoteEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    metrics: Metrics
+    model: str
+    created: int
+    stopping: bool = False
+
+
+Handler = Callable[[Service, Request], Awaitable[Any]]
+
+
+def application(service: Service) -> Starlette:
+    routes = [Route(path, _endpoint(service, handler), methods=[method]) for path, method, handler in ROUTES]
+    cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST"],
+                       allow_headers=["authorization", "content-type"])] if service.config.cors else []
+    return Starlette(routes=routes, middleware=cors,
+                     exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+
+
+def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+    async def endpoint(request: Request) -> Any:
+        try:
+            _authorize(service, request)
+            return await handler(service, request)
+        except ApiError as error:
+            return error.response()
+        except UserError as error:
+            return ApiError(400, str(error), _field_in(str(error))).response()
+        except ClientDisconnect:
+            return Response(status_code=400)
+
+    return endpoint
+
+
+def _field_in(message: str) -> str | None:
+    """The field that a message of chat.py begins with: messages[1].content."""
+    word = message.split(maxsplit=1)[0].rstrip(":,")
+    return word if word.startswith(("messages", "tools")) else None
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return ApiError(405, f"{request.url.path} has no method {request.method}").response()
+    if error.status_code == 404:
+        return ApiError(404, f"there is nothing at {request.url.path[:200]}").response()
+    return ApiError(error.status_code, error.detail).response()
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return ApiError(500, "an error of the server's own; its log says more").response()
+
+
+def _authorize(service: Service, request: Request) -> None:
+    key = service.config.api_key
+    if key is None or request.url.path in OPEN_PATHS:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.encode()):
+        raise ApiError(401, "the header Authorization: Bearer KEY is missing or holds another key", code="invalid_api_key")
+
+
+async def _body(service: Service, request: Request) -> bytes:
+    """Raises ApiError where it is too large."""
+    limit = service.config.max_body_mib * 2**20
+    too_large = ApiError(413, f"the body is larger than {service.config.max_body_mib} MiB", code="body_too_large")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise too_large
+    return b"".join(parts)
+
+
+# Generation
+
+
+async def completions(service: Service, request: Request) -> Answer:
+    body = read(await _body(service, request), CompletionRequest)
+    _check_model(service, body.model)
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+    if body.best_of not in (None, 1):
+        raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
+    prompts = [_ids(service, prompt) for prompt in _prompts(body)]
+    maximum = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    n = body.n or 1
+    echoed = bool(body.echo and body.logprobs is not None)
+    texts = [text for ids in prompts
+             for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
+    before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
+    shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, echoed)
+    return _answer(service, texts, shape, body)
+
+
+async def chat_completions(service: Service, request: Request) -> Answer:
+    body = read(await _body(service, request), ChatRequest)
+    _check_model(service, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
+    try:
+        prompt = service.template.render(body.messages, think=think)
+    except (AttributeError, KeyError, IndexError, RecursionError) as error:      # of a template's own, by odd messages
+        raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
+    maximum = next((given for given in (body.max_completion_tokens, body.max_tokens) if given is not None),
+                   service.config.max_tokens)
+    stops, n = (*service.template.stop, *body.stops()), body.n or 1
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False)
+    shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs), [service.template.answer_start(think)] * n)
+    return _answer(service, texts, shape, body)
+
+
+def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+    if service.stopping:
+        raise ApiError(503, "the server is stopping", code="stopping")
+    ticket = service.engine.submit(texts)
+    service.metrics.begin([text.id for text in ticket.texts])
+    return Answer(service.engine, ticket, shape, bool(body.stream), service.config.timeout_s)
+
+
+def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
+           n_logprobs: int | None, prompt_logprobs: bool) -> list[Generate]:
+    """The n texts that continue a prompt, with seeds from the request's on."""
+    if maximum > service.config.max_tokens:
+        raise ApiError(400, f"max_tokens is at most {service.config.max_tokens} on this server; got {maximum}", "max_tokens")
+    seed = secrets.randbelow(2**62) if body.seed is None else body.seed
+    sampling = body.sampling(service.tokenizer.vocab_size)
+    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs)
+            for number in range(n)]
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    prompt = body.prompt
+    if prompt is None or isinstance(prompt, str):
+        return [prompt or ""]
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [list(prompt)]                                    # type: ignore[arg-type]
+    if len(prompt) * (body.n or 1) > MOST_ROWS:
+        raise ApiError(400, f"one request is for at most {MOST_ROWS} texts", "prompt")
+    if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) and item for item in prompt)):
+        raise ApiError(400, "prompt is a text, a list of texts, a list of token ids, or a list of such lists that are not empty",
+                       "prompt")
+    return list(prompt)                                          # type: ignore[arg-type]
+
+
+def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
+    if isinstance(prompt, str):
+        no_surrogates(prompt, param)
+        try:
+            ids = list(service.tokenizer.encode(prompt))
+        except UserError as error:
+            raise ApiError(400, str(error), param) from None
+    else:
+        ids = prompt
+        if max(ids, default=0) >= service.tokenizer.vocab_size:
+            raise ApiError(400, f"{param} has token ids from 0 to {service.tokenizer.vocab_size - 1}; got {max(ids)}", param)
+    if len(ids) > service.config.max_prompt_tokens:
+        raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
+                       param, "context_length_exceeded")
+    return ids or [service.tokenizer.end_of_text]
+
+
+def _include_usage(body: Options) -> bool:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    """A name may have a prefix, as gateways add: openai/NAME."""
+    if name is not None and name != service.model and not name.endswith(f"/{service.model}"):
+        raise ApiError(404, f"there is no model {name[:100]!r} here; there is {service.model!r}", "model", "model_not_found")
+
+
+# Models, tokenizer, state of the server
+
+
+async def models(service: Service, request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model(service)]})
+
+
+async def one_model(service: Service, request: Request) -> Response:
+    _check_model(service, request.path_params["name"])
+    return json_response(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.model, "object": "model", "created": service.created, "owned_by": "timemix"}
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """In vLLM's shape, what lm-evaluation-harness's local-completions asks for."""
+    end = service.tokenizer.end_of_text
+    name = token_string({"token": end, "text": service.tokenizer.decode([end])})
+    return json_response({"tokenizer_class": service.tokenizer.kind, "vocab_size": service.tokenizer.vocab_size,
+                          "model_max_length": service.config.max_prompt_tokens, "eos_token": name, "eos_token_id": end,
+                          "bos_token": name, "bos_token_id": end, "pad_token": name, "chat_template": None})
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    body = read(await _body(service, request), TokenizeRequest)
+    _check_model(service, body.model)
+    try:
+        ids = list(service.tokenizer.encode(no_surrogates(body.prompt, "prompt")))
+    except UserError as error:
+        raise ApiError(400, str(error), "prompt") from None
+    strings = {"token_strs": [token_string({"token": token, "text": service.tokenizer.decode([token])}) for token in ids]}
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens,
+                          **(strings if body.return_token_strs else {})})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    body = read(await _body(service, request), DetokenizeRequest)
+    _check_model(service, body.model)
+    try:
+        return json_response({"prompt": service.tokenizer.decode(body.tokens)})
+    except UserError as error:
+        raise ApiError(400, str(error), "tokens") from None
+
+
+async def health(service: Service, request: Request) -> Response:
+    if service.engine.failed is not None:
+        raise ApiError(503, "the engine has ended; the server's log says why", code="engine_ended")
+    return json_response({"status": "ok"})
+
+
+async def ready(service: Service, request: Request) -> Response:
+    if service.stopping:
+        raise ApiError(503, "the server is stopping", code="stopping")
+    return await health(service, request)
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def openapi_document(service: Service, request: Request) -> Response:
+    return json_response(openapi.document())
+
+
+async def page(service: Service, request: Request) -> Response:
+    text = (resources.files("rwkv.serving") / "page.html").read_bytes()
+    return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+
+
+ROUTES: list[tuple[str, str, Handler]] = [
+    ("/v1/completions", "POST", completions), ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/models", "GET", models), ("/v1/models/{name:path}", "GET", one_model),
+    ("/tokenizer_info", "GET", tokenizer_info), ("/tokenize", "POST", tokenize), ("/detokenize", "POST", detokenize),
+    ("/health", "GET", health), ("/ready", "GET", ready), ("/metrics", "GET", metrics),
+    ("/openapi.json", "GET", openapi_document), ("/", "GET", page)]

@@ -1,0 +1,103 @@
+"""uvicorn with what it lacks: deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rwkv.serving.errors import ApiError
+
+MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
+REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. receive_s: seconds for a whole request to come. most: open connections."""
+
+    receive_s, most = 30.0, 1024
+
+    _deadline: asyncio.TimerHandle | None = None
+    _in_headers, _received = True, 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_request()
+        if len(self.connections) > self.most:
+            self._refuse(ApiError(503, "the server has too many connections", retry_after=1))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
+            self._received += len(data)
+            if self._deadline is None:
+                self._expect_request()
+        super().data_received(data)
+        if self._in_headers and self._received > MOST_HEADERS and not self.transport.is_closing():
+            self._refuse(ApiError(431, f"the headers are longer than {MOST_HEADERS} bytes"))
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self.scope["extensions"] = {"timemix.abort": self.transport.abort}       # type: ignore[typeddict-item, typeddict-unknown-key]
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_deadline()
+        self._in_headers, self._received = True, 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "this is not an HTTP request"))
+
+    def _expect_request(self) -> None:
+        """From the first byte, or the beginning of the connection, until the request's last byte."""
+        self._deadline = self.loop.call_later(self.receive_s, self._too_slow)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(ApiError(408, f"the request did not come within {self.receive_s:g} seconds"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers without the application, unless it has begun to answer, and closes the connection."""
+        self._stop_deadline()
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            content = msgspec.json.encode(error.body)
+            head = f"HTTP/1.1 {error.status} {REASONS[error.status]}\r\ncontent-type: application/json\r\n" \
+                   f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + content)
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Ends at the first SIGINT or SIGTERM within the grace time, at the second at once. on_stop is called at the first."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        yield
+
+    def _stop(self) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+        self._on_stop()

@@ -1,0 +1,58 @@
+"""What /metrics tells, in Prometheus's form."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rwkv.serving.messages import Step
+
+SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """Counts the events of the engine. rows, queue: functions that give their number now."""
+
+    def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._prompt = Counter("timemix_prompt_tokens", "Tokens of prompts", registry=registry)
+        self._cached = Counter("timemix_cached_tokens", "Tokens of prompts that the cache had read", registry=registry)
+        self._generated = Counter("timemix_generated_tokens", "Tokens of answers", registry=registry)
+        self._texts = Counter("timemix_texts", "Texts that ended, by reason", ["reason"], registry=registry)
+        self._gaps = Histogram("timemix_step_gap_seconds", "Time between two events of a streamed text", buckets=SECONDS,
+                               registry=registry)
+        self._first = Histogram("timemix_first_event_seconds", "Time from a request to its first event", buckets=SECONDS,
+                                registry=registry)
+        self._cache_bytes = Gauge("timemix_cache_bytes", "Memory of the cached prefixes", registry=registry)
+        self._cache_entries = Gauge("timemix_cache_entries", "Number of cached prefixes", registry=registry)
+        Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
+        Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
+        Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(_resident)
+        self._last: dict[int, float] = {}        # when each text had its last event, or began
+
+    def begin(self, ids: list[int]) -> None:
+        self._last |= dict.fromkeys(ids, -time.monotonic())
+
+    def observe(self, step: Step) -> None:
+        now = time.monotonic()
+        for event in step.events:
+            before = self._last.pop(event.id, now)
+            (self._first if before < 0 else self._gaps).observe(now - abs(before))
+            if event.finish_reason is None and event.error is None:
+                self._last[event.id] = now
+                continue
+            self._texts.labels(event.finish_reason or "refused").inc()
+            self._prompt.inc(event.prompt_tokens)
+            self._cached.inc(event.cached_tokens)
+            self._generated.inc(event.completion_tokens)
+        self._cache_bytes.set(step.cache_bytes)
+        self._cache_entries.set(step.cache_entries)
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+def _resident() -> float:
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * 4096 if status.is_file() else 0

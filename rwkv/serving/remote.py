@@ -1,0 +1,192 @@
+"""The engine as HTTP sees it: a process of its own, a queue before it, and the events of each request.
+
+Everything here but two threads runs in the event loop: one thread waits for what the engine sends, one sends, so that neither a
+long message nor a long step holds up HTTP.
+"""
+
+import asyncio
+import multiprocessing
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from itertools import count
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.serving.errors import ApiError
+from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
+
+UNREAD = 256                             # events of a text that wait for a reader, before it counts as asleep
+RETRY_AFTER = 1                          # seconds
+
+
+def _work(connection: Connection, config: ServeConfig) -> None:
+    from rwkv.serving import worker      # with torch, which this process does without
+
+    worker.main(connection, config)
+
+
+class Ticket:
+    """The texts of one HTTP request. Iterating gives (number of the text, event) until each text has ended."""
+
+    def __init__(self, texts: list[Generate]) -> None:
+        self.texts = texts
+        self.cancelled = False
+        self._numbers = {text.id: number for number, text in enumerate(texts)}
+        self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+
+    def put(self, event: Event | ApiError) -> None:
+        self._events.put_nowait(event)
+
+    @property
+    def unread(self) -> int:
+        return self._events.qsize()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        left = len(self.texts)
+        while left:
+            event = await self._events.get()
+            if isinstance(event, ApiError):
+                raise event
+            if event.error is not None:
+                raise ApiError(400, event.error)
+            left -= event.finish_reason is not None
+            yield self._numbers[event.id], event
+
+
+class RemoteEngine:
+    """Starts the process and keeps at most max_rows texts in it; max_queue more may wait.
+
+    failed: why there is no engine any more. observe: called with each event and what the cache holds, for the metrics.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs, config), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._config, self._ids = config, count()
+        self._running: dict[int, Ticket] = {}            # by the text's id
+        self._waiting: deque[Ticket] = deque()
+        self._outbox: SimpleQueue[Generate | Cancel | None] = SimpleQueue()
+        self.failed: str | None = None
+        self.observe: Callable[[Step], Any] = lambda step: None
+
+    def wait_until_ready(self) -> Ready:
+        """Blocks until the model is loaded. Raises UserError where it cannot be, RuntimeError where that is not the user's."""
+        try:
+            message = self._connection.recv()
+        except EOFError:
+            raise RuntimeError("the engine's process ended while it loaded the model; the system may have ended it for want of "
+                               "memory") from None
+        if isinstance(message, Failed):
+            raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
+        assert isinstance(message, Ready)
+        return message
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on events are delivered in this loop."""
+        Thread(target=self._receive, args=(loop,), daemon=True).start()
+        Thread(target=self._send, daemon=True).start()
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(len(ticket.texts) for ticket in self._waiting)
+
+    def submit(self, texts: list[Generate]) -> Ticket:
+        """A ticket for these texts. Raises ApiError: 429 where the queue is full, 503 where there is no engine."""
+        if self.failed is not None:
+            raise ApiError(503, "the engine has ended; the server's log says why", code="engine_ended")
+        room = self._config.max_rows + self._config.max_queue - self.n_running - self.n_waiting
+        if len(texts) > self._config.max_rows:
+            raise ApiError(400, f"one request is for at most {self._config.max_rows} texts; this one is for {len(texts)}", "n")
+        if len(texts) > room:
+            raise ApiError(429, "the server is busy: its queue is full", code="queue_full", retry_after=RETRY_AFTER)
+        ticket = Ticket([replace(text, id=next(self._ids)) for text in texts])
+        self._waiting.append(ticket)
+        self._start_waiting()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends the ticket's texts at the engine's next step; those that have not begun never begin."""
+        if ticket.cancelled:
+            return
+        ticket.cancelled = True
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+            for text in ticket.texts:
+                ticket.put(Event(text.id, finish_reason="cancelled"))
+            return
+        for text in ticket.texts:
+            if text.id in self._running:
+                self._outbox.put(Cancel(text.id))
+
+    def cancel_all(self) -> None:
+        for ticket in {*self._running.values(), *self._waiting}:
+            self.cancel(ticket)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._outbox.put(None)
+        self._process.join(2)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self.n_running + len(self._waiting[0].texts) <= self._config.max_rows:
+            ticket = self._waiting.popleft()
+            for text in ticket.texts:
+                self._running[text.id] = ticket
+                self._outbox.put(text)
+
+    def _deliver(self, step: Step) -> None:
+        for event in step.events:
+            ticket = self._running[event.id]
+            if event.finish_reason is not None or event.error is not None:
+                del self._running[event.id]
+            ticket.put(event)
+            if ticket.unread > UNREAD * len(ticket.texts):
+                self.cancel(ticket)
+        self.observe(step)
+        self._start_waiting()
+
+    def _fail(self, reason: str) -> None:
+        self.failed = reason
+        for ticket in {*self._running.values(), *self._waiting}:
+            ticket.put(ApiError(500, "the engine has ended; the server's log says why", code="engine_ended"))
+        self._running.clear()
+        self._waiting.clear()
+
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        reason = "the engine's process ended"
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Failed):
+                    reason = message.reason
+                    break
+                loop.call_soon_threadsafe(self._deliver, message)
+        except (EOFError, OSError):
+            pass
+        try:
+            loop.call_soon_threadsafe(self._fail, reason)
+        except RuntimeError:             # the loop is closed: the server ends
+            return
+
+    def _send(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return                   # _receive notices it too
+        self._connection.close()

@@ -1,0 +1,147 @@
+"""The bodies of requests: fields, types and ranges. Unknown fields are refused; those that change no text are ignored."""
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from rwkv.serving.errors import ApiError
+
+MOST_STOPS, LONGEST_STOP = 16, 256       # stop strings, and characters of one
+MOST_ROWS = 128                          # texts of one request
+
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+Body = TypeVar("Body")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None      # ignored
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
+    n: Count | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    user: Any = None                     # this one and those below are ignored
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    def stops(self) -> tuple[str, ...]:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
+            raise ApiError(400, f"stop is at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters each", "stop")
+        return stops
+
+    def sampling(self, vocab_size: int) -> dict[str, Any]:
+        """The fields of Sampling, with OpenAI's defaults: temperature 1 and top_p 1."""
+        given = {name: getattr(self, name) for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty",
+                                                        "repetition_penalty") if getattr(self, name) is not None}
+        temperature = 1.0 if self.temperature is None else self.temperature
+        top_p = 1.0 if self.top_p is None else max(self.top_p, 1e-6)             # 0: the likeliest token alone
+        return {"temperature": temperature if temperature >= 1e-6 else 0.0, "top_p": top_p,
+                "logit_bias": self._biases(vocab_size), **given}
+
+    def _biases(self, vocab_size: int) -> dict[int, float]:
+        biases = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < vocab_size):
+                raise ApiError(400, f"logit_bias has token ids from 0 to {vocab_size - 1} as keys; got {token[:20]!r}",
+                               "logit_bias")
+            biases[int(token)] = bias
+        return biases
+
+
+class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+
+
+class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
+    enable_thinking: bool = False
+
+
+class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
+    messages: Any
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    parallel_tool_calls: Any = None      # ignored
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+REFUSED = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
+
+
+def read(body: bytes, kind: type[Body]) -> Body:
+    """The request in a body. Raises ApiError with the field's name."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = re.search(r" - at `\$\.?([^`]*)`", message)
+        unknown = re.search(r"unknown field `([^`]*)`", message)
+        missing = re.search(r"missing required field `([^`]*)`", message)
+        param = (unknown or missing or path or [None, None])[1]
+        if unknown and param in REFUSED:
+            raise ApiError(400, f"{param} is not supported by this server", param, "unsupported_parameter") from None
+        raise ApiError(400, f"the body does not fit: {message}", param or None,
+                       "unknown_parameter" if unknown else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON schema of a request, for /openapi.json: (a reference to it, the components)."""
+    (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return schema, components
+
+
+def no_surrogates(text: str, param: str) -> str:
+    """`text`. Raises ApiError where it holds half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{param} holds half of a surrogate pair (a \\uD800 to \\uDFFF alone), which is no character",
+                       param) from None
+    return text

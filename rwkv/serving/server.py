@@ -1,0 +1,83 @@
+"""Binds the address, starts the engine, shows the plan, and serves until a signal comes."""
+
+import asyncio
+import socket
+import sys
+import time
+from pathlib import Path
+
+import uvicorn
+
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.serving.api import Service, application
+from rwkv.serving.http import Protocol, Server
+from rwkv.serving.messages import Ready
+from rwkv.serving.metrics import Metrics
+from rwkv.serving.remote import RemoteEngine
+from rwkv.tokenizer.chat import ChatTemplate, chat_template, default_template
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+AFTER_GRACE = 3                          # seconds for the last events to be written
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(config: ServeConfig) -> None:
+    """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for an address or an option that is wrong."""
+    if config.cors and "*" in config.cors and config.api_key is not None:
+        raise UserError("cors=* lets any page use this server: with api_key= name the origins")
+    template = chat_template(config.template or default_template(config.checkpoint))
+    listener = _bind(config)
+    _say("address", f"http://{config.host}:{listener.getsockname()[1]}"
+                    + ("" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"))
+    engine = RemoteEngine(config)
+    try:
+        ready = engine.wait_until_ready()
+        for subject, text in ready.plan:
+            _say(subject, text)
+        _run(config, engine, ready, template, listener)
+    finally:
+        engine.close()
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
+    return listener
+
+
+def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, template: ChatTemplate, listener: socket.socket) -> None:
+    path = Path(config.checkpoint).resolve()
+    service = Service(config, engine, Tokenizer.from_dict(ready.tokenizer), template,
+                      Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
+                      config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
+    engine.observe = service.metrics.observe
+    Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
+    options = uvicorn.Config(application(service), http=Protocol, loop="uvloop", lifespan="off", log_config=None,
+                             log_level="error", access_log=False, server_header=False, ws="none",
+                             timeout_graceful_shutdown=int(config.grace_s + AFTER_GRACE))
+
+    def stop() -> None:
+        if not service.stopping:
+            _say("stopping", f"running texts have {config.grace_s:g} seconds; another signal ends them at once")
+            service.stopping = True
+            asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
+
+    async def main() -> None:
+        engine.attach(asyncio.get_running_loop())
+        _say("chat", f"template {template.name}")
+        _say("ready", service.model)
+        await Server(options, stop).serve(sockets=[listener])
+
+    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
+        runner.run(main())
+
+
+def _say(subject: str, text: str) -> None:
+    print(f"{subject:<11}{text}", file=sys.stderr, flush=True)

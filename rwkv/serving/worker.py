@@ -1,0 +1,123 @@
+"""The process with the engine: it loads the model, and its one thread alone uses torch.
+
+Loading a model in one thread and stepping in another would give two teams of OpenMP threads on the same cores.
+"""
+
+import signal
+import traceback
+from multiprocessing.connection import Connection
+
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.generation.engine import Engine, Row
+from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
+
+MIB = 2**20
+
+
+def main(connection: Connection, config: ServeConfig) -> None:
+    """Loads the model, sends Ready or Failed, and then generates what it is asked for until the connection closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):               # the process with HTTP decides when this one ends
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        worker = _load(connection, config)
+        worker.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except (ValueError, RuntimeError, OSError) as error:
+        mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
+        connection.send(Failed(str(error) if mistake else traceback.format_exc(), mistake))
+
+
+def _load(connection: Connection, config: ServeConfig) -> "_Worker":
+    import torch
+
+    from rwkv.checkpoint.files import read_checkpoint
+    from rwkv.model.base import n_parameters, state_nbytes
+    from rwkv.model.operators import operator_for
+    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    checkpoint = read_checkpoint(config.checkpoint)
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
+    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
+    cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
+    row = state_nbytes(model.config) + 4 * model.vocab_size
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values() if hasattr(tensor, "nbytes"))
+    plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, "
+                      f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
+            ("kernel", f"{wkv.name if hasattr(wkv, 'name') else config.kernel.name} on {device}, {config.dtype}, threads "
+                       f"{torch.get_num_threads()}"),
+            ("memory", f"weights {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, and "
+                       f"{config.cache_mib:,} MiB of prefixes")]
+    worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)
+    connection.send(Ready(tokenizer.to_dict(), plan))
+    return worker
+
+
+class _Job:
+    """A text that is generated: its row, and how much of it was sent."""
+
+    def __init__(self, request: Generate, row: Row) -> None:
+        self.request, self.row = request, row
+        self.text = ""                   # not sent yet
+        self._logprobs_sent = 0
+
+    def event(self) -> Event | None:
+        """What is to be sent now, if anything."""
+        sample, finished = self.row.sample, not self.row.unfinished
+        if not finished and not self.request.stream:
+            return None
+        logprobs = sample.logprobs[self._logprobs_sent:len(sample.tokens)]
+        if not (self.text or logprobs or finished):
+            return None
+        event = Event(self.request.id, self.text, logprobs)
+        self.text, self._logprobs_sent = "", self._logprobs_sent + len(logprobs)
+        if finished:
+            event.finish_reason = sample.finish_reason
+            event.prompt_tokens, event.cached_tokens = len(self.row.prompt_ids), self.row.cached_tokens
+            event.completion_tokens, event.prompt_logprobs = len(sample.tokens), self.row.prompt_logprobs
+        return event
+
+
+class _Worker:
+    """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
+
+    def __init__(self, connection: Connection, engine: Engine, cache: PrefixCache | None) -> None:
+        self._connection, self._engine, self._cache = connection, engine, cache
+        self._jobs: dict[int, _Job] = {}         # by the row's index
+        self._refused: list[Event] = []
+
+    def run(self) -> None:
+        while True:
+            idle = not (self._engine.unfinished or self._jobs or self._refused)
+            while self._connection.poll(None if idle else 0):
+                self._take(self._connection.recv())
+                idle = False
+            for index, piece in self._engine.step():
+                self._jobs[index].text += piece
+            events = self._refused + [event for job in self._jobs.values() if (event := job.event())]
+            self._refused = []
+            self._jobs = {index: job for index, job in self._jobs.items() if job.row.unfinished}
+            if events:
+                cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
+                self._connection.send(Step(events, *cached))
+
+    def _take(self, message: Generate | Cancel) -> None:
+        if isinstance(message, Cancel):
+            for job in self._jobs.values():
+                if job.request.id == message.id:
+                    job.row.cancel()
+            return
+        try:
+            stopping = StoppingCriteria(message.max_new_tokens, message.stop)
+            row = self._engine.add(message.prompt, message.seed, stopping, Sampling(**message.sampling), message.n_logprobs,
+                                   prompt_logprobs=message.prompt_logprobs)
+        except ValueError as error:
+            self._refused.append(Event(message.id, error=str(error)))
+        else:
+            self._jobs[row.index] = _Job(message, row)

@@ -1,0 +1,213 @@
+"""What a server bears: requests that are wrong, clients that go away, sleep or hurry, and signals."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Running, post, wait_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.programs
+
+ENDLESS = {"prompt": "a", "max_tokens": 100_000, "stream": True, "logit_bias": {"0": -100}}
+OK = {"prompt": "a", "max_tokens": 1}
+WRONG: list[tuple[str, Any]] = [
+    *[("temperature", value) for value in (-1, 101, "1", [], {}, True)],
+    *[("top_p", value) for value in (-0.1, 1.1, "x")], *[("top_k", value) for value in (-1, 1.5, 2**40)],
+    *[("min_p", value) for value in (-1, 2)], *[("presence_penalty", value) for value in (-2.1, 3, "a")],
+    *[("frequency_penalty", value) for value in (-2.1, 3, [])], *[("repetition_penalty", value) for value in (0, -1, 1000)],
+    *[("seed", value) for value in (-1, 2**63, 2**70, 1.5, "1")], *[("n", value) for value in (0, -1, 129, 5, "2", 1.5)],
+    *[("max_tokens", value) for value in (-1, 2**40, 100_001, 1.5, "9")],
+    *[("stop", value) for value in ("", [""], ["a"] * 17, ["a"] * 10_000, 3, [3], "x" * 257, {})],
+    *[("logit_bias", value) for value in ({"a": 1}, {"256": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, [], {"²": 1}, {"9" * 5000: 1})],
+    *[("logprobs", value) for value in (-1, 6, True, "x")], *[("echo", value) for value in (1, "yes")],
+    *[("stream", value) for value in (1, "yes", [])], *[("best_of", value) for value in (0, 2, "x")],
+    *[("suffix", value) for value in ("x", 3)], *[("model", value) for value in ("other", 3, [])],
+    *[("prompt", value) for value in ([], 3, [[]], ["a", 1], [[1], "a"], [-1], [256], [[256]], [1.5], {"a": 1}, "\0",
+                                      ["a"] * 129, [2**70], "a" * 40_000)],
+    *[("stream_options", value) for value in ({"include_usage": True}, {"x": 1}, 3)],
+    *[("unknown", value) for value in (1, None)], *[("tools", value) for value in ([], [{}])],
+]
+MESSAGES: list[Any] = [None, [], "hi", {}, [3], [{}], [{"role": "user"}], [{"role": "nobody", "content": "x"}],
+                       [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image_url"}]}],
+                       [{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": [], "content": "x"}]]
+BODIES = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b'{"temperature": NaN, "prompt": "a"}',
+          b'{"temperature": 1e999, "prompt": "a"}', b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00a"}', b"[" * 100_000,
+          b'{"prompt": "a", "seed": Infinity}', b'{"prompt": "a"} x']
+
+
+def refused(answer: httpx.Response, param: str | None = None) -> None:
+    assert 400 <= answer.status_code < 500, answer.text[:300]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    if param:
+        assert str(error["param"]).startswith(param)
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda each: str(each)[:20])
+def test_a_wrong_field_is_named(server: Running, field: str, value: Any) -> None:
+    refused(httpx.post(f"{server.url}/v1/completions", json={**OK, field: value}), field)
+
+
+@pytest.mark.parametrize("messages", MESSAGES, ids=lambda each: str(each)[:40])
+def test_wrong_messages_are_named(server: Running, messages: Any) -> None:
+    refused(httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1}), "messages")
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_wrong_body_is_refused(server: Running, path: str, body: bytes) -> None:
+    refused(httpx.post(server.url + path, content=body))
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
+FIELDS = st.sampled_from([field for field, _ in WRONG] + ["messages", "top_logprobs", "user", "response_format"])
+
+
+@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+       st.dictionaries(FIELDS, JSON, max_size=4))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_any_body_gets_an_answer(server: Running, path: str, body: dict[str, Any]) -> None:
+    sent = {"max_tokens": 1, "prompt": "a", "messages": [{"role": "user", "content": "a"}], **body}
+    for chosen in (sent, body):
+        answer = httpx.post(server.url + path, json=chosen, timeout=60)
+        assert answer.status_code < 500, (chosen, answer.text)
+        if answer.status_code >= 400:
+            refused(answer)
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405),
+                                                        ("POST", "/health", 405), ("GET", "/v1/nothing", 404),
+                                                        ("GET", "/../../etc/passwd", 404), ("GET", "/v1/models/%ff%fe", 404)])
+def test_another_method_or_path_is_an_error_of_the_interface(server: Running, method: str, path: str, status: int) -> None:
+    answer = httpx.request(method, server.url + path)
+    refused(answer)
+    assert answer.status_code == status
+
+
+def test_a_large_body_is_refused(server: Running) -> None:
+    assert b" 413 " in server.exchange(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"20000\r\n" + b" " * 0x20000
+    assert b" 413 " in server.exchange(chunked + (b"\r\n20000\r\n" + b" " * 0x20000) * 10)
+
+
+@pytest.mark.parametrize(("data", "status"), [
+    (b"\x16\x03\x01 hello\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000, 431),
+    (b"GET /hea", 408), (b"", 408), (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{", 408)],
+    ids=["no HTTP", "long headers", "half a header", "nothing", "half a body"])
+def test_what_is_no_request_is_answered_and_closed(server: Running, data: bytes, status: int) -> None:
+    began = time.monotonic()
+    assert f" {status} ".encode() in server.exchange(data).partition(b"\r\n")[0]
+    assert time.monotonic() - began < 15
+
+
+def test_many_half_requests_stop_nobody(server: Running) -> None:
+    before = server.open_files()
+    halves = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    for half in halves:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+    assert httpx.post(f"{server.url}/v1/completions", json=OK).status_code == 200
+    for half in halves[:100]:
+        half.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")        # closing resets the connection
+        half.close()
+    wait_until(lambda: server.open_files() <= before + 5)
+    for half in halves[100:]:
+        half.close()
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("body", [ENDLESS, {**ENDLESS, "stream": False}, {**ENDLESS, "n": 3}], ids=["stream", "whole", "three"])
+def test_a_client_that_goes_away_frees_its_rows(server: Running, body: dict[str, Any]) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(post("/v1/completions", body))
+        wait_until(lambda: server.running_texts() == body.get("n", 1))
+    wait_until(lambda: server.running_texts() == 0, 5)
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_full_queue_is_429_and_those_in_it_are_served(server: Running) -> None:
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+    for connection in connections:
+        connection.sendall(post("/v1/completions", ENDLESS))
+    wait_until(lambda: server.running_texts() == 8)
+    answer = httpx.post(f"{server.url}/v1/completions", json=OK)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert httpx.post(f"{server.url}/v1/completions", json={**OK, "n": 5}).status_code == 400
+    with ThreadPoolExecutor(1) as thread:
+        for connection in connections[:1]:
+            connection.close()
+        wait_until(lambda: server.running_texts() == 7)
+        later = thread.submit(httpx.post, f"{server.url}/v1/completions", json=OK, timeout=60)
+        for connection in connections[1:]:
+            connection.close()
+        assert later.result().status_code == 200
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post("/v1/completions", {**ENDLESS, "logprobs": 5}))
+        wait_until(lambda: server.running_texts() == 1)
+        wait_until(lambda: server.running_texts() == 0, 60)
+
+
+def test_a_key_is_asked_for(start: Callable[..., Running]) -> None:
+    server = start("api_key=secret", "cors=http://page.example")
+    for headers, status in (({}, 401), ({"authorization": "Bearer other"}, 401), ({"authorization": "secret"}, 401),
+                            ({"authorization": "Bearer secret"}, 200)):
+        answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+        assert answer.status_code == status
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    allowed = httpx.get(f"{server.url}/health", headers={"origin": "http://page.example"}).headers
+    assert allowed["access-control-allow-origin"] == "http://page.example"
+    assert "access-control-allow-credentials" not in allowed
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health", headers={"origin": "http://x"}).headers
+
+
+def test_a_signal_lets_running_texts_end(start: Callable[..., Running]) -> None:
+    server = start("grace_s=2", "max_tokens=100000")
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in server.log)
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{server.url}/v1/completions", json=OK)
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_ends_it_at_once(start: Callable[..., Running]) -> None:
+    server = start("max_tokens=100000")
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+        next(answer.iter_lines())
+        for _ in range(2):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),
+                                               (("template=nothing.jinja",), "nothing.jinja"), (("port=70000",), "port"),
+                                               (("cors=*", "api_key=x"), "cors")])
+def test_a_mistake_is_one_sentence(server: Running, start: Callable[..., Running], options: tuple[str, ...], said: str) -> None:
+    failed = start(*(option.format(port=server.port) for option in options))
+    assert failed.process.wait(60) == 2
+    error = failed.log.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert said in error
+    assert "Traceback" not in failed.log

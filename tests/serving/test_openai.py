@@ -1,0 +1,148 @@
+"""The official client against the real server: what it gets is what generate gives."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import BYTES, Running
+
+from rwkv.generation.engine import generate_batch
+from rwkv.pretrained import RWKV
+
+pytestmark = pytest.mark.programs
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> RWKV:
+    return RWKV.from_pretrained(checkpoint, "reference")
+
+
+def expected(model: RWKV, prompt: str, n: int, seed: int = 0, **options: Any) -> Any:
+    sample, = generate_batch(model, BYTES, [prompt], n, seeds=[seed], **{"temperature": 1.0, "top_p": 1.0, **options})
+    return sample
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == client.models.retrieve(f"gateway/{MODEL}").id == MODEL
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("other")
+    assert refused.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"logit_bias": {"65": 20}}, {"stop": ["o", "e"]}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_is_what_generate_gives(client: openai.OpenAI, model: RWKV, options: dict[str, Any], stream: bool) -> None:
+    sample = expected(model, "once", 30, 7, **{**options, "logit_bias": {int(k): v for k, v in
+                                                                          options.get("logit_bias", {}).items()}})
+    answer = client.completions.create(model=MODEL, prompt="once", max_tokens=30, seed=7, stream=stream, **options)
+    if stream:
+        chunks = list(answer)
+        text, reason = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason
+        assert len(chunks) > 2 or not sample.text
+    else:
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        assert answer.usage.completion_tokens == len(sample.tokens)
+    assert (text, reason) == (sample.text, {"end_of_text": "stop"}.get(sample.finish_reason, sample.finish_reason))
+
+
+def test_a_text_in_company_is_the_text_alone(client: openai.OpenAI, model: RWKV) -> None:
+    """12 clients with prompts, lengths and seeds of their own, streams among them; three times what runs at once would queue."""
+    def ask(seed: int) -> str:
+        prompt, n = "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50
+        while True:
+            try:
+                if seed % 2:
+                    return "".join(chunk.choices[0].text for chunk in client.completions.create(
+                        model=MODEL, prompt=prompt, max_tokens=n, seed=seed, stream=True))
+                return client.completions.create(model=MODEL, prompt=prompt, max_tokens=n, seed=seed).choices[0].text
+            except openai.RateLimitError as busy:
+                assert int(busy.response.headers["retry-after"]) >= 1
+                threading.Event().wait(0.05)
+
+    with ThreadPoolExecutor(12) as threads:
+        texts = list(threads.map(ask, range(12)))
+    assert texts == [expected(model, "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50, seed).text for seed in range(12)]
+
+
+def test_several_prompts_and_several_texts_of_each(client: openai.OpenAI, model: RWKV) -> None:
+    answer = client.completions.create(model=MODEL, prompt=["ab", "c"], n=2, max_tokens=6, seed=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [expected(model, prompt, 6, seed).text
+                                                          for prompt in ("ab", "c") for seed in (3, 4)]
+    assert answer.usage.prompt_tokens == 3
+    ids = client.completions.create(model=MODEL, prompt=[[*b"ab"], [*b"c"]], max_tokens=6, seed=3)
+    assert [choice.text for choice in ids.choices] == [answer.choices[0].text, answer.choices[2].text]
+
+
+def test_echo_and_logprobs(client: openai.OpenAI, model: RWKV) -> None:
+    answer = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1)
+    found, sample = answer.choices[0].logprobs, expected(model, "abc", 2, 1)
+    assert answer.choices[0].text == "abc" + sample.text
+    assert found.tokens[:3] == ["a", "b", "c"]
+    assert found.token_logprobs[0] is None
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 5
+    for token, logprob, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert top[token] == logprob
+        assert 3 <= len(top) <= 4
+    streamed = list(client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1,
+                                              stream=True))
+    assert streamed[-1].choices[0].logprobs.tokens == found.tokens
+    only = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert (only.text, len(only.logprobs.tokens)) == ("abc", 3)
+
+
+def test_chat(client: openai.OpenAI, model: RWKV) -> None:
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=12, seed=5, logprobs=True,
+                                            top_logprobs=2)
+    sample = expected(model, "System: be\n\nUser: hi\n\nAssistant:", 12, 5, stop=["\n\n"])
+    choice = answer.choices[0]
+    assert choice.message.content == sample.text.lstrip()
+    assert len(choice.logprobs.content) == len(sample.tokens)
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    chunks = list(client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=12, seed=5, stream=True,
+                                                 stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], answer.usage.completion_tokens)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_each_turn_of_a_chat_reads_only_what_is_new(client: openai.OpenAI) -> None:
+    messages: list[dict[str, str]] = []
+    cached: list[int] = []
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=turn)
+        usage = answer.usage
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+        assert usage.prompt_tokens - cached[-1] <= 80
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    assert cached[1:] == sorted(cached[1:])
+    assert cached[-1] > 400
+
+
+def test_tokenizer(server: Running) -> None:
+    found = httpx.post(f"{server.url}/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
+    assert found == {"tokens": [*"aé".encode()], "count": 3, "max_model_len": 32768,
+                     "token_strs": ["a", "token_id:195", "token_id:169"]}
+    assert httpx.post(f"{server.url}/detokenize", json={"tokens": [*"aé".encode()]}).json() == {"prompt": "aé"}
+    assert httpx.get(f"{server.url}/tokenizer_info").json()["eos_token_id"] == 0
+
+
+def test_what_a_server_tells_of_itself(server: Running) -> None:
+    for path in ("/health", "/ready"):
+        assert httpx.get(server.url + path).json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/openapi.json").json()["openapi"].startswith("3.")
+    page = httpx.get(server.url)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert server.metric("timemix_generated_tokens_total") >= 0
