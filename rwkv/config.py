@@ -102,9 +102,13 @@ class ModelConfig:
 class DataConfig:
     """What val_fraction means for each kind of data: rwkv/data/prepare.py."""
 
-    name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "binidx", "hf"), heading="Data")
+    name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "chat", "binidx", "hf"),
+                       heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf")
+    template: str | None = option(None, "of conversations: world, g1 or a jinja2 file; null: by the name of init_from's file",
+                                  verbatim=PATH)
+    preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing")
     split: str = option("train", "split of a Hugging Face data set")
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257)

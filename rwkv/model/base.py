@@ -7,7 +7,7 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     NAME, OPERATOR                 what people call it; the folder of kernels/ that mixes time
     shapes(config, V)              every tensor's name and shape, from which all counts, checks and translations derive
     resolved(config)               the configuration with its default widths filled in
-    Block, State, empty_state      Block.forward: (x, state of this layer or None, carry) -> (x, state, carry)
+    Block, State, empty_state      Block.forward: (x, state of this layer or None, carry, packing or None) -> (x, state, carry)
     init_weights(model)            the initialisation
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
     LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from rwkv.config import ModelConfig
 from rwkv.model.hooks import untouched
+from rwkv.model.packing import Packing
 from rwkv.model.state import State
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
@@ -95,11 +96,14 @@ class Model(nn.Module):
         hidden, layers = self._blocks(tokens, state)
         return hidden, State.stack(layers)
 
-    def forward_features(self, tokens: Tensor) -> Tensor:
-        """The head's input (B,T,C) from the empty state, without the state after it: for training on windows."""
-        return self._blocks(tokens, None)[0]
+    def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """The head's input (B,T,C) from the empty state, without the state after it: for training on windows.
 
-    def _blocks(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[State]]:
+        starts (B,T) bool: where a text begins that is read from the empty state.
+        """
+        return self._blocks(tokens, None, None if starts is None else Packing(starts))[0]
+
+    def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         """The head's input (B,T,C) and the state of each layer after the last token."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
@@ -108,7 +112,7 @@ class Model(nn.Module):
         before = [None] * len(self.blocks) if state is None else state.layers()
         x, carry, after = self.emb(tokens).to(self.ln_out.weight.dtype), None, []
         for block, layer_state in zip(self.blocks, before, strict=True):
-            x, layer_state, carry = block(x, layer_state, carry)
+            x, layer_state, carry = block(x, layer_state, carry, packing)
             after.append(layer_state)
         return self.ln_out(x), after
 

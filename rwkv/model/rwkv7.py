@@ -30,6 +30,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
 from rwkv.model.hooks import untouched
+from rwkv.model.packing import Packing
 from rwkv.model.step import norm_function, product_function, products_function
 
 NAME = "RWKV-7"
@@ -181,10 +182,14 @@ class TimeMix(nn.Module):
         self.output = nn.Linear(C, C, bias=False)
         self.ln_x = nn.GroupNorm(H, C, eps=rwkv7_fused.EPS)
 
-    def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
-                v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mix = self._fused_mix if self._can_fuse() else self._plain_mix
-        out, after, v_first = mix(x, last_x, before, v_first)
+    def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                packing: Packing | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """With a packing, every text is read from the empty state, and there is no state after the row."""
+        if packing is not None:
+            out, after, v_first = self._plain_mix(x, None, None, v_first, packing)
+        else:
+            mix = self._fused_mix if self._can_fuse() else self._plain_mix
+            out, after, v_first = mix(x, last_x, before, v_first)
         return out, fused.last(x), after, v_first
 
     def _can_fuse(self) -> bool:
@@ -194,11 +199,11 @@ class TimeMix(nn.Module):
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
 
-    def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
-                   v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                   packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
         """By the formulas above: (out, the operator's state, v_first)."""
         past = [1 - mu for mu in self._mixes()]
-        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past)
+        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing and packing.shift_mask)
         r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
         g = torch.sigmoid(m_g @ self.g1) @ self.g2
         rate = torch.sigmoid(self.a0 + (m_a @ self.a1) @ self.a2)
@@ -211,7 +216,7 @@ class TimeMix(nn.Module):
         kk = normalize(self._heads(k * self.k_k).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM).to(r.dtype).flatten(2)
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
-        y, after = self._wkv(r, log_w, k, v, -kk, b, before)
+        y, after = self._wkv(r, log_w, k, v, -kk, b, before, packing)
         share = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
         normal = self.ln_x(y.flatten(0, 1).flatten(1)).view_as(x)
         return self.output((normal + (share * self._heads(v)).flatten(2)) * g), after, v_first
@@ -237,10 +242,12 @@ class TimeMix(nn.Module):
         """(B,T,C) as (B,T,H,N)."""
         return tensor.unflatten(-1, (-1, self.N))
 
-    def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-             before: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
+             packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
         """The operator on (B,T,C) each, and its single step where that is all: y (B,T,H,N)."""
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
+        if packing is not None:
+            return packing.each_text(lambda *inputs: self.wkv(*inputs, None)[0], r, log_w, k, v, a, b), None
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after
@@ -256,9 +263,9 @@ class ChannelMix(nn.Module):
         self.key = nn.Linear(n_embd, n_ffn, bias=False)
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not fused.can_fuse(self.key, self.value):
-            (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k)
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        if packing is not None or not fused.can_fuse(self.key, self.value):
+            (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing and packing.shift_mask)
             relu = torch.relu(self.key(mixed))
             return self.value(relu * relu), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
@@ -278,14 +285,18 @@ class Block(nn.Module):
         self.att = TimeMix(config, layer, wkv)
         self.ffn = ChannelMix(C, F)
 
-    def forward(self, x: Tensor, before: State | None, carry: Tensor | None = None) -> tuple[Tensor, State, Tensor]:
-        """(x (B,T,C), this layer's state before x, None for the empty one, v_first) -> (x, the state after x, v_first)."""
+    def forward(self, x: Tensor, before: State | None, carry: Tensor | None = None,
+                packing: Packing | None = None) -> tuple[Tensor, State | None, Tensor]:
+        """(x (B,T,C), this layer's state before x, None for the empty one, v_first) -> (x, the state after x, v_first).
+
+        packing: of rows of several texts, each from the empty state; None is the state after them.
+        """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
-        mixed, att_x, wkv, carry = self.att(self.ln1(x), att_x, wkv, carry)
+        mixed, att_x, wkv, carry = self.att(self.ln1(x), att_x, wkv, carry, packing)
         x = x + mixed
-        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x)
-        return x + mixed, State(att_x, wkv, ffn_x), carry
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing)
+        return x + mixed, None if wkv is None else State(att_x, wkv, ffn_x), carry
 
 
 PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step computes without calling them

@@ -11,6 +11,7 @@ from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.errors import CheckpointError
 from rwkv.model.base import generation
+from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends
@@ -26,7 +27,9 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     checkpoint = read_checkpoint(str(config.init_from))
     model = replace(checkpoint.config, ctx_len=config.model.ctx_len)
     _require_sizes(config.model, model, given, checkpoint)
-    return replace(config, model=model), checkpoint, _tokenizer(config.data, given, checkpoint)
+    template = config.data.template or default_template(config.init_from)
+    data = replace(config.data, template=template) if config.data.name == "chat" else config.data
+    return replace(config, model=model, data=data), checkpoint, _tokenizer(config.data, given, checkpoint)
 
 
 def _require_sizes(config: ModelConfig, found: ModelConfig, given: Collection[str], checkpoint: Checkpoint) -> None:

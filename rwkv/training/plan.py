@@ -12,6 +12,7 @@ import torch
 from kernels.backends import threads
 from rwkv.config import TrainConfig
 from rwkv.data import documents
+from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import n_parameters
@@ -58,6 +59,8 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                           "longest ones, or change their order or names")
     if config.trainer.tbptt:
         yield "streams", documents.describe(config, data)
+    elif data.conversations:
+        yield "rows", _rows(config, data).describe()
     yield "model", (f"{task.model.generation.NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
@@ -91,11 +94,23 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: in
 def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
     steps = config.trainer.max_steps - first_step
     tokens = steps * config.tokens_per_step
-    padding = documents.chunks_of(config, data).padding() if config.trainer.tbptt else 0.0
+    padding = _padding(config, data)
     epochs = tokens * (1 - padding) / data.sizes.train_tokens
     passes = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
     return (f"{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
             f"{_duration(config, steps, device, task, data)}; {passes}")
+
+
+def _padding(config: TrainConfig, data: Corpus) -> float:
+    """The fraction of positions that hold no token."""
+    if config.trainer.tbptt:
+        return documents.chunks_of(config, data).padding()
+    return _rows(config, data).padding() if data.conversations else 0.0
+
+
+def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:
+    assert data.conversations is not None
+    return ConversationRows(*data.conversations[0][:2], config.model.ctx_len)
 
 
 def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:

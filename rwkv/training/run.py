@@ -31,7 +31,7 @@ CONFIG_FILE = "config.yaml"
 FIXED = ("model", "data", "seed",        # options and groups that may not change when a run is resumed
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
          "trainer.accumulate")           # the position in the data is counted in batches
-NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # exceptions
+NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
 
 
