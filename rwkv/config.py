@@ -215,6 +215,26 @@ class LoggerConfig:
 
 
 @dataclass
+class TuneConfig:
+    """What is trained of the weights that init_from= gives. LoRA: Hu et al. 2021 (arXiv 2106.09685): W + alpha / rank B A."""
+
+    method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
+    rank: int = option(16, "rank of each adapter (lora)", least=1)
+    alpha: float = option(32.0, "factor on the adapters, divided by the rank (lora)", above=0.0)
+    dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0)
+    modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)")
+    base: str = option("float32", "dtype of the frozen weights: float32, or int8 for the blocks' matrices, on a CPU",
+                       one_of=("float32", "int8"))
+
+    def __post_init__(self) -> None:
+        check_options(self, "tune.")
+        if not self.dropout < 1:
+            raise UserError(f"tune.dropout is from 0 to below 1; got {self.dropout}")
+        if self.method == "full" and self.base != "float32":
+            raise UserError(f"tune.base={self.base} is for frozen weights, and tune=full trains them: use tune=lora or state")
+
+
+@dataclass
 class TrainConfig:
     kernel: KernelConfig = field(default_factory=KernelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -222,6 +242,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     seed: int = option(0, "seed of the initial weights and of the order of the data", heading="Run")
     out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
@@ -232,6 +253,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
         require_options_of(self.model.generation, self.optim, "optim.")
+        if self.trainer.strategy == "fsdp" and self.tune.method != "full":
+            raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
+        if self.trainer.tbptt and self.tune.dropout:
+            raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other numbers: leave one out")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "

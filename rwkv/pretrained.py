@@ -45,9 +45,12 @@ class RWKV(Model):
                         mmap: bool = True) -> Self:
         """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
         if dtype == "int8":
-            return cls._in_int8(checkpoint, wkv, device, mmap)
-        weights = checkpoint.tensors(dtype, device, mmap)
-        return cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
+            model = cls._in_int8(checkpoint, wkv, device, mmap)
+        else:
+            model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
+        if checkpoint.time_states:
+            model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
+        return model.requires_grad_(False).eval()
 
     @classmethod
     def _in_int8(cls, checkpoint: Checkpoint, wkv: Any, device: str, mmap: bool) -> Self:
@@ -71,6 +74,9 @@ class RWKV(Model):
         if isinstance(self.head, Int8Linear):
             raise UserError("a model in int8 cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
                              "bfloat16 and save that")
+        if self.time_states():
+            raise UserError("the model has a learnt state before the first token, for which the formats have no room: save its "
+                            "base")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 

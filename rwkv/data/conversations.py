@@ -108,7 +108,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
         write_bytes(folder / f"{split}.ids", np.concatenate(ids[split]).tobytes())
         write_bytes(folder / f"{split}.learnt", np.concatenate(learnt[split]).tobytes())
         starts = np.cumsum([0, *lengths])[:-1]
-        write(folder / f"{split}-starts.npy", lambda file, starts=starts: np.save(file, starts))         # type: ignore[misc]
+        write(folder / f"{split}-starts.npy", lambda file, starts=starts: np.save(file, starts))
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
     manifest = {"dtype": dtype.name, "splits": sizes, "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),

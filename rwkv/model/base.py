@@ -22,6 +22,7 @@ Each block has its operator as block.att.wkv.
 import hashlib
 import importlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ from rwkv.model.packing import Packing
 from rwkv.model.state import State
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
+TIME_STATE = "att.time_state"            # the end of the name of a layer's learnt state before the first token
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 
@@ -117,9 +119,20 @@ class Model(nn.Module):
         return self.ln_out(x), after
 
     def empty_state(self, B: int) -> State:
-        """The state before the first token, for B rows."""
+        """The state before the first token, for B rows; it has a gradient where it is learnt."""
         state: State = self.generation.empty_state(self.config, B, self.emb.weight.device)
-        return state
+        learnt = self.time_states()
+        return state._replace(wkv=torch.stack(learnt).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state  # type: ignore
+
+    def time_states(self) -> list[nn.Parameter]:
+        """The operator's state before the first token, of each layer (H,N,N); none where it is zeros."""
+        states = [getattr(block.att, "time_state", None) for block in self.blocks]
+        return [state for state in states if state is not None]
+
+    def set_time_states(self, states: Sequence[Tensor]) -> None:
+        """Gives each layer the operator's state before the first token, (H,N,N) each."""
+        for block, state in zip(self.blocks, states, strict=True):
+            block.att.time_state = nn.Parameter(state)
 
     def check_state(self, state: State, B: int) -> None:
         """Raises ValueError where `state` is not a state of this model for B rows."""
@@ -146,13 +159,14 @@ class Model(nn.Module):
     def fingerprint(self) -> str:
         """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
 
-        It is the same in every dtype of the weights. A quantised model keeps the fingerprint that it had before.
+        It is the same in every dtype of the weights, and with any learnt state before the first token. A quantised model keeps
+        the fingerprint that it had before.
         """
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
-            if name in self.generation.UNUSED:
+            if name in self.generation.UNUSED or name.endswith(TIME_STATE):
                 continue
             spaced = tensor.detach().flatten()[::max(1, tensor.numel() // SAMPLED)]
             digest.update(f"{name} {tuple(tensor.shape)}".encode())

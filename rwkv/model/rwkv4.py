@@ -127,7 +127,7 @@ class TimeMix(nn.Module):
         """With a packing, every text is read from the empty state, and there is no state after the row."""
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
-            mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing and packing.shift_mask)
+            mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             y, after = self._wkv(self.key(mix_k), self.value(mix_v), before, packing)
             return self.output(torch.sigmoid(self.receptance(mix_r)) * y), fused.last(x), after
         weights = self.key.weight, self.value.weight, self.receptance.weight
@@ -159,7 +159,7 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         mus = self.time_mix_k, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
-            mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing and packing.shift_mask)
+            mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             relu_k = torch.relu(self.key(mix_k))
             return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight

@@ -6,6 +6,7 @@ from itertools import islice
 import lightning
 
 from rwkv import cli, distributed
+from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
 from rwkv.data.conversations import marked
 from rwkv.data.loaders import DataModule
@@ -21,6 +22,7 @@ from rwkv.training.run import Run, as_plain, create, open_run
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
+from rwkv.training.tuned import write_tuned
 
 
 def show_conversations(data: Corpus) -> None:
@@ -54,10 +56,12 @@ def train(run: Run) -> None:
     if config.data.preview:
         show_conversations(data)
     lightning.seed_everything(config.seed, verbose=False)
-    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv), config.trainer)
+    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
+                           config.trainer)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task.describe(resolved, data.tokenizer)
+    base = None if config.tune.method == "full" or run.init_checkpoint is None else identity(run.init_checkpoint)
+    task.describe(resolved | ({"base": base} if base else {}), data.tokenizer)
     announce(run, kernel, device, task, data)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
@@ -72,6 +76,9 @@ def train(run: Run) -> None:
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)
+    if distributed.rank() == 0:
+        for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
+            log(f"tuned: {path}")
     say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

@@ -18,12 +18,12 @@ from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
-    FLOAT,
     checkpoint_bytes,
     estimate,
     free_disk,
     free_memory,
     n_checkpoints,
+    n_trained,
     readable,
     resident_memory,
     with_options,
@@ -65,6 +65,9 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
+    if config.tune.method != "full":
+        yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
+                         f"{config.tune.base}; the blocks compute by their plain formulas, without the fused forms")
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     yield from _memory(config, V, device, used)
@@ -79,7 +82,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: in
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
     other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
-    programs = max(0, used - FLOAT * n_parameters(config.model, vocab_size))
+    programs = max(0, used - need.weights)
     already = f", of which {readable(used)} are in use already" if used else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")

@@ -46,6 +46,8 @@ class LanguageModel(lightning.LightningModule):
         self.val_bytes_per_token = val_bytes_per_token
         self.entry: dict[str, Any] = {}
         self.carried = Carried()
+        self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
+        self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self._nats, self._tokens = 0.0, 0
         self._own: tuple[Tensor, Tensor] | Packed | None = None       # this process's batch of the next round of validation
@@ -140,6 +142,9 @@ class LanguageModel(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
+        if self.tuned:                   # what is frozen is in the file of init_from=
+            checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
+                                        if parameter.requires_grad}
         carried = self.carried.state_dict()
         if carried:
             checkpoint[CARRIED] = carried
