@@ -316,6 +316,35 @@ class GenerateConfig:
 
 
 @dataclass
+class ChatConfig:
+    """rwkv/generation/sampling.py checks the options of sampling."""
+
+    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
+    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
+    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+    template: str | None = option(None, "world, g1 or a jinja2 file; null: the one of the run's data, else by the file's name",
+                                  verbatim=PATH, heading="Conversation")
+    system: str | None = option(None, "system message", verbatim=NAME)
+    state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
+                               verbatim=PATH)
+    think: bool = option(False, "true: answers begin with thoughts (template g1)")
+    seed: int = option(0, "seed of the first answer; the next has the next seed", least=0)
+    max_new_tokens: int = option(500, "largest number of tokens in an answer", least=1)
+    temperature: float = option(1.0, "temperature; 0: always the likeliest token", heading="Sampling")
+    top_k: int = option(0, "choose among that many likeliest tokens; 0: all")
+    top_p: float = option(0.3, "choose among the likeliest tokens of that total probability; 1: all")
+    min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any")
+    repetition_penalty: float = option(1.0, "divides positive logits of earlier tokens, multiplies negative ones; 1: off")
+    presence_penalty: float = option(0.0, "subtracted from the logit of each earlier token of the answer")
+    frequency_penalty: float = option(0.0, "subtracted for each time that the token came earlier in the answer")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass
 class EvaluateDataConfig:
     path: str | None = option(None, 'a text in UTF-8, or FILE.jsonl with {"text": "..."} on each line', verbatim=PATH,
                               heading="Evaluation")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from rwkv import cli
-from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.tools import evaluate, generate, train
+from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, TrainConfig
+from rwkv.tools import chat, evaluate, generate, train
 
 PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
-            "evaluate": (evaluate.main, EvaluateConfig)}
+            "evaluate": (evaluate.main, EvaluateConfig), "chat": (chat.chat, ChatConfig)}
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -16,6 +16,7 @@ The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (on
 import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -107,8 +108,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
         lengths = [len(each) for each in ids[split]]
         write_bytes(folder / f"{split}.ids", np.concatenate(ids[split]).tobytes())
         write_bytes(folder / f"{split}.learnt", np.concatenate(learnt[split]).tobytes())
-        starts = np.cumsum([0, *lengths])[:-1]
-        write(folder / f"{split}-starts.npy", lambda file, starts=starts: np.save(file, starts))
+        write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
     manifest = {"dtype": dtype.name, "splits": sizes, "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),

@@ -132,7 +132,7 @@ class Model(nn.Module):
     def set_time_states(self, states: Sequence[Tensor]) -> None:
         """Gives each layer the operator's state before the first token, (H,N,N) each."""
         for block, state in zip(self.blocks, states, strict=True):
-            block.att.time_state = nn.Parameter(state)
+            block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
     def check_state(self, state: State, B: int) -> None:
         """Raises ValueError where `state` is not a state of this model for B rows."""

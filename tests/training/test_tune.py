@@ -8,7 +8,7 @@ import torch
 from models import small_model, tokens
 from programs import Run, caller, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, killed_and_continued, start
+from training_runs import assert_same_training, finish, kill_after, killed_and_continued, start
 
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TuneConfig
@@ -146,10 +146,10 @@ def test_memory_of_tuning() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("method", ["full", "lora", "state"])
 def test_five_kills_change_nothing(folder: Path, method: str) -> None:
-    arguments = (*OPTIONS, f"tune={method}", "init_from=base7.safetensors", "trainer.max_steps=40",
-                 "trainer.checkpoint_every=3", "trainer.val_every=20")
-    whole = start(folder, "train", *arguments, "out_dir=whole")
-    assert whole.wait(240) == 0
-    done = killed_and_continued(folder, arguments, "killed", 5, 40, seed=1)
+    arguments = (*OPTIONS, f"tune={method}", "trainer.max_steps=40", "trainer.checkpoint_every=3", "trainer.val_every=20")
+    done = finish(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=whole"))
+    assert done.status == 0, done.error
+    kill_after(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=killed"), folder / "killed", 5, 0.1)
+    done = killed_and_continued(folder, arguments, "killed", 4, 40, seed=1)
     assert done.status == 0, done.error
     assert_same_training(folder / "whole", folder / "killed")
