@@ -102,9 +102,13 @@ class ModelConfig:
 class DataConfig:
     """What val_fraction means for each kind of data: rwkv/data/prepare.py."""
 
-    name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "binidx", "hf"), heading="Data")
+    name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "chat", "binidx", "hf"),
+                       heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf")
+    template: str | None = option(None, "of conversations: world, g1 or a jinja2 file; null: by the name of init_from's file",
+                                  verbatim=PATH)
+    preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing")
     split: str = option("train", "split of a Hugging Face data set")
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257)
@@ -211,6 +215,26 @@ class LoggerConfig:
 
 
 @dataclass
+class TuneConfig:
+    """What is trained of the weights that init_from= gives. LoRA: Hu et al. 2021 (arXiv 2106.09685): W + alpha / rank B A."""
+
+    method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
+    rank: int = option(16, "rank of each adapter (lora)", least=1)
+    alpha: float = option(32.0, "factor on the adapters, divided by the rank (lora)", above=0.0)
+    dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0)
+    modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)")
+    base: str = option("float32", "dtype of the frozen weights: float32, or int8 for the blocks' matrices, on a CPU",
+                       one_of=("float32", "int8"))
+
+    def __post_init__(self) -> None:
+        check_options(self, "tune.")
+        if not self.dropout < 1:
+            raise UserError(f"tune.dropout is from 0 to below 1; got {self.dropout}")
+        if self.method == "full" and self.base != "float32":
+            raise UserError(f"tune.base={self.base} is for frozen weights, and tune=full trains them: use tune=lora or state")
+
+
+@dataclass
 class TrainConfig:
     kernel: KernelConfig = field(default_factory=KernelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -218,6 +242,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
     seed: int = option(0, "seed of the initial weights and of the order of the data", heading="Run")
     out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
@@ -228,6 +253,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
         require_options_of(self.model.generation, self.optim, "optim.")
+        if self.trainer.strategy == "fsdp" and self.tune.method != "full":
+            raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
+        if self.trainer.tbptt and self.tune.dropout:
+            raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other numbers: leave one out")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -281,6 +310,35 @@ class GenerateConfig:
     out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)
     logprobs: int = option(0, "number of likeliest tokens whose log-probabilities out= holds", least=0)
     save_state: str | None = option(None, "file for the state after the text, for state=", verbatim=PATH)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass
+class ChatConfig:
+    """rwkv/generation/sampling.py checks the options of sampling."""
+
+    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
+    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
+    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+    template: str | None = option(None, "world, g1 or a jinja2 file; null: the one of the run's data, else by the file's name",
+                                  verbatim=PATH, heading="Conversation")
+    system: str | None = option(None, "system message", verbatim=NAME)
+    state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
+                               verbatim=PATH)
+    think: bool = option(False, "true: answers begin with thoughts (template g1)")
+    seed: int = option(0, "seed of the first answer; the next has the next seed", least=0)
+    max_new_tokens: int = option(500, "largest number of tokens in an answer", least=1)
+    temperature: float = option(1.0, "temperature; 0: always the likeliest token", heading="Sampling")
+    top_k: int = option(0, "choose among that many likeliest tokens; 0: all")
+    top_p: float = option(0.3, "choose among the likeliest tokens of that total probability; 1: all")
+    min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any")
+    repetition_penalty: float = option(1.0, "divides positive logits of earlier tokens, multiplies negative ones; 1: off")
+    presence_penalty: float = option(0.0, "subtracted from the logit of each earlier token of the answer")
+    frequency_penalty: float = option(0.0, "subtracted for each time that the token came earlier in the answer")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -46,9 +46,12 @@ class RWKV(Model):
                         mmap: bool = True) -> Self:
         """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
         if dtype in QUANTISED:
-            return cls._quantised(checkpoint, wkv, device, dtype, mmap)
-        weights = checkpoint.tensors(dtype, device, mmap)
-        return cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
+            model = cls._quantised(checkpoint, wkv, device, dtype, mmap)
+        else:
+            model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
+        if checkpoint.time_states:
+            model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
+        return model.requires_grad_(False).eval()
 
     @classmethod
     def _quantised(cls, checkpoint: Checkpoint, wkv: Any, device: str, dtype: str, mmap: bool) -> Self:
@@ -73,6 +76,9 @@ class RWKV(Model):
             dtype = "int8" if isinstance(self.head, Int8Linear) else "int4"
             raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
                              "bfloat16 and save that")
+        if self.time_states():
+            raise UserError("the model has a learnt state before the first token, for which the formats have no room: save its "
+                            "base")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 

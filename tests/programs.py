@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from rwkv import cli
-from rwkv.config import EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig
-from rwkv.tools import evaluate, generate, serve, train
+from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig
+from rwkv.tools import chat, evaluate, generate, serve, train
 
 PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
-            "evaluate": (evaluate.main, EvaluateConfig), "serve": (serve.serve, ServeConfig)}
+            "evaluate": (evaluate.main, EvaluateConfig), "chat": (chat.chat, ChatConfig), "serve": (serve.serve, ServeConfig)}
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -14,7 +14,7 @@ import pytest
 from kernels.registry import names, operators
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "serve.py"]
+PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "chat.py", ROOT / "serve.py"]
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 READS_ENVIRONMENT = ROOT / "kernels" / "backends" / "threads.py"       # sets what libgomp reads, unless the user has set it
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(r".*", r"train|generate|serve|tests|benchmarks"),
+    Rule(r".*", r"train|generate|chat|serve|tests|benchmarks"),
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
     Rule(r"(?!kernels\b).*", BACK_ENDS),
     Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
@@ -61,7 +61,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),      # torch is the worker's alone
     Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
-    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate|serve))", r"torch|lightning|hydra|numpy",
+    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )
 
@@ -217,7 +217,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py")],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
-    (["rwkv", "rwkv.cli", "rwkv.tools.train", "rwkv.tools.generate", "rwkv.tools.serve", "kernels.registry"],
+    (["rwkv", "rwkv.cli", "rwkv.tools.train", "rwkv.tools.generate", "rwkv.tools.chat", "rwkv.tools.serve", "kernels.registry"],
      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),
 ])
 def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ...], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv.checkpoint import formats
+from rwkv.checkpoint import formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
 from rwkv.checkpoint.stored import DTYPES, Stored
@@ -56,6 +56,7 @@ class Checkpoint:
     run: dict[str, Any] | None = None
     step: int = 0
     tokenizer_hash: str | None = None
+    time_states: list[Stored] | None = None      # of each layer (H,N,N), the state before the first token, where it is learnt
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
         """The tensors in `dtype`, those that the generation keeps in float32 excepted; None: as the file has them."""
@@ -101,9 +102,21 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = locate(path)
     try:
-        return _understand(formats.recognise(path).read(path))
+        content = formats.recognise(path).read(path)
+        return _tuned(content) if tuned.is_tuned(content.entry) else _understand(content)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _tuned(content: Content) -> Checkpoint:
+    """The checkpoint of a run that trained adapters or a state: the weights that they belong to, with them."""
+    run = (content.entry or {})["run"]
+    base = read_checkpoint(run["init_from"])
+    tuned.require_same(content.path, base.weights.stored, run)
+    weights, states = tuned.applied(content, base.weights.stored, base.config.n_layer)
+    together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
+                       config=generation(base.config).resolved(base.config))
+    return _with_entry(together, content.entry or {})
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
@@ -113,6 +126,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
+    if checkpoint.time_states:
+        raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: it is "
+                        "in the run's directory, as time_state.pth and state.safetensors, and the weights in init_from='s file")
     module = formats.load(format) if format else formats.by_suffix(path)
     quantised = dtype if dtype in getattr(module, "QUANTISED", ()) else None
     if dtype is not None and dtype not in DTYPES and not quantised:

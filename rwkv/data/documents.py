@@ -12,6 +12,7 @@ A document longer than one stream's share of all segments is divided into severa
 empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
 end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token but the first of all
 is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted.
+Of conversations (rwkv/data/conversations.py) only what is learnt is predicted.
 """
 
 from collections.abc import Iterator
@@ -47,12 +48,16 @@ class Segments(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id."""
+    """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id.
+
+    counted: the number of targets that count: all of them, but in conversations.
+    """
 
     start: int
     inputs: int
     targets: int
     starts_document: bool
+    counted: int
 
 
 class BatchPlan(NamedTuple):
@@ -65,9 +70,13 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Documents, divided into chunks where they are longer than one stream's share. segments (P,): the length of each chunk."""
+    """Documents, divided into chunks where they are longer than one stream's share. segments (P,): the length of each chunk.
 
-    def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int) -> None:
+    learnt: for each token whether it counts as a target; None where all do.
+    """
+
+    def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
+                 learnt: TokenArray | None = None) -> None:
         self.tokens, self.end_of_text, self.ctx_len = tokens, end_of_text, ctx_len
         bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
         self.documents = len(bounds) - 1
@@ -78,6 +87,7 @@ class DocumentChunks:
         self._ends = np.append(self._starts[1:], len(tokens))
         self._ends_document = np.append(np.diff(document) > 0, True)
         self.segments = -(-(self._ends - self._starts) // ctx_len)
+        self._learnt_before = None if learnt is None else np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -87,7 +97,10 @@ class DocumentChunks:
         start, end = int(self._starts[chunk]) + number * self.ctx_len, int(self._ends[chunk])
         stop = min(start + self.ctx_len, end)
         all_predict = stop < end or not self._ends_document[chunk] or self._is_end_of_text(end)
-        return Segment(start, stop - start, stop - start - (not all_predict), number == 0)
+        targets = stop - start - (not all_predict)
+        before = self._learnt_before
+        counted = targets if before is None else int(before[start + 1 + targets] - before[start + 1])
+        return Segment(start, stop - start, targets, number == 0, counted)
 
     def _is_end_of_text(self, place: int) -> bool:
         return self.tokens[place:place + 1].tolist() == [self.end_of_text]
@@ -108,10 +121,10 @@ def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray
 
 
 class SegmentDataset(Dataset[Segments]):
-    """Reads the tokens of a BatchPlan."""
+    """Reads the tokens of a BatchPlan. learnt: as in DocumentChunks."""
 
-    def __init__(self, tokens: TokenArray, ctx_len: int) -> None:
-        self.tokens, self.ctx_len = tokens, ctx_len
+    def __init__(self, tokens: TokenArray, ctx_len: int, learnt: TokenArray | None = None) -> None:
+        self.tokens, self.ctx_len, self.learnt = tokens, ctx_len, learnt
 
     def __getitems__(self, plan: BatchPlan) -> Segments:
         """The batch. Missing inputs are 0, missing targets IGNORED."""
@@ -122,6 +135,9 @@ class SegmentDataset(Dataset[Segments]):
                 tokens = self.tokens[segment.start:segment.start + segment.inputs + 1]
                 x[row, k, :segment.inputs] = tokens[:segment.inputs]
                 y[row, k, :segment.targets] = tokens[1:segment.targets + 1]
+                if self.learnt is not None:
+                    counts = self.learnt[segment.start + 1:segment.start + 1 + segment.targets]
+                    y[row, k, :segment.targets][counts == 0] = IGNORED
         starts = torch.tensor([[segment.starts_document for segment in segments] for segments in plan.rows])
         return Segments(torch.from_numpy(x), torch.from_numpy(y), starts, plan.part, plan.weight, plan.counted)
 
@@ -236,12 +252,12 @@ class SegmentIterator(Iterator[BatchPlan]):
 
 
 def _targets(rows: list[list[Segment]]) -> int:
-    return sum(segment.targets for row in rows for segment in row)
+    return sum(segment.counted for row in rows for segment in row)
 
 
 def chunks_of(config: TrainConfig, corpus: Corpus) -> DocumentChunks:
     """The training documents of a run in chunks."""
-    return DocumentChunks(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, _streams(config))
+    return DocumentChunks(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, _streams(config), corpus.learnt)
 
 
 def describe(config: TrainConfig, corpus: Corpus) -> str:

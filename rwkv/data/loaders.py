@@ -7,7 +7,8 @@ the window grid is shifted by a seeded offset, and the last window wraps around 
 predicted after another context in each epoch.
 The order of the steps is the same for any number of workers and of processes (each has every world-th window of a common
 batch), and it can continue from any step. Validation reads all windows in order and the rest as a last one, filled up with
-IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/data/documents.py.
+IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/data/documents.py. Conversations are packed into
+rows: rwkv/data/conversations.py.
 """
 
 import os
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
+from rwkv.data.conversations import ConversationRows, RowSampler
 from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
@@ -39,16 +41,20 @@ class DataModule(LightningDataModule):
         self.corpus, self.config, self.ctx_len, self.seed, self.tbptt = corpus, config, ctx_len, seed, tbptt
 
     def train_dataloader(self) -> StatefulDataLoader:
-        """Batches (x, y), each (B,T), or Segments. The loader's state_dict is its position."""
-        data, sampler = self._segments() if self.tbptt else self._windows()
+        """Batches (x, y), each (B,T), or Packed, or Segments. The loader's state_dict is its position."""
+        data: Any
+        sampler: Any
+        data, sampler = self._segments() if self.tbptt else self._rows() if self.corpus.conversations else self._windows()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
             return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
                                       worker_init_fn=_ignore_interrupts, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), the last one smaller: every token but the first is a target once."""
-        windows = Windows(self.corpus.val, self.ctx_len, partial=True)
+        """Batches (x, y), each (B,T), or Packed, the last one smaller: every token but the first is a target once."""
+        windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
+        if self.corpus.conversations:
+            windows = ConversationRows(*self.corpus.conversations[1][:2], self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, str]:
@@ -66,11 +72,18 @@ class DataModule(LightningDataModule):
         batches = self._batches() or -(-len(windows) // layout.rows)
         return windows, ShuffleSampler(len(windows), layout.rows, batches, self.seed, layout.rank, layout.world)
 
+    def _rows(self) -> tuple[ConversationRows, RowSampler]:
+        assert self.corpus.conversations is not None
+        rows, layout = ConversationRows(*self.corpus.conversations[0][:2], self.ctx_len), self._layout()
+        batches = self._batches() or -(-len(rows) // layout.rows)
+        return rows, RowSampler(rows.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
+
     def _segments(self) -> tuple[SegmentDataset, SegmentSampler]:
         tokens, layout = self.corpus.train, self._layout()
-        chunks = DocumentChunks(tokens, self.corpus.tokenizer.end_of_text, self.ctx_len, layout.streams)
+        learnt = self.corpus.learnt
+        chunks = DocumentChunks(tokens, self.corpus.tokenizer.end_of_text, self.ctx_len, layout.streams, learnt)
         batches = self._batches() or -(-int(chunks.segments.sum()) // (layout.streams * self.tbptt))
-        return SegmentDataset(tokens, self.ctx_len), SegmentSampler(chunks, self.tbptt, layout, batches, self.seed)
+        return SegmentDataset(tokens, self.ctx_len, learnt), SegmentSampler(chunks, self.tbptt, layout, batches, self.seed)
 
     def _batches(self) -> int:
         """The batches of the whole run; 0 without a trainer or a number of steps: then one epoch is read."""

@@ -9,7 +9,7 @@ exactly once. Runs may share a cache_dir and start at the same time. The .bin fi
 The data alone determine the validation split; the rest is for training (f = val_fraction):
 - stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
 - a single text file: the last f of its characters;
-- jsonl and hf: the first document and one of every 1/f that follow; of a single document, its last part;
+- jsonl, chat and hf: the first document and one of every 1/f that follow; of a single document, its last part;
 - binidx: the last documents, from the first that begins after 1-f of all ids.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rwkv.config import DataConfig
 from rwkv.data import binidx, shards
+from rwkv.data.conversations import Tokenised, tokenise
 from rwkv.data.sources import open_source
 from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import TokenArray
@@ -49,7 +50,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names."""
+    """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
+
+    conversations: of data=chat, the training and the validation split with what is learnt of them.
+    """
 
     tokenizer: Tokenizer
     train: TokenArray
@@ -57,11 +61,20 @@ class Corpus:
     sizes: Sizes
     source: str
     sha256: str
+    conversations: tuple[Tokenised, Tokenised] | None = None
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of the validation text per predicted token."""
+        """Bytes of the validation text per predicted token; of conversations, bytes of the answers per token learnt."""
+        if self.conversations:
+            val = self.conversations[1]
+            return val.learnt_bytes / int(val.learnt[:].sum())
         return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
+
+    @property
+    def learnt(self) -> TokenArray | None:
+        """For each training token whether it counts as a target; None where all do."""
+        return self.conversations[0].learnt if self.conversations else None
 
     @property
     def val_share(self) -> float:
@@ -81,7 +94,19 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
     split is shorter than one context, ctx_len + 1 tokens.
     """
     cache = Path(config.cache_dir)
+    if config.name == "chat":
+        return _from_conversations(config, tokenizer, cache)
     return (_from_ids if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
+
+
+def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+    """Conversations need not fill a context: several are packed into one."""
+    source = open_source(config, cache)
+    identity = [config.name, str(config.val_fraction), source.sha256]
+    tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
+    train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache)
+    sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb)
+    return Corpus(tokenizer, train.tokens, val.tokens, sizes, source.about, source.sha256, (train, val))
 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:

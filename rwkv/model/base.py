@@ -7,7 +7,7 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     NAME, OPERATOR                 what people call it; the folder of kernels/ that mixes time
     shapes(config, V)              every tensor's name and shape, from which all counts, checks and translations derive
     resolved(config)               the configuration with its default widths filled in
-    Block, State, empty_state      Block.forward: (x, state of this layer or None, carry) -> (x, state, carry)
+    Block, State, empty_state      Block.forward: (x, state of this layer or None, carry, packing or None) -> (x, state, carry)
     init_weights(model)            the initialisation
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
     LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
@@ -22,6 +22,7 @@ Each block has its operator as block.att.wkv.
 import hashlib
 import importlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -31,9 +32,11 @@ from torch.overrides import TorchFunctionMode
 
 from rwkv.config import ModelConfig
 from rwkv.model.hooks import untouched
+from rwkv.model.packing import Packing
 from rwkv.model.state import State
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
+TIME_STATE = "att.time_state"            # the end of the name of a layer's learnt state before the first token
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 
@@ -95,11 +98,14 @@ class Model(nn.Module):
         hidden, layers = self._blocks(tokens, state)
         return hidden, State.stack(layers)
 
-    def forward_features(self, tokens: Tensor) -> Tensor:
-        """The head's input (B,T,C) from the empty state, without the state after it: for training on windows."""
-        return self._blocks(tokens, None)[0]
+    def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+        """The head's input (B,T,C) from the empty state, without the state after it: for training on windows.
 
-    def _blocks(self, tokens: Tensor, state: State | None) -> tuple[Tensor, list[State]]:
+        starts (B,T) bool: where a text begins that is read from the empty state.
+        """
+        return self._blocks(tokens, None, None if starts is None else Packing(starts))[0]
+
+    def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         """The head's input (B,T,C) and the state of each layer after the last token."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
@@ -108,14 +114,25 @@ class Model(nn.Module):
         before = [None] * len(self.blocks) if state is None else state.layers()
         x, carry, after = self.emb(tokens).to(self.ln_out.weight.dtype), None, []
         for block, layer_state in zip(self.blocks, before, strict=True):
-            x, layer_state, carry = block(x, layer_state, carry)
+            x, layer_state, carry = block(x, layer_state, carry, packing)
             after.append(layer_state)
         return self.ln_out(x), after
 
     def empty_state(self, B: int) -> State:
-        """The state before the first token, for B rows."""
+        """The state before the first token, for B rows; it has a gradient where it is learnt."""
         state: State = self.generation.empty_state(self.config, B, self.emb.weight.device)
-        return state
+        learnt = self.time_states()
+        return state._replace(wkv=torch.stack(learnt).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state  # type: ignore
+
+    def time_states(self) -> list[nn.Parameter]:
+        """The operator's state before the first token, of each layer (H,N,N); none where it is zeros."""
+        states = [getattr(block.att, "time_state", None) for block in self.blocks]
+        return [state for state in states if state is not None]
+
+    def set_time_states(self, states: Sequence[Tensor]) -> None:
+        """Gives each layer the operator's state before the first token, (H,N,N) each."""
+        for block, state in zip(self.blocks, states, strict=True):
+            block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
     def check_state(self, state: State, B: int) -> None:
         """Raises ValueError where `state` is not a state of this model for B rows."""
@@ -142,13 +159,14 @@ class Model(nn.Module):
     def fingerprint(self) -> str:
         """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
 
-        It is the same in every dtype of the weights. A quantised model keeps the fingerprint that it had before.
+        It is the same in every dtype of the weights, and with any learnt state before the first token. A quantised model keeps
+        the fingerprint that it had before.
         """
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
-            if name in self.generation.UNUSED:
+            if name in self.generation.UNUSED or name.endswith(TIME_STATE):
                 continue
             spaced = tensor.detach().flatten()[::max(1, tensor.numel() // SAMPLED)]
             digest.update(f"{name} {tuple(tensor.shape)}".encode())

@@ -20,14 +20,16 @@ from rwkv.model.hooks import untouched
 Tensors = tuple[Tensor, ...]
 
 
-def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor) -> Tensors:
+def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
     """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
 
-    x (B,T,C), and last_x (B,C) before its first step, None for zeros.
+    x (B,T,C), and last_x (B,C) before its first step, None for zeros. first (B,T,1) bool: steps that have zeros before them.
     """
     dtype = product_dtype(x)
     x = x.to(dtype)
     before = _before(x, last_x)
+    if first is not None:
+        before = before.masked_fill(first, 0)
     return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
 
 

@@ -46,7 +46,7 @@ def rows_at_once(vocab_size: int) -> int:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         total, counted = hidden.new_zeros((), dtype=torch.float32), _counted(targets)
         hidden, weight = _as_multiplied(hidden), _as_multiplied(weight)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -56,7 +56,8 @@ class _HeadLoss(torch.autograd.Function):
                 total += nll
                 grad_logits = grad_logits.to(hidden.dtype)
                 grad_hidden[chunk] = grad_logits @ weight
-                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_logits.T, hidden[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight, counted)
         return total / counted
 
@@ -65,7 +66,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, counted = ctx.saved_tensors
         scale = grad / counted
-        return grad_hidden * scale, grad_weight * scale, None, None, None
+        return grad_hidden * scale, None if grad_weight is None else grad_weight * scale, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:

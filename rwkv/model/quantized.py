@@ -8,7 +8,7 @@ VNNI instructions where the CPU has them). Everything else is computed in float3
 
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kernels.matvec import Packed, pack, unpacked
 from rwkv.errors import UserError
 from rwkv.model.base import Model
+from rwkv.model.first_derivative import first_derivative
 from rwkv.model.operators import matvec_for
 
 SMALLEST = 1e-30                         # scale of a row of zeros
@@ -43,18 +44,39 @@ class Int8Linear(nn.Module):
         self._packed = _pack(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1]).float()
+        trained = torch.is_grad_enabled() and rows.requires_grad
+        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], -1)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
         largest = _largest(rows if self._non_negative else rows.abs())
         return self.product(rows / largest).mul_(largest)
 
+    def rounded_weight(self) -> Tensor:
+        """The weight (N,K) in float32, as it was rounded."""
+        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
+        return weight
+
     def product(self, rows: Tensor) -> Tensor:
         """The integer product without the scales: rows (B,K) within [-1, 1] -> (B,N)."""
         out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows, self._step, self._zero, self._packed)
         return out
+
+
+class _WithGradient(torch.autograd.Function):
+    """layer.of_rows, with the gradient of the product with the rounded weight: the rounding of the input counts as none."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layer: Int8Linear) -> Tensor:
+        ctx.layer = layer
+        return layer.of_rows(rows)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float() @ ctx.layer.rounded_weight(), None
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
@@ -65,16 +87,19 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def to_int8(model: M) -> M:
+def to_int8(model: M, head: bool = True) -> M:
     """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
 
-    The model can then generate, and cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
+    head: that of the head too. The model can then generate; its weights cannot be trained or saved. Raises UserError where
+    this build of torch has no FBGEMM.
     """
     if torch.backends.quantized.engine not in ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
-    for name, layer in _linears(model):
-        model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
+    for name in _linears(model):
+        layer = model.get_submodule(name)
+        if head or layer is not model.head:
+            model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
 
@@ -108,14 +133,16 @@ class Int4Linear(nn.Module):
 def to_int4(model: M) -> M:
     """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32."""
     model.fingerprint_before = model.fingerprint()
-    for name, layer in _linears(model):
+    for name in _linears(model):
+        layer = model.get_submodule(name)
         model.set_submodule(name, Int4Linear(pack(layer.weight, "int4"), layer.in_features))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
 
 
-def _linears(model: Model) -> list[tuple[str, nn.Linear]]:
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+def _linears(model: Model) -> list[str]:
+    """The names, so that a matrix can be freed as soon as it is replaced."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
 
 
 def _largest(magnitudes: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
+from rwkv.model.packing import Packing
 from rwkv.model.rwkv4_step import Step as Step
 
 NAME = "RWKV-4"
@@ -121,18 +122,23 @@ class TimeMix(nn.Module):
         self.receptance = nn.Linear(n_embd, n_att, bias=False)
         self.output = nn.Linear(n_att, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None) -> tuple[Tensor, Tensor, WKVState]:
+    def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None,
+                packing: Packing | None = None) -> tuple[Tensor, Tensor, WKVState | None]:
+        """With a packing, every text is read from the empty state, and there is no state after the row."""
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
-        if not fused.can_fuse(self.key, self.value, self.receptance, self.output):
-            mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus)
-            y, after = self._wkv(self.key(mix_k), self.value(mix_v), before)
+        if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
+            mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
+            y, after = self._wkv(self.key(mix_k), self.value(mix_v), before, packing)
             return self.output(torch.sigmoid(self.receptance(mix_r)) * y), fused.last(x), after
         weights = self.key.weight, self.value.weight, self.receptance.weight
         k, v, r = fused.mixed_products(x, last_x, mus, weights)
         y, after = self._wkv(k, v, before)
         return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last(x), after
 
-    def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None) -> tuple[Tensor, WKVState]:
+    def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None,
+             packing: Packing | None = None) -> tuple[Tensor, WKVState | None]:
+        if packing is not None:
+            return packing.each_text(lambda k, v: self.wkv(self.time_decay, self.time_first, k, v, None)[0], k, v), None
         if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], before)
             return y.unsqueeze(1), after
@@ -150,10 +156,10 @@ class ChannelMix(nn.Module):
         self.receptance = nn.Linear(n_embd, n_embd, bias=False)
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         mus = self.time_mix_k, self.time_mix_r
-        if not fused.can_fuse(self.key, self.receptance, self.value):
-            mix_k, mix_r = fused.token_shift(x, last_x, *mus)
+        if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
+            mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             relu_k = torch.relu(self.key(mix_k))
             return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
@@ -174,17 +180,19 @@ class Block(nn.Module):
         self.att = TimeMix(C, A, wkv)
         self.ffn = ChannelMix(C, F)
 
-    def forward(self, x: Tensor, before: State | None, carry: None = None) -> tuple[Tensor, State, None]:
+    def forward(self, x: Tensor, before: State | None, carry: None = None,
+                packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
         """(x (B,T,C), this layer's state before x, None for the empty one) -> (x, the state after x, None).
 
-        carry is passed from block to block; RWKV-4 passes nothing.
+        carry is passed from block to block; RWKV-4 passes nothing. packing: of rows of several texts, each from the empty
+        state; None is the state after them.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)
         x = self.ln0(x) if self.first else x
-        mixed, att_x, wkv = self.att(self.ln1(x), att_x, wkv)
+        mixed, att_x, wkv = self.att(self.ln1(x), att_x, wkv, packing)
         x = x + mixed
-        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x)
-        return x + mixed, State(att_x, wkv.a, wkv.b, wkv.p, ffn_x), None
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing)
+        return x + mixed, None if wkv is None else State(att_x, wkv.a, wkv.b, wkv.p, ffn_x), None
 
 
 PLAIN = (Block, TimeMix, ChannelMix)     # modules that Step computes without calling them

@@ -30,6 +30,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
 from rwkv.model.hooks import untouched
+from rwkv.model.packing import Packing
 from rwkv.model.step import LowRank, norm_function, product_function, products_function
 
 NAME = "RWKV-7"
@@ -156,6 +157,7 @@ class TimeMix(nn.Module):
     v2: Tensor
     g1: Tensor
     g2: Tensor
+    time_state: nn.Parameter | None
 
     def __init__(self, config: ModelConfig, layer: int, wkv: WKV7) -> None:
         super().__init__()
@@ -175,16 +177,22 @@ class TimeMix(nn.Module):
         self.k_k = nn.Parameter(torch.zeros(1, 1, C))
         self.k_a = nn.Parameter(torch.zeros(1, 1, C))
         self.r_k = nn.Parameter(torch.zeros(H, N))
+        self.register_parameter("time_state", None)              # (H,N,N), S before the first token; None: zeros
         self.receptance = nn.Linear(C, C, bias=False)
         self.key = nn.Linear(C, C, bias=False)
         self.value = nn.Linear(C, C, bias=False)
         self.output = nn.Linear(C, C, bias=False)
         self.ln_x = nn.GroupNorm(H, C, eps=rwkv7_fused.EPS)
 
-    def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
-                v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mix = self._fused_mix if self._can_fuse() else self._plain_mix
-        out, after, v_first = mix(x, last_x, before, v_first)
+    def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                packing: Packing | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """With a packing, every text is read from the empty state, and there is no state after the row."""
+        before = self._initial(len(x)) if before is None else before
+        if packing is not None:
+            out, after, v_first = self._plain_mix(x, None, None, v_first, packing)
+        else:
+            mix = self._fused_mix if self._can_fuse() else self._plain_mix
+            out, after, v_first = mix(x, last_x, before, v_first)
         return out, fused.last(x), after, v_first
 
     def _can_fuse(self) -> bool:
@@ -194,11 +202,11 @@ class TimeMix(nn.Module):
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
 
-    def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
-                   v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                   packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
         """By the formulas above: (out, the operator's state, v_first)."""
         past = [1 - mu for mu in self._mixes()]
-        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past)
+        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
         r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
         g = torch.sigmoid(m_g @ self.g1) @ self.g2
         rate = torch.sigmoid(self.a0 + (m_a @ self.a1) @ self.a2)
@@ -208,16 +216,18 @@ class TimeMix(nn.Module):
             v_first = v
         else:
             v = v + (v_first - v) * torch.sigmoid(self.v0 + (m_v @ self.v1) @ self.v2)
-        kk = normalize(self._heads(k * self.k_k).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM).to(r.dtype).flatten(2)
+        keys = self._heads(k * self.k_k)
+        kk = normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1, eps=rwkv7_fused.LEAST_NORM)
+        kk = kk.to(r.dtype).flatten(2)
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
-        y, after = self._wkv(r, log_w, k, v, -kk, b, before)
+        y, after = self._wkv(r, log_w, k, v, -kk, b, before, packing)
         share = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
         normal = self.ln_x(y.flatten(0, 1).flatten(1)).view_as(x)
         return self.output((normal + (share * self._heads(v)).flatten(2)) * g), after, v_first
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
-                   v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+                   v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same in four autograd steps and the operator."""
         of_v = "" if v_first is None else "v"
         first, second = ([getattr(self, f"{name}{part}") for name in f"wag{of_v}"] for part in "12")
@@ -230,6 +240,10 @@ class TimeMix(nn.Module):
                                  self.output.weight)
         return out, after, v if v_first is None else v_first
 
+    def _initial(self, B: int) -> Tensor | None:
+        """The operator's state before the first token, for B rows; None for zeros."""
+        return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
+
     def _mixes(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f"x_{name}") for name in MIXES)
 
@@ -237,10 +251,15 @@ class TimeMix(nn.Module):
         """(B,T,C) as (B,T,H,N)."""
         return tensor.unflatten(-1, (-1, self.N))
 
-    def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-             before: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
+             packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
         """The operator on (B,T,C) each, and its single step where that is all: y (B,T,H,N)."""
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
+        if packing is not None:
+            def of_texts(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+                return self.wkv(r, log_w, k, v, a, b, self._initial(len(r)))[0]
+
+            return packing.each_text(of_texts, r, log_w, k, v, a, b), None
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after
@@ -256,9 +275,9 @@ class ChannelMix(nn.Module):
         self.key = nn.Linear(n_embd, n_ffn, bias=False)
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not fused.can_fuse(self.key, self.value):
-            (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k)
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        if packing is not None or not fused.can_fuse(self.key, self.value):
+            (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
             relu = torch.relu(self.key(mixed))
             return self.value(relu * relu), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
@@ -278,14 +297,18 @@ class Block(nn.Module):
         self.att = TimeMix(config, layer, wkv)
         self.ffn = ChannelMix(C, F)
 
-    def forward(self, x: Tensor, before: State | None, carry: Tensor | None = None) -> tuple[Tensor, State, Tensor]:
-        """(x (B,T,C), this layer's state before x, None for the empty one, v_first) -> (x, the state after x, v_first)."""
+    def forward(self, x: Tensor, before: State | None, carry: Tensor | None = None,
+                packing: Packing | None = None) -> tuple[Tensor, State | None, Tensor]:
+        """(x (B,T,C), this layer's state before x, None for the empty one, v_first) -> (x, the state after x, v_first).
+
+        packing: of rows of several texts, each from the empty state; None is the state after them.
+        """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
-        mixed, att_x, wkv, carry = self.att(self.ln1(x), att_x, wkv, carry)
+        mixed, att_x, wkv, carry = self.att(self.ln1(x), att_x, wkv, carry, packing)
         x = x + mixed
-        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x)
-        return x + mixed, State(att_x, wkv, ffn_x), carry
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing)
+        return x + mixed, None if wkv is None else State(att_x, wkv, ffn_x), carry
 
 
 PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step computes without calling them

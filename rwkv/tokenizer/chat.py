@@ -36,10 +36,11 @@ class ChatTemplate(ABC):
     """Renders conversations.
 
     stop: texts of which each ends an answer; the end-of-text token ends it too. supports_tools: render() shows `tools` and an
-    answer's tool_calls to the model.
+    answer's tool_calls to the model. definition: equal where templates are.
     """
 
     name: str
+    definition: str
     stop: tuple[str, ...]
     supports_tools: bool = False
 
@@ -124,7 +125,7 @@ class TurnTemplate(ChatTemplate):
     """world and g1: a turn is "Role: text" and a blank line."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = self.definition = name
         self.thinks = name == "g1"
         self.stop = ("\n\nUser:",) if self.thinks else ("\n\n",)         # thoughts may hold blank lines
 
@@ -174,7 +175,7 @@ class JinjaTemplate(ChatTemplate):
     def __init__(self, text: str, name: str) -> None:
         from jinja2 import TemplateError
 
-        self.name = name
+        self.name, self.definition = name, text
         self.supports_tools = bool(re.search(r"\btools\b", text))
         try:
             self._template = _sandbox().from_string(text)

@@ -1,13 +1,18 @@
 """One training run, from its configuration to its report: what rwkv/tools/train.py starts, in each of its processes."""
 
 import sys
+from itertools import islice
 
 import lightning
 
 from rwkv import cli, distributed
+from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
+from rwkv.data.conversations import marked
 from rwkv.data.loaders import DataModule
+from rwkv.data.prepare import Corpus
 from rwkv.distributed import log
+from rwkv.errors import UserError
 from rwkv.training.callbacks import Interrupted
 from rwkv.training.device import device_for, process_count, share
 from rwkv.training.divergence import Diverged
@@ -17,6 +22,16 @@ from rwkv.training.run import Run, as_plain, create, open_run
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
+from rwkv.training.tuned import write_tuned
+
+
+def show_conversations(data: Corpus) -> None:
+    """Ends the program with two training conversations on standard output, as the model reads them: learnt text in [[ ]]."""
+    if data.conversations is None:
+        raise UserError("data.preview shows conversations, which are the data of data=chat")
+    if distributed.rank() == 0:
+        print("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)))
+    sys.exit(0)
 
 
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
@@ -38,11 +53,15 @@ def train(run: Run) -> None:
     wkv, kernel = kernel_for(config, device)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     data = data_for(run, device)
+    if config.data.preview:
+        show_conversations(data)
     lightning.seed_everything(config.seed, verbose=False)
-    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv), config.trainer)
+    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
+                           config.trainer)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task.describe(resolved, data.tokenizer)
+    base = None if config.tune.method == "full" or run.init_checkpoint is None else identity(run.init_checkpoint)
+    task.describe(resolved | ({"base": base} if base else {}), data.tokenizer)
     announce(run, kernel, device, task, data)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
@@ -57,6 +76,9 @@ def train(run: Run) -> None:
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)
+    if distributed.rank() == 0:
+        for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
+            log(f"tuned: {path}")
     say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

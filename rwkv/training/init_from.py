@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
+from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends
@@ -26,7 +27,23 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     checkpoint = read_checkpoint(str(config.init_from))
     model = replace(checkpoint.config, ctx_len=config.model.ctx_len)
     _require_sizes(config.model, model, given, checkpoint)
-    return replace(config, model=model), checkpoint, _tokenizer(config.data, given, checkpoint)
+    template = config.data.template or default_template(config.init_from)
+    data = replace(config.data, template=template) if config.data.name == "chat" else config.data
+    config = replace(config, model=model, data=data)
+    if config.tune.method != "full":     # the run's checkpoints name the file, from whatever folder they are read
+        config = replace(config, init_from=str(checkpoint.path.resolve()))
+        require_tunable(config, checkpoint)
+    return config, checkpoint, _tokenizer(config.data, given, checkpoint)
+
+
+def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    """Raises UserError where tune= cannot train something beside these weights."""
+    if checkpoint.time_states:
+        raise UserError(f"{checkpoint.path} has a learnt state before the first token beside its weights: tune the weights "
+                        "that it was trained with")
+    if config.tune.method == "state" and config.model.generation != "rwkv7":
+        raise UserError(f"tune=state learns the state of RWKV-7, and {checkpoint.path} is {generation(config.model).NAME}: use "
+                        "tune=lora")
 
 
 def _require_sizes(config: ModelConfig, found: ModelConfig, given: Collection[str], checkpoint: Checkpoint) -> None:

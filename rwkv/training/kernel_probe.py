@@ -263,7 +263,7 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
 
 def _half(batch: Any) -> tuple[Tensor, Tensor]:
     """The first half of a batch's rows; of segments (B,K,T), the first segment of these rows."""
-    x, y = (batch.x[:, 0], batch.y[:, 0]) if isinstance(batch, Segments) else batch
+    x, y = (batch.x[:, 0], batch.y[:, 0]) if isinstance(batch, Segments) else batch[:2]
     rows = max(1, len(x) // 2)
     return x[:rows], y[:rows]
 

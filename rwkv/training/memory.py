@@ -8,7 +8,8 @@ The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = 
 generation, P parameters (the sum of its shapes), K numbers that a block keeps for each token (kept_for_backward), W that its
 operator works with (operator_work), S that a state has for each row:
 
-    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them
+    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
+                                                       last three of what is trained alone
     activations kept for the backward pass             N L K
       in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
@@ -23,6 +24,7 @@ gradients of a step live until the backward pass of the next one begins (Lightni
 kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ import torch
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
-from rwkv.model.base import generation, n_parameters, state_nbytes
+from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
 from rwkv.model.loss import rows_at_once
 from rwkv.training.checkpoints import FOLDER
 
@@ -83,8 +85,12 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
     weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
+    trained = weights
+    if config.tune.method != "full":
+        trained = FLOAT * n_trained(config, vocab_size)
+        weights = frozen_bytes(config, vocab_size) + trained
 
-    head = FLOAT * vocab_size * C
+    head = FLOAT * vocab_size * C if config.tune.method == "full" else 0         # its gradient
     loss = LOGITS * FLOAT * vocab_size * min(N, rows_at_once(vocab_size)) + (2 if half else 1) * head
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
@@ -100,7 +106,41 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         activations += weights // 2
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    return Memory(weights, weights, MOMENTS * weights, activations, loss, config.data.num_workers * DATA_WORKER)
+    return Memory(weights, trained, MOMENTS * trained, activations, loss, config.data.num_workers * DATA_WORKER)
+
+
+def n_trained(config: TrainConfig, vocab_size: int) -> int:
+    """The number of values that are trained."""
+    tune = config.tune
+    if tune.method == "full":
+        return n_parameters(config.model, vocab_size)
+    if tune.method == "state":
+        state = generation(config.model).empty_state(config.model, 1, "meta")
+        return int(state.wkv.numel())
+    return sum(tune.rank * sum(shape) for shape in _adapted(config, vocab_size))
+
+
+def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """The memory of the frozen weights. In int8, a value of the blocks' matrices takes a byte, one of the embedding two."""
+    shapes = generation(config.model).shapes(config.model, vocab_size)
+    if config.tune.base != "int8":
+        return FLOAT * sum(map(math.prod, shapes.values()))
+    return sum(_bytes_each(name, config) * math.prod(shape) for name, shape in shapes.items())
+
+
+def _bytes_each(name: str, config: TrainConfig) -> int:
+    if name == "emb.weight":
+        return 2
+    return 1 if generation(config.model).group(name) in MATRICES and name.startswith("blocks.") else FLOAT
+
+
+def _adapted(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
+    """The shapes of the matrices that get an adapter."""
+    model, modules = generation(config.model), config.tune.modules
+    named = {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
+             if name.startswith("blocks.") and model.group(name) in MATRICES}
+    return [shape for name, shape in named.items()
+            if not modules or name.split(".", 2)[2].removesuffix(".weight") in modules]
 
 
 def n_checkpoints(config: TrainConfig) -> int:
@@ -108,8 +148,8 @@ def n_checkpoints(config: TrainConfig) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The disk that all checkpoints of a run take at a time: weights and moments in each."""
-    return n_checkpoints(config) * (1 + MOMENTS) * FLOAT * n_parameters(config.model, vocab_size)
+    """The disk that all checkpoints of a run take at a time: what is trained, and its moments, in each."""
+    return n_checkpoints(config) * (1 + MOMENTS) * FLOAT * n_trained(config, vocab_size)
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:

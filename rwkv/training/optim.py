@@ -23,6 +23,8 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         group = model.generation.group(name)
         orthogonal = optim.name in ORTHOGONAL and group == "matrix"
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name, model.generation.LR_SCALES, optim)

@@ -12,17 +12,18 @@ import torch
 from kernels.backends import threads
 from rwkv.config import TrainConfig
 from rwkv.data import documents
+from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
-    FLOAT,
     checkpoint_bytes,
     estimate,
     free_disk,
     free_memory,
     n_checkpoints,
+    n_trained,
     readable,
     resident_memory,
     with_options,
@@ -58,10 +59,15 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                           "longest ones, or change their order or names")
     if config.trainer.tbptt:
         yield "streams", documents.describe(config, data)
+    elif data.conversations:
+        yield "rows", _rows(config, data).describe()
     yield "model", (f"{task.model.generation.NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
+    if config.tune.method != "full":
+        yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
+                         f"{config.tune.base}; the blocks compute by their plain formulas, without the fused forms")
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     yield from _memory(config, V, device, used)
@@ -76,7 +82,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: in
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
     other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
-    programs = max(0, used - FLOAT * n_parameters(config.model, vocab_size))
+    programs = max(0, used - need.weights)
     already = f", of which {readable(used)} are in use already" if used else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")
@@ -91,11 +97,23 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: in
 def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
     steps = config.trainer.max_steps - first_step
     tokens = steps * config.tokens_per_step
-    padding = documents.chunks_of(config, data).padding() if config.trainer.tbptt else 0.0
+    padding = _padding(config, data)
     epochs = tokens * (1 - padding) / data.sizes.train_tokens
     passes = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
     return (f"{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
             f"{_duration(config, steps, device, task, data)}; {passes}")
+
+
+def _padding(config: TrainConfig, data: Corpus) -> float:
+    """The fraction of positions that hold no token."""
+    if config.trainer.tbptt:
+        return documents.chunks_of(config, data).padding()
+    return _rows(config, data).padding() if data.conversations else 0.0
+
+
+def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:
+    assert data.conversations is not None
+    return ConversationRows(*data.conversations[0][:2], config.model.ctx_len)
 
 
 def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:

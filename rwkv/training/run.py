@@ -28,10 +28,10 @@ from rwkv.training.lock import NAME, RunLock
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
-FIXED = ("model", "data", "seed",        # options and groups that may not change when a run is resumed
+FIXED = ("model", "data", "tune", "seed",    # options and groups that may not change when a run is resumed
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
          "trainer.accumulate")           # the position in the data is counted in batches
-NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers")      # exceptions
+NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
 
 
@@ -68,6 +68,8 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
             return resumed
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
+    if config.init_from is None and config.tune.method != "full":
+        raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
     if config.init_from is None:
         return Run(out_dir, resolved(config, given))
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
@@ -125,6 +127,7 @@ def as_plain(config: TrainConfig) -> dict[str, Any]:
     """The configuration in dictionaries and lists, for YAML, checkpoints and W&B."""
     plain = asdict(config)
     plain["optim"]["betas"] = list(plain["optim"]["betas"])
+    plain["tune"]["modules"] = list(plain["tune"]["modules"])
     return plain
 
 
@@ -174,6 +177,9 @@ def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, checkp
     resumed = Run(out_dir, merged, checkpoint.path, step)
     if merged.init_from is None:
         return resumed
+    if merged.tune.method != "full":     # the checkpoint read as weights has them with what was trained
+        return replace(resumed, init_checkpoint=read_checkpoint(merged.init_from),
+                       tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
     return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
 

@@ -12,10 +12,12 @@ import torch
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
-from rwkv.config import ModelConfig, TrainConfig
+from rwkv.config import ModelConfig, TrainConfig, TuneConfig
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.model.base import Model, generation
+from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for
+from rwkv.model.quantized import to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_capacity
@@ -47,8 +49,22 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     return data
 
 
-def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any) -> Model:
-    """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len."""
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
+              tune: TuneConfig | None = None) -> Model:
+    """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len.
+
+    tune: what is trained; None for all weights.
+    """
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
-    return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))
+    if tune is None or tune.method == "full":
+        return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))
+    model = Model.with_weights(config, wkv, init_checkpoint.tensors("float32", mmap=True)).requires_grad_(False)
+    if tune.base == "int8":
+        model = to_int8(model, head=False)
+    if tune.method == "lora":
+        add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
+    else:
+        empty = model.generation.empty_state(config, 1)
+        model.set_time_states([layer.wkv[0].clone() for layer in empty.layers()])
+    return model

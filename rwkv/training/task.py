@@ -15,6 +15,7 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY
 from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
+from rwkv.data.conversations import Packed
 from rwkv.data.documents import Segments
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
@@ -33,7 +34,8 @@ CARRIED = "carried"                      # a checkpoint's key for the states of 
 class LanguageModel(lightning.LightningModule):
     """Batches are (x, y), both (B,T) int64: y holds the token after each of x, or -100 for a target that does not count.
 
-    With trainer.tbptt, training batches are Segments, and each row's state carries over from the step before.
+    With trainer.tbptt, training batches are Segments, and each row's state carries over from the step before. Batches of
+    conversations are Packed.
     """
 
     def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
@@ -44,21 +46,26 @@ class LanguageModel(lightning.LightningModule):
         self.val_bytes_per_token = val_bytes_per_token
         self.entry: dict[str, Any] = {}
         self.carried = Carried()
+        self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
+        self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self._nats, self._tokens = 0.0, 0
-        self._own: tuple[Tensor, Tensor] | None = None       # this process's batch of the next round of validation
+        self._own: tuple[Tensor, Tensor] | Packed | None = None       # this process's batch of the next round of validation
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
         """Sets the entry that every checkpoint carries beside the weights, so that generate.py needs nothing else."""
         self.entry = describe(run, self.model.vocab_size, tokenizer)
 
-    def training_step(self, batch: tuple[Tensor, Tensor] | Segments, batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments, batch_idx: int) -> Tensor:
         if isinstance(batch, Segments):
             return self.loss_of_segments(batch)
+        if isinstance(batch, Packed):
+            return batch.weight * self.loss(*batch[:3])
         return self.loss(*batch)
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._head_loss(self.model.forward_features(x), y)
+    def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
+        """starts (B,T) bool: where a text begins in rows of several; None for windows."""
+        return self._head_loss(self.model.forward_features(x, starts), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
         """The batch's loss, weighted: its mean over a step's processes and batches is that over all targets that count."""
@@ -75,7 +82,7 @@ class LanguageModel(lightning.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self._nats, self._tokens, self._own = 0.0, 0, None
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
@@ -86,7 +93,7 @@ class LanguageModel(lightning.LightningModule):
             self._own = batch
         if turn + 1 < world_size() and not last:
             return
-        loss = self.loss(*(self._own or batch)).item()
+        loss = self.loss(*(self._own or batch)[:3]).item()
         if self._own is not None:
             n_tokens = int((self._own[1] != IGNORED).sum())
             self._nats += loss * n_tokens
@@ -135,6 +142,9 @@ class LanguageModel(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
+        if self.tuned:                   # what is frozen is in the file of init_from=
+            checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
+                                        if parameter.requires_grad}
         carried = self.carried.state_dict()
         if carried:
             checkpoint[CARRIED] = carried

@@ -1,4 +1,4 @@
-"""Sources of text, document by document: the standard library, text files, JSON lines, Hugging Face datasets.
+"""Sources of text, document by document: the standard library, text files, JSON lines, conversations, Hugging Face datasets.
 
     source = open_source(config.data, cache)
     for document in source.documents():
@@ -11,7 +11,7 @@ of this folder. data=binidx holds tokens, not text, and is no Source (rwkv/data/
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.sources import huggingface, jsonl, stdlib, text
+from rwkv.data.sources import chat, huggingface, jsonl, stdlib, text
 from rwkv.data.sources.source import Document, Source
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.errors import UserError
@@ -36,5 +36,6 @@ def open_source(config: DataConfig, cache: Path) -> Source:
 KINDS = {
     "text": (text.source, "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"),
     "jsonl": (jsonl.source, "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"),
+    "chat": (chat.source, "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"),
     "hf": (huggingface.source, "a folder that save_to_disk made, a .parquet, .arrow, .json or .csv file, or a dataset's name"),
 }

@@ -21,9 +21,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
     The first document and one of every 1/val_fraction are for validation.
     """
-    found = [(name, path) for name, path in matching(str(config.path), ENDINGS) if path.stat().st_size]
-    if not found:
-        raise UserError(f"data.path={config.path} is empty")
+    found = files(str(config.path))
     paths = [path for _, path in found]
 
     def documents() -> Iterator[Any]:
@@ -35,16 +33,27 @@ def source(config: DataConfig, cache: Path) -> Source:
     return Source(documents, about, sha256([config.field, *names]), sum(path.stat().st_size for path in paths))
 
 
-def _texts(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
-    """(text, where, bytes of the file read for it) of each line that is not blank."""
+def files(path: str) -> list[tuple[str, Path]]:
+    """(name, file) of the files of `path` that are not empty. Raises UserError if there is none."""
+    found = [(name, file) for name, file in matching(path, ENDINGS) if file.stat().st_size]
+    if not found:
+        raise UserError(f"data.path={path} is empty")
+    return found
+
+
+def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
+    """(line, where, bytes of the file read for it) of each line that is not blank."""
     with open_file(path) as raw:
-        lines, before = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, 0
-        for number, line in enumerate(_lines(lines, path), start=1):
-            where = f"{path}, line {number}"
+        file, before = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, 0
+        for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
                 at = raw.tell() if path.suffix == ".gz" else before + len(line)
-                yield _text(line, field, where), where, at - before
+                yield line, f"{path}, line {number}", at - before
                 before = at
+
+
+def _texts(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
+    return ((_text(line, field, where), where, weight) for line, where, weight in lines(path))
 
 
 def _lines(file: Any, path: Path) -> Iterator[bytes]:

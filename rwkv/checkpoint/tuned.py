@@ -1,0 +1,77 @@
+"""Checkpoints of runs with tune=lora or tune=state: they hold what was trained, and name the file of the frozen weights."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint.content import Content
+from rwkv.checkpoint.stored import Stored
+from rwkv.errors import CheckpointError
+from rwkv.model.base import TIME_STATE
+from rwkv.model.lora import merged
+
+ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
+
+
+def is_tuned(entry: dict[str, Any] | None) -> bool:
+    """Whether our entry is that of such a run."""
+    run = (entry or {}).get("run")
+    tune = run.get("tune") if isinstance(run, dict) else None
+    return isinstance(tune, dict) and tune.get("method", "full") != "full"
+
+
+def identity(checkpoint: Any) -> str:
+    """SHA-256 of a checkpoint's vectors, which any training changes: it tells files of equal sizes apart at little cost."""
+    return _identity(checkpoint.weights.stored)
+
+
+def _identity(stored: Mapping[str, Stored]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored.items()):
+        if len(tensor.shape) == 1:
+            digest.update(name.encode())
+            digest.update(tensor.get().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def require_same(path: Path, base: Mapping[str, Stored], run: dict[str, Any]) -> None:
+    """Raises CheckpointError where the frozen weights are not those that the run was begun with."""
+    if run.get("base") != _identity(base):
+        raise CheckpointError(f"{path} was trained beside the weights that {run['init_from']} had, and that file holds others "
+                              "now: put it back")
+
+
+def applied(content: Content, base: Mapping[str, Stored], n_layer: int) -> tuple[dict[str, Stored], list[Stored] | None]:
+    """The base's weights with the adapters merged into them when they are read, and the learnt state of each layer.
+
+    Raises CheckpointError where the file lacks a part.
+    """
+    states = {name.rpartition("blocks.")[2]: tensor for name, tensor in content.tensors.items() if name.endswith(TIME_STATE)}
+    if states:
+        missing = [layer for layer in range(n_layer) if f"{layer}.{TIME_STATE}" not in states]
+        if missing:
+            raise CheckpointError(f"{content.path} lacks blocks.{missing[0]}.{TIME_STATE}: the file is damaged")
+        return dict(base), [states[f"{layer}.{TIME_STATE}"] for layer in range(n_layer)]
+    tune = (content.entry or {})["run"]["tune"]
+    pairs: dict[str, dict[str, Stored]] = {}
+    for name, tensor in content.tensors.items():
+        if match := ADAPTER.fullmatch(name):
+            pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
+    if not pairs or any(pair.keys() != {"A", "B"} or name not in base for name, pair in pairs.items()):
+        raise CheckpointError(f"{content.path} has no whole adapters of these weights: the file is damaged")
+    scale = tune["alpha"] / tune["rank"]
+    return dict(base) | {name: _merged(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
+
+
+def _merged(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:
+    def data() -> Tensor:
+        with torch.no_grad():
+            return merged(weight.get(), A.get(), B.get(), scale)
+
+    return replace(weight, dtype=torch.float32, data=data, mapped=False)

@@ -1,0 +1,262 @@
+"""The data of data=chat: conversations, of which a model learns the assistant's answers alone, packed into rows.
+
+    row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; at [ the state is emptied
+    row 1   [ conversation 5 ................................. ] padding
+
+A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued; then
+end_of_text. Each id predicts the next one; what is not learnt is no target. end_of_text after an answer is learnt: a tuned
+model stops. No end_of_text stands before a conversation, as none stands before a prompt.
+
+Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
+trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py).
+
+The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (one byte), and where conversations begin.
+"""
+
+import zlib
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, groupby, islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rwkv.config import DataConfig
+from rwkv.data.sources.chat import Conversation, conversations
+from rwkv.data.sources.source import sha256
+from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
+from rwkv.data.windows import ShuffleIterator, ShuffleSampler
+from rwkv.errors import UserError
+from rwkv.io.cache import read_json, write, write_bytes, write_json
+from rwkv.model.loss import IGNORED
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+VERSION = 1                              # of the files in the cache
+AT_ONCE = 1000                           # conversations given to the tokenizer at a time
+SPLITS = ("train", "val")
+
+
+class Tokenised(NamedTuple):
+    """The ids of a split and, for each, 1 where a model learns it. bytes: of its text; learnt_bytes: of what is learnt."""
+
+    tokens: TokenArray
+    learnt: TokenArray
+    bytes: int
+    learnt_bytes: int
+
+
+class Packed(NamedTuple):
+    """A batch: x, y (B,T) int64; starts (B,T) bool: the state is emptied before this position.
+
+    weight: the factor of the batch's mean loss, such that the mean over the processes and batches of a step is the mean over
+    all its targets.
+    """
+
+    x: Tensor
+    y: Tensor
+    starts: Tensor
+    weight: float = 1.0
+
+
+class Rows(NamedTuple):
+    """The numbers of a batch's rows, and Packed.weight."""
+
+    numbers: list[int]
+    weight: float
+
+
+def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer,
+             cache: Path) -> tuple[Tokenised, Tokenised, float]:
+    """Training, validation, and the bits per byte of `gzip -9` on the validation answers: tokenised now, or from the cache.
+
+    identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
+    """
+    folder = cache / f"chat-{sha256([*identity, tokenizer.hash, str(VERSION)])[:16]}"
+    manifest = read_json(folder / "manifest.json")
+    if not manifest or not all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items()):
+        manifest = _make(config, tokenizer, folder)
+    train, val = (_tokenised(folder, manifest, split) for split in SPLITS)
+    return train, val, manifest["gzip_bpb"]
+
+
+def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
+    packer, packed = zlib.compressobj(9, wbits=31), 0
+    for conversation, of_parts in _encoded(config, tokenizer):
+        split = SPLITS[conversation.val]
+        for (text, is_learnt), _ in zip(conversation.parts, of_parts, strict=True):
+            content = text.encode()
+            sizes[split]["bytes"] += len(content)
+            sizes[split]["learnt_bytes"] += len(content) * is_learnt
+            packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
+        flags = [np.full(len(part), is_learnt, np.uint8)
+                 for part, (_, is_learnt) in zip(of_parts, conversation.parts, strict=True)]
+        ids[split].append(np.array([*chain.from_iterable(of_parts), tokenizer.end_of_text], dtype))
+        learnt[split].append(np.concatenate([*flags, np.array([conversation.parts[-1][1]], np.uint8)]))
+    packed += len(packer.flush())
+    for split in SPLITS:
+        lengths = [len(each) for each in ids[split]]
+        write_bytes(folder / f"{split}.ids", np.concatenate(ids[split]).tobytes())
+        write_bytes(folder / f"{split}.learnt", np.concatenate(learnt[split]).tobytes())
+        write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
+        sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
+    names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
+    manifest = {"dtype": dtype.name, "splits": sizes, "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
+                "files": {name: _checksum(folder / name) for name in names}}
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Conversation, list[list[int]]]]:
+    """Each conversation with the ids of each of its parts."""
+    found = conversations(config)
+    while batch := list(islice(found, AT_ONCE)):
+        try:
+            ids = iter(tokenizer.encode_batch([text for conversation in batch for text, _ in conversation.parts]))
+        except ValueError:
+            _name_wrong(batch, tokenizer)
+            raise
+        for conversation in batch:
+            yield conversation, list(islice(ids, len(conversation.parts)))
+
+
+def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
+    for conversation in batch:
+        try:
+            tokenizer.encode("".join(text for text, _ in conversation.parts))
+        except ValueError as error:
+            raise UserError(f"{conversation.where}: {error}") from None
+
+
+def _checksum(path: Path) -> int | None:
+    return zlib.crc32(path.read_bytes()) if path.is_file() else None
+
+
+def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
+    sizes = manifest["splits"][split]
+    offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
+    tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)
+                      for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
+    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"])
+
+
+def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
+    """Each conversation as it is tokenised, with what is learnt in [[ ]] and end_of_text written out."""
+    bounds = [*split.tokens.starts.tolist(), len(split.tokens)]
+    for begin, end in pairwise(bounds):
+        pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
+        shown = []
+        for is_learnt, run in groupby(pairs, itemgetter(0)):
+            ids = [token for _, token in run]
+            text = tokenizer.decode(ids) + "<end of text>" * (ids[-1] == tokenizer.end_of_text)
+            shown.append(f"[[{text}]]" if is_learnt else text)
+        yield "".join(shown)
+
+
+def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
+    """The numbers of the texts in each row of T positions: each text, the longest first, where it leaves the least room.
+
+    lengths: of each text; one that is longer than a row fills it.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []     # (positions left, row) of each row that has any, ascending
+    for text in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = min(lengths[text], T)
+        place = bisect_left(room, (length, 0))
+        if place == len(room):
+            rows.append([])
+        left, row = room.pop(place) if place < len(room) else (T, len(rows) - 1)
+        rows[row].append(text)
+        if left > length:
+            insort(room, (left - length, row))
+    return rows
+
+
+class ConversationRows(Dataset[Packed]):
+    """The rows of a split. Numbers from len(self) on are the same rows again, for later epochs.
+
+    counts (rows,): the targets of each row. cut: the number of conversations longer than a row.
+    """
+
+    def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
+        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self._bounds = np.append(tokens.starts, len(tokens))
+        lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is a target alone
+        self.cut = int((lengths > ctx_len).sum())
+        self._lengths = np.minimum(lengths, ctx_len)
+        self._rows = packed_rows(self._lengths.tolist(), ctx_len)
+        before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
+        first = self._bounds[:-1] + 1
+        targets = before[first + self._lengths] - before[first]
+        self.counts = np.array([targets[row].sum() for row in self._rows])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitems__(self, rows: Rows | list[int]) -> Packed:
+        """The batch. Missing inputs are 0, missing targets IGNORED; the padding is a text of its own."""
+        numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
+        x = np.zeros((len(numbers), self.ctx_len), np.int64)
+        y = np.full_like(x, IGNORED)
+        starts = np.zeros(x.shape, bool)
+        for row, number in enumerate(numbers):
+            column = 0
+            for text in self._rows[number % len(self)]:
+                begin, length = int(self._bounds[text]), int(self._lengths[text])
+                columns, targets = slice(column, column + length), slice(begin + 1, begin + length + 1)
+                starts[row, column] = True
+                x[row, columns] = self.tokens[begin:begin + length]
+                y[row, columns] = np.where(self.learnt[targets], self.tokens[targets].astype(np.int64), IGNORED)
+                column += length
+            starts[row, column:column + 1] = True
+        return Packed(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(starts), weight)
+
+    def padding(self) -> float:
+        """The fraction of the positions in all rows that hold no token."""
+        return 1 - float(self._lengths.sum()) / (len(self) * self.ctx_len)
+
+    def describe(self) -> str:
+        """One line for people."""
+        cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are cut there (trainer.tbptt reads them whole)"
+               if self.cut else "")
+        return (f"{len(self._lengths):,} conversations in {len(self):,} rows, {100 * self.padding():.1f} % of positions padding"
+                f"{cut}; only the answers' {self.counts.sum():,} tokens are learnt")
+
+
+class RowSampler(ShuffleSampler):
+    """As ShuffleSampler, with the weight of each batch. parts: batches of an optimiser step; counts: targets of each row."""
+
+    def __init__(self, counts: np.ndarray, batch_size: int, batches: int, seed: int, rank: int, world: int, parts: int) -> None:
+        super().__init__(len(counts), batch_size, batches, seed, rank, world)
+        self.counts, self.parts = counts, parts
+
+    def __iter__(self) -> "RowIterator":                         # type: ignore[override]
+        return RowIterator(self)
+
+
+class RowIterator(ShuffleIterator):
+    """One pass over a RowSampler."""
+
+    sampler: RowSampler
+
+    def __next__(self) -> Rows:                                  # type: ignore[override]
+        sampler = self.sampler
+        common = sampler.batch_size * sampler.world
+        first = self.drawn // (common * sampler.parts) * common * sampler.parts
+        in_step = sum(self._targets(position) for position in range(first, first + common * sampler.parts))
+        numbers = super().__next__()
+        own = sum(int(sampler.counts[number % sampler.size]) for number in numbers)
+        return Rows(numbers, own * sampler.parts * sampler.world / max(1, in_step))
+
+    def _targets(self, position: int) -> int:
+        return int(self.sampler.counts[self._order[position]])

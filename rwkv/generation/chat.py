@@ -1,0 +1,122 @@
+"""A conversation with a model: the state is carried from turn to turn, and each turn reads its new words alone.
+
+After each prompt and each answer the text read so far and the result of reading it are kept. A turn is rendered whole by the
+template, and continues from the longest of these texts that it begins with: after an answer that is the answer's own end; after
+/undo an earlier one. What a template or the cleaning of an answer writes otherwise than it was read is read again.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rwkv.errors import UserError
+from rwkv.generation.engine import Engine
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.model.base import Model
+from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are dropped first
+
+
+@dataclass
+class Stats:
+    """Of one answer: tokens read before it and written, and seconds until its first token and in all."""
+
+    read: int = 0
+    written: int = 0
+    first_s: float = 0.0
+    all_s: float = 0.0
+
+
+@dataclass
+class Chat:
+    """messages: the conversation so far. context: what was read before it, as of a state file; None for nothing.
+
+    think: answers begin with thoughts, where the template has them.
+    """
+
+    model: Model
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int = 0
+    think: bool = False
+    context: PrefillResult | None = None
+    messages: list[Message] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
+
+    def say(self, text: str) -> Iterator[str]:
+        """Adds a turn of the user, and yields the answer piece by piece.
+
+        The answer is added to the messages when the iterator ends or is closed. Raises UserError for a text that cannot be
+        encoded, and for thoughts that the template lacks; the turn is not added then.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            engine, prompt = self._prepared()
+        except UserError:
+            self.messages.pop()
+            raise
+        return self._answer(engine, prompt)
+
+    def retry(self) -> Iterator[str]:
+        """Another answer to the last turn of the user. Raises UserError where there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise UserError("there is no answer to try again")
+        self.messages.pop()
+        return self._answer(*self._prepared())
+
+    def undo(self) -> None:
+        """Takes back the last turn of the user and its answer. Raises UserError where there is none."""
+        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not places:
+            raise UserError("there is no turn to take back")
+        del self.messages[places[-1]:]
+
+    def reset(self, system: str | None = None) -> None:
+        """Begins anew: with this system message, or with the one that there is."""
+        before = [message for message in self.messages if message["role"] == "system"][:1]
+        self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
+
+    def load(self, messages: Any) -> None:
+        """Continues another conversation, which the next turn reads. Raises UserError where it is none."""
+        self.messages = list(check_messages(messages))
+
+    def _prepared(self) -> tuple[Engine, str]:
+        """An engine that has read the conversation up to the answer, and the text of it."""
+        started = time.perf_counter()
+        prompt = self.template.render(self.messages, think=self.think)
+        read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
+                            key=lambda point: len(point[0]), default=("", self.context))
+        engine = Engine(self.model, self.tokenizer, [prompt[len(read):]], [self.seed],
+                        StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
+        self.seed += 1
+        self.stats = Stats(engine.prompt_tokens, first_s=started, all_s=started)
+        self._keep(prompt, engine.context())
+        return engine, prompt
+
+    def _answer(self, engine: Engine, prompt: str) -> Iterator[str]:
+        sample, started, stats = engine.samples[0], self.stats.all_s, self.stats
+        begun = False
+        try:
+            for _, piece in engine:
+                if not begun:
+                    stats.first_s, begun = time.perf_counter() - started, True
+                if piece:
+                    yield piece
+        finally:
+            self._keep(prompt + self.tokenizer.decode(sample.tokens), engine.context())
+            content = f"{self.template.answer_start(self.think)}{sample.text}".strip()
+            self.messages.append({"role": "assistant", "content": content})
+            stats.written, stats.all_s = len(sample.tokens), time.perf_counter() - started
+
+    def _keep(self, text: str, result: PrefillResult) -> None:
+        self._points = [point for point in self._points if point[0] != text] + [(text, result)]
+        while len(self._points) > 1 and sum(point[1].nbytes() for point in self._points) > KEPT_BYTES:
+            self._points.pop(0)

@@ -1,0 +1,68 @@
+"""Low-rank adapters, LoRA: a frozen linear layer W gets alpha / rank B A beside it; A (rank,in) and B (out,rank) are trained.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685): A is random, B begins at zero.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rwkv.errors import UserError
+from rwkv.model.base import Model
+from rwkv.model.quantized import Int8Linear
+
+
+class LoraLinear(nn.Module):
+    """x (...,in) -> base(x) + alpha / rank B A dropout(x), (...,out). base: nn.Linear without a bias, or Int8Linear."""
+
+    def __init__(self, base: nn.Module, out_features: int, rank: int, alpha: float, dropout: float) -> None:
+        super().__init__()
+        assert isinstance(base, (nn.Linear, Int8Linear))
+        self.base, self.scale = base, alpha / rank
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, out_features, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base: Tensor = self.base(x)
+        added: Tensor = self.lora_B(self.lora_A(self.dropout(x)))
+        return base + self.scale * added.to(base.dtype)
+
+
+def adaptable(model: Model) -> list[str]:
+    """The linear layers of a block, as att.key."""
+    return [f"{part}.{name}" for part, mixing in model.blocks[0].named_children() for name, layer in mixing.named_children()
+            if isinstance(layer, (nn.Linear, Int8Linear, LoraLinear))]
+
+
+def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> list[str]:
+    """Freezes the model and gives these layers of each block an adapter, from torch's global generator.
+
+    modules: names as adaptable() gives them; none for all. Returns the names. Raises UserError for another name.
+    """
+    known = adaptable(model)
+    for name in modules:
+        if name not in known:
+            raise UserError(f"tune.modules has {name!r}, and a block of {model.generation.NAME} has {', '.join(known)}")
+    chosen = [name for name in known if not modules or name in modules]
+    shapes = model.generation.shapes(model.config, model.vocab_size)
+    model.requires_grad_(False)
+    for layer, block in enumerate(model.blocks):
+        for name in chosen:
+            out_features = shapes[f"blocks.{layer}.{name}.weight"][0]
+            block.set_submodule(name, LoraLinear(block.get_submodule(name), out_features, rank, alpha, dropout))
+    return chosen
+
+
+def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters' tensors alone, by their names in the model: blocks.0.att.key.lora_A.weight."""
+    return {name: tensor for name, tensor in names.items() if ".lora_A." in name or ".lora_B." in name}
+
+
+def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """W + scale B A, computed in float32, in W's dtype."""
+    return torch.addmm(weight.float(), B.float(), A.float(), alpha=scale).to(weight.dtype)

@@ -1,0 +1,190 @@
+"""Talks with a checkpoint in the terminal.
+
+  python chat.py                                        the latest run
+  python chat.py checkpoint=rwkv7-g1-0.4b.pth tokenizer=world dtype=int8
+  python chat.py checkpoint=FILE state=state.safetensors think=true
+  python chat.py < turns.txt                            a turn on each line
+
+Commands:
+  /reset              begins anew        /undo    takes the last turn back
+  /retry              answers again      /stats   tokens and times of it
+  /system TEXT        begins anew with this system message
+  /save FILE, /load FILE                 the conversation, as a line of JSON
+  /set NAME=VALUE     temperature, top_p, top_k, min_p, presence_penalty,
+                      frequency_penalty, repetition_penalty, max_new_tokens,
+                      think or seed
+  /quit               ends; so does Ctrl-D
+
+Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
+line. The state is carried: each turn reads its new words alone.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kernels.backends import threads
+from rwkv import cli
+from rwkv.config import ChatConfig
+from rwkv.errors import UserError
+
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SETTINGS = (*OF_SAMPLING, "max_new_tokens", "think", "seed")     # of /set
+
+
+def chat(config: ChatConfig, line: cli.CommandLine) -> None:
+    talk = _open(config)
+    session = Terminal(talk)
+    turns = _typed() if sys.stdin.isatty() else _piped()
+    for text in turns:
+        if text in ("/quit", "/exit"):
+            break
+        if text:
+            session.turn(text)
+
+
+def _open(config: ChatConfig) -> Any:
+    """The conversation. Raises UserError as the parts of it do."""
+    import torch
+
+    from rwkv.checkpoint.files import read_checkpoint
+    from rwkv.generation.chat import Chat
+    from rwkv.generation.sampling import Sampling
+    from rwkv.generation.states import load_context
+    from rwkv.model.operators import operator_for
+    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+    from rwkv.tokenizer.chat import chat_template, default_template
+
+    sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    checkpoint = read_checkpoint(config.checkpoint)
+    data = (checkpoint.run or {}).get("data", {})
+    template = chat_template(config.template or data.get("template") or default_template(str(checkpoint.path)))
+    template.answer_start(config.think)          # refused before the model is loaded
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
+    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
+    context = load_context(config.state, model, tokenizer) if config.state else None
+    talk = Chat(model, tokenizer, template, sampling, config.max_new_tokens, config.seed, config.think, context)
+    if config.system:
+        talk.reset(config.system)
+    return talk
+
+
+class Terminal:
+    """One conversation on standard output; what is not the model's stands on standard error."""
+
+    def __init__(self, talk: Any) -> None:
+        self.talk = talk
+        self._commands: dict[str, Callable[[str], None]] = {
+            "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self._system,
+            "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "set": self._set,
+            "stats": self._stats}
+
+    def turn(self, text: str) -> None:
+        """A command or a turn of the user. A mistake is one sentence on standard error."""
+        try:
+            if text.startswith("/"):
+                name, _, rest = text[1:].partition(" ")
+                if name not in self._commands:
+                    raise UserError(f"unknown command /{name}; there are: /{', /'.join(self._commands)}, /quit")
+                self._commands[name](rest.strip())
+            else:
+                self._show(self.talk.say(text))
+        except (UserError, OSError) as error:
+            _say(f"error: {error}")
+
+    def _show(self, pieces: Iterator[str]) -> None:
+        """Streams an answer, until it ends or Ctrl-C stops it."""
+        import signal
+
+        from rwkv.io.signals import StopRequest
+
+        with StopRequest((signal.SIGINT,), every_signal=True) as stop:
+            begun = False
+            for piece in pieces:
+                print(piece if begun else piece.lstrip(), end="", flush=True)
+                begun = begun or bool(piece.strip())
+                if stop.requested:
+                    break
+            pieces.close()               # type: ignore[attr-defined]
+        print(flush=True)
+
+    def _system(self, text: str) -> None:
+        self.talk.reset(text)
+
+    def _save(self, path: str) -> None:
+        if not path:
+            raise UserError("/save needs the name of a file")
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
+
+    def _load(self, path: str) -> None:
+        from rwkv.io.json_lines import parse
+
+        if not Path(path).is_file():
+            raise UserError(f"no conversation at {path or 'no name'}: /load needs the name of a file that /save wrote")
+        self.talk.load(parse(Path(path).read_bytes().split(b"\n")[0], path).get("messages"))
+
+    def _set(self, text: str) -> None:
+        name, equals, value = text.partition("=")
+        if not equals or name not in SETTINGS:
+            raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
+        number = yaml.safe_load(value)
+        if name in OF_SAMPLING:
+            self.talk.sampling = replace(self.talk.sampling, **{name: number})
+        elif type(number) is not type(getattr(self.talk, name)):
+            raise UserError(f"{name} is a {'truth value' if name == 'think' else 'whole number'}; got {value!r}")
+        else:
+            if name == "think":
+                self.talk.template.answer_start(number)
+            setattr(self.talk, name, number)
+
+    def _stats(self, _: str) -> None:
+        stats = self.talk.stats
+        rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
+        _say(f"read {stats.read} tokens; first token after {stats.first_s:.2f} s; wrote {stats.written} tokens, "
+             f"{rate:.0f} a second")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _piped() -> Iterator[str]:
+    for text in sys.stdin:
+        yield text.strip()
+
+
+def _typed() -> Iterator[str]:
+    """Turns from the terminal, with history and editing. Raises UserError where prompt_toolkit is missing."""
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.key_binding import KeyBindings
+    except ImportError:
+        raise UserError("a chat in a terminal needs prompt_toolkit: pip install prompt_toolkit, or give the turns on standard "
+                        "input") from None
+    keys = KeyBindings()
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    session: Any = PromptSession(key_bindings=keys)
+    while True:
+        try:
+            yield session.prompt("> ").strip()
+        except KeyboardInterrupt:        # clears the line
+            continue
+        except EOFError:
+            return
+
+
+def main() -> None:
+    threads.wait_briefly()               # before torch is imported
+    cli.run(chat, ChatConfig, "chat", __doc__)
+
+
+if __name__ == "__main__":
+    main()

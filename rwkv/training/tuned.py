@@ -1,0 +1,56 @@
+"""The files of what tune=lora and tune=state have trained, beside the run's checkpoints, for this and for other programs.
+
+    adapter/adapter_model.safetensors, adapter_config.json     LoRA in the layout of the PEFT library
+    state.safetensors                                          a state for generate.py's state=, with the frozen weights' file
+    time_state.pth                                             the same state as blocks.i.att.time_state (H,N,N), value by key:
+                                                               RWKV-PEFT's layout (rwkvt/operator/rwkvop.py, x070), which
+                                                               RWKV-Runner reads for RWKV-7 as it is
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from rwkv.checkpoint.formats import _torch_file
+from rwkv.checkpoint.stored import Stored
+from rwkv.config import TrainConfig
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.states import save_context
+from rwkv.io.atomic import write_file
+from rwkv.model.base import TIME_STATE, Model
+from rwkv.model.lora import adaptable, adapter_of
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+
+def write_tuned(model: Model, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> list[Path]:
+    """Writes the files, and returns their paths; none with tune=full."""
+    if config.tune.method == "lora":
+        return [_write_adapter(model, config, out_dir / "adapter")]
+    return _write_state(model, tokenizer, out_dir) if config.tune.method == "state" else []
+
+
+def _write_adapter(model: Model, config: TrainConfig, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    tune = config.tune
+    tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous()
+               for name, tensor in adapter_of(model.state_dict()).items()}
+    described = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
+                 "target_modules": list(tune.modules) or adaptable(model), "fan_in_fan_out": False, "inference_mode": True,
+                 "base_model_name_or_path": config.init_from}
+    write_file(folder / "adapter_model.safetensors", lambda file: file.write(save(tensors, {"format": "pt"})))
+    write_file(folder / "adapter_config.json", lambda file: file.write(json.dumps(described, indent=2).encode() + b"\n"))
+    return folder
+
+
+@torch.no_grad()
+def _write_state(model: Model, tokenizer: Tokenizer, out_dir: Path) -> list[Path]:
+    """The logits of the state file are those after end_of_text, with which a text without a prompt begins."""
+    as_state, as_pth = out_dir / "state.safetensors", out_dir / "time_state.pth"
+    first = torch.tensor([[tokenizer.end_of_text]], device=model.emb.weight.device)
+    save_context(as_state, PrefillResult(model.prefill(first)[0], model.empty_state(1)), model, tokenizer)
+    tensors = {f"blocks.{layer}.{TIME_STATE}": Stored.of(TIME_STATE, str(as_pth), state.detach().cpu())
+               for layer, state in enumerate(model.time_states())}
+    write_file(as_pth, lambda file: _torch_file.save(file, tensors))
+    return [as_state, as_pth]

@@ -1,0 +1,127 @@
+"""Conversations: each turn reads its new words alone, and what is said equals the whole conversation read at once."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from models import each_generation, small_model
+from programs import Run, caller
+
+from rwkv.errors import UserError
+from rwkv.generation import chat as chat_module
+from rwkv.generation.chat import Chat
+from rwkv.generation.engine import generate
+from rwkv.generation.sampling import Sampling
+from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+TURNS = ("Hi", "Who are you?", "And then?")
+
+
+def talk(generation: str = "rwkv7", template: str = "world", temperature: float = 0.0) -> Chat:
+    """It answers in ASCII alone, so that its texts can be encoded again."""
+    model = small_model(generation=generation, vocab_size=256).eval()
+    sampling = Sampling(temperature=temperature, banned=(0, *range(128, 256)))
+    return Chat(model, ByteTokenizer(), chat_template(template), sampling, 12)
+
+
+@each_generation
+@pytest.mark.parametrize("template", ["world", "g1"])
+def test_answers_are_those_after_the_whole_conversation(generation: str, template: str) -> None:
+    chat = talk(generation, template)
+    for text in TURNS:
+        answer = "".join(chat.say(text))
+        prompt = chat.template.render(chat.messages[:-1])
+        alone = generate(chat.model, chat.tokenizer, prompt, 12, stop=chat.template.stop, temperature=0,
+                         banned=chat.sampling.banned)
+        assert answer == "".join(alone)
+        assert chat.messages[-1] == {"role": "assistant", "content": answer.strip()}
+
+
+def test_a_turn_reads_its_new_words_alone() -> None:
+    """Answers are what the template writes, so nothing is read again."""
+    chat = talk()
+    chat.model.head.weight.data.zero_()                          # the likeliest token is the first that is not banned
+    chat.sampling = Sampling(temperature=0, logit_bias={ord("x"): 5.0})
+    reads = []
+    for text in TURNS:
+        list(chat.say(text))
+        reads.append(chat.stats.read)
+    assert chat.messages[-1]["content"] == "x" * 12
+    assert reads[0] == len("User: Hi\n\nAssistant:")
+    assert all(read <= len(f"Assistant: {'x' * 12}\n\nUser: {text}\n\nAssistant:")
+               for read, text in zip(reads[1:], TURNS[1:], strict=True))
+
+
+def test_undo_goes_back_to_a_kept_state() -> None:
+    chat = talk()
+    list(chat.say(TURNS[0]))
+    before = list(chat.messages)
+    list(chat.say(TURNS[1]))
+    first, read = chat.messages[-1], chat.stats.read
+    chat.undo()
+    assert chat.messages == before
+    chat.seed = 1
+    list(chat.say(TURNS[1]))
+    assert chat.messages[-1] == first
+    assert chat.stats.read == 0 or chat.stats.read <= read
+
+
+def test_retry_reads_nothing_and_takes_another_seed() -> None:
+    chat = talk(temperature=1.0)
+    list(chat.say(TURNS[0]))
+    first = chat.messages[-1]
+    list(chat.retry())
+    assert chat.stats.read == 0
+    assert len(chat.messages) == 2
+    assert chat.messages[-1] != first
+
+
+def test_a_stopped_answer_is_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = talk(temperature=1.0)
+    pieces = chat.say(TURNS[0])
+    first = next(pieces)
+    pieces.close()                                               # type: ignore[attr-defined]
+    assert chat.messages[-1] == {"role": "assistant", "content": first.strip()}
+    monkeypatch.setattr(chat_module, "KEPT_BYTES", 0)            # only the newest state is kept
+    assert "".join(chat.say(TURNS[1]))
+    assert len(chat._points) == 1
+
+
+def test_nothing_to_undo_or_retry() -> None:
+    with pytest.raises(UserError, match="no turn"):
+        talk().undo()
+    with pytest.raises(UserError, match="no answer"):
+        talk().retry()
+
+
+def test_the_system_message_stays_at_a_reset() -> None:
+    chat = talk()
+    chat.reset("Be brief.")
+    list(chat.say("Hi"))
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    chat.reset("")
+    assert not chat.messages
+
+
+@pytest.mark.programs
+def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    run: Run = caller(monkeypatch, capsys)
+    monkeypatch.chdir(tmp_path)
+    small_model(generation="rwkv7", vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
+    turns = ["Hi", "/stats", "/set temperature=0", "/set top_q=1", "/retry", "/nope", "/save talk.json", "/undo",
+             "/load talk.json", "/system Be brief.", "Again"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
+    status, output, error = run("chat", "checkpoint=model.safetensors", "device=cpu", "max_new_tokens=5")
+    assert status == 0
+    assert output.count("\n") >= 3
+    assert "first token after" in error
+    assert "error: /set takes NAME=VALUE; the names are temperature" in error
+    assert "error: unknown command /nope" in error
+    assert [message["role"] for message in json.loads(Path("talk.json").read_text())["messages"]] == ["user", "assistant"]
+    status, output, error = run("chat", "checkpoint=model.safetensors", "think=true", "device=cpu")
+    assert (status, output) == (2, "")
+    assert error == "error: think: the chat template world has no thoughts; g1 has\n"

@@ -1,0 +1,155 @@
+"""tune=lora and tune=state as runs: what their checkpoints hold, how they are read, continued, converted and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import small_model, tokens
+from programs import Run, caller, one_sentence
+from safetensors.torch import load_file
+from training_runs import assert_same_training, finish, kill_after, killed_and_continued, start
+
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import DataConfig, ModelConfig, TrainConfig, TuneConfig
+from rwkv.errors import CheckpointError, UserError
+from rwkv.generation.states import load_context
+from rwkv.model.base import generation
+from rwkv.model.lora import add_adapters
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools.convert import convert
+from rwkv.training.memory import estimate, frozen_bytes, n_trained
+
+OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
+           "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
+           "trainer.malloc=default")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return caller(monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With base7.pth, base4.pth and talks.jsonl."""
+    for name in ("rwkv4", "rwkv7"):
+        model = small_model(generation=name, vocab_size=256)
+        model.save_pretrained(tmp_path / f"base{name[-1]}.safetensors", ByteTokenizer())
+    talks = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(12)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tuned(run: Run, *options: str, base: str = "base7.safetensors") -> Path:
+    status, _, error = run("train", *OPTIONS, f"init_from={base}", "out_dir=out", "trainer.max_steps=3", *options)
+    assert status == 0, error
+    return Path("out")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("base", "options"), [
+    ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]",)),
+    ("base7.safetensors", ("trainer.precision=bf16-mixed", "trainer.activation_checkpointing=true", "trainer.accumulate=2")),
+    ("base7.safetensors", ("trainer.tbptt=2", "tune.base=int8")),
+])
+def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base: str, options: tuple[str, ...]) -> None:
+    out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
+    held = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert held
+    assert all("lora" in name for name in held)
+    adapters = load_file(out / "adapter/adapter_model.safetensors")
+    described = json.loads((out / "adapter/adapter_config.json").read_text())
+    assert {f"base_model.{name}" for name in held} == adapters.keys()
+    assert "base_model.model.blocks.0.att.key.lora_A.weight" in adapters
+    assert all(any(f"{module}.lora" in name for name in adapters) for module in described["target_modules"])
+
+    convert(out, folder / "merged.pth")
+    model, merged = RWKV.from_pretrained(base), RWKV.from_pretrained("merged.pth")
+    ids = tokens(model)
+    before, _ = model(ids)
+    add_adapters(model, described["target_modules"], described["r"], described["lora_alpha"])
+    model.load_state_dict({name.removeprefix("base_model.model."): tensor for name, tensor in adapters.items()}, strict=False)
+    apart, _ = model(ids)
+    torch.testing.assert_close(merged(ids)[0], apart, rtol=0, atol=1e-5)
+    torch.testing.assert_close(RWKV.from_pretrained(out)(ids)[0], merged(ids)[0], rtol=0, atol=0)
+    assert not torch.allclose(apart, before, atol=1e-4)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("options", [(), ("trainer.tbptt=2",), ("tune.base=int8", "trainer.precision=bf16-mixed")])
+def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options: tuple[str, ...]) -> None:
+    out = tuned(run, "tune=state", *options)
+    base, model = RWKV.from_pretrained("base7.safetensors"), RWKV.from_pretrained(out)
+    states = torch.load(out / "time_state.pth", weights_only=True)
+    assert list(states) == [f"blocks.{layer}.att.time_state" for layer in range(3)]
+    for state, learnt in zip(states.values(), model.time_states(), strict=True):
+        assert torch.equal(state, learnt)
+        assert state.abs().max() > 0
+    context = load_context(out / "state.safetensors", base, ByteTokenizer())
+    ids = tokens(base, B=1)
+    torch.testing.assert_close(base(ids, context.state)[0], model(ids)[0], rtol=0, atol=1e-6)
+    assert not torch.allclose(base(ids)[0], model(ids)[0], atol=1e-4)
+    with pytest.raises(UserError, match="learnt state"):
+        convert(out, folder / "other.pth")
+    with pytest.raises(UserError, match="learnt state"):
+        model.save_pretrained(folder / "other.pth")
+    common = "prompt=a", "temperature=0", "max_new_tokens=5", "device=cpu"
+    status, text, _ = run("generate", "checkpoint=base7.safetensors", f"state={out}/state.safetensors", *common)
+    assert status == 0
+    assert run("generate", f"checkpoint={out}", *common)[1] == text
+
+
+@pytest.mark.programs
+def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
+    common = (*OPTIONS, "trainer.max_steps=3")
+    one_sentence(run("train", *common, "tune=lora"), "name them with init_from=")
+    one_sentence(run("train", *common, "tune=state", "init_from=base4.safetensors"), "RWKV-7", "use tune=lora")
+    one_sentence(run("train", *common, "tune=lora", "tune.modules=[att.query]", "init_from=base4.safetensors"), "att.query")
+    one_sentence(run("train", *common, "tune.base=int8"), "tune=full trains them")
+    one_sentence(run("train", *common, "tune=lora", "trainer=fsdp", "init_from=base4.safetensors"), "trainer=ddp")
+    one_sentence(run("train", *common, "tune=lora", "tune.dropout=0.1", "trainer.tbptt=2", "init_from=base7.safetensors"),
+                 "tune.dropout")
+
+
+@pytest.mark.programs
+def test_other_frozen_weights_are_noticed(folder: Path, run: Run) -> None:
+    out = tuned(run, "tune=lora", "tune.rank=2")
+    small_model(generation="rwkv7", vocab_size=256, seed=9).save_pretrained(folder / "base7.safetensors", ByteTokenizer())
+    with pytest.raises(CheckpointError, match="that file holds others now"):
+        read_checkpoint(out)
+
+
+@pytest.mark.programs
+def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
+    status, _, error = run("train", *OPTIONS, "tune=lora", "tune.rank=2", "init_from=base7.safetensors", "plan=true")
+    model = small_model(generation="rwkv7", vocab_size=256)
+    add_adapters(model, (), 2, 2.0)
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert status == 0
+    assert f"lora: {count:,} trained values beside frozen weights in float32" in error
+
+
+def test_memory_of_tuning() -> None:
+    sizes = ModelConfig(generation="rwkv7", n_layer=24, n_embd=2048, ctx_len=512)
+    data = DataConfig(batch_size=1)
+    full, lora, state = (TrainConfig(model=sizes, data=data, tune=TuneConfig(method=method, base=base))
+                         for method, base in (("full", "float32"), ("lora", "int8"), ("state", "int8")))
+    assert n_trained(state, 65536) == 24 * 32 * 64 * 64
+    assert frozen_bytes(lora, 65536) < 0.4 * frozen_bytes(full, 65536)
+    assert estimate(state, 65536).fixed < estimate(lora, 65536).fixed < 0.2 * estimate(full, 65536).fixed
+    assert generation(sizes).OPERATOR == "wkv7"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["full", "lora", "state"])
+def test_five_kills_change_nothing(folder: Path, method: str) -> None:
+    arguments = (*OPTIONS, f"tune={method}", "trainer.max_steps=40", "trainer.checkpoint_every=3", "trainer.val_every=20")
+    done = finish(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=whole"))
+    assert done.status == 0, done.error
+    kill_after(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=killed"), folder / "killed", 5, 0.1)
+    done = killed_and_continued(folder, arguments, "killed", 4, 40, seed=1)
+    assert done.status == 0, done.error
+    assert_same_training(folder / "whole", folder / "killed")
