@@ -71,8 +71,8 @@ class RWKV(Model):
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
             dtype = "int8" if isinstance(self.head, Int8Linear) else "int4"
-            raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
-                             "bfloat16 and save that")
+            raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with "
+                            "dtype=float32 or bfloat16 and save that")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 
