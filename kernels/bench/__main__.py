@@ -1,8 +1,8 @@
-"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad), then times it.
-A wrong implementation is not timed, and the exit status is 1.
+"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad), then
+times it. A wrong implementation is not timed, and the exit status is 1.
 
     --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
-    --shape SIZES ...     B,C,T for timex and wkv4, B,H,N,T for wkv7, N,K,R for matvec; AXES in kernels/bench/OP.py for another operator
+    --shape SIZES ...     B,C,T for timex and wkv4, B,H,N,T for wkv7, N,K,R for matvec; others: AXES in kernels/bench/OP.py
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
@@ -14,9 +14,9 @@ that is kept. The implementations, the machine's limits, and the copy of one suc
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
 GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
 and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
-traffic, and their share of a copy's, or of reading's for matvec, shows how much is left to gain. `extra MB` is the peak memory beyond inputs and outputs
-(peak_memory.py), `launches` the number of kernels or torch operators in a pass (launches.py). The last line of standard output
-is the result as JSON.
+traffic; their shares of a copy's and of reading (by all threads; the limit of matvec) show how much is left to gain.
+`extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch operators in
+a pass (launches.py). The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -88,7 +88,8 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     limits = measured["limits"]
     shape = " ".join(f"{axis}={size}" for axis, size in measured["shape"].items())
     head = (f"\n{report['op']} {shape} {report['dtype']} on {report['device']}, malloc {report['malloc']}; in the same run:\n"
-            f"matrix product {limits['matmul_gflops']:.0f} GFLOP/s, copy {limits['copy_gbs']:.0f} GB/s (read + write), read {limits['read_gbs']:.0f} GB/s,\n"
+            f"matrix product {limits['matmul_gflops']:.0f} GFLOP/s, copy {limits['copy_gbs']:.0f} GB/s (read + write), "
+            f"read {limits['read_gbs']:.0f} GB/s,\n"
             f"copy of one such tensor {limits['copy_one_ms']:.3f} ms")
     shown = [column for column in COLUMNS if any(result[column] is not None for result in measured["results"])]
     rows = [["", "", *(COLUMNS[column][0].format(**measured) for column in shown)]]
@@ -149,7 +150,8 @@ def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
     read, read_size = hardware.read(device)
     source = case.sequence
     target = source.clone()
-    work = {MATMUL: matmul, COPY: copy, READ: read, COPY_ONE: lambda: target.copy_(source), **{key: passes[key].run for key in passes}}
+    work = {MATMUL: matmul, COPY: copy, READ: read, COPY_ONE: lambda: target.copy_(source),
+            **{key: passes[key].run for key in passes}}
     samples = interleaved(work, device, budget_s)
     return samples, {"matmul_gflops": flop / median(samples[MATMUL]) / 1e9, "copy_gbs": size / median(samples[COPY]) / 1e9,
                      "read_gbs": read_size / median(samples[READ]) / 1e9,
@@ -166,7 +168,8 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
     return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
             "x_limit": limits["matmul_gflops"] / gflops if gflops else None,
-            "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"], "copies": seconds * 1e3 / limits["copy_one_ms"],
+            "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"],
+            "copies": seconds * 1e3 / limits["copy_one_ms"],
             "vs_baseline": median(same_pass) / seconds if same_pass else None}
 
 

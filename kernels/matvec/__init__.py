@@ -73,11 +73,10 @@ class MatVec(Operator):
         y, = self._function(x, *packed)
         return y
 
-    def forward(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """The same, without checks."""
-        packed = Packed(weight.detach().contiguous(), scale.contiguous(), shift)
-        if x.numel() * len(weight) == 0:
-            return x.new_zeros(*x.shape[:-1], len(weight))
+    def _forward(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        if len(weight) == 0:
+            return x.new_empty(*x.shape[:-1], 0)
+        packed = Packed(weight.detach().contiguous(), scale.contiguous(), shift.contiguous())
         y, = self.bind(packed)(x.detach().reshape(1, -1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
@@ -99,7 +98,7 @@ class MatVec(Operator):
         return product if torch.float64 in self.requires.dtypes else _in_float32(product)
 
     def _empty_outputs(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
-        return [x.new_empty(*x.shape[:-1], len(weight))]
+        return [x.new_zeros(*x.shape[:-1], len(weight))]
 
     def _check(self, x: Tensor, packed: Packed) -> None:
         if packed.weight.dtype not in self.requires.dtypes:

@@ -2,8 +2,8 @@
 call; in int4 weights are rounded in groups of 32 (kernels/matvec), inputs are not.
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
-product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM, which uses
-VNNI instructions where the CPU has them). Everything else is computed in float32.
+product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
+which uses VNNI instructions where the CPU has them). Everything else is computed in float32.
 """
 
 import warnings
