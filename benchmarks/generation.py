@@ -178,7 +178,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
     Decoder(model, prefill(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
     peak_mib = _peak_mib()               # before the inputs of the matrix products exist
-    read, read_bytes = hardware.read()
+    read, read_bytes = hardware.read("cpu")
     works: dict[str, tuple[int, Callable[[], Any]]] = {READ: (1, read)}
     for B in batches:
         works |= {decode_name(B): (B, _decode(model, B)), LIMIT + decode_name(B): (B, _products(model, B))}

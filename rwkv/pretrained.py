@@ -74,8 +74,8 @@ class RWKV(Model):
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
             dtype = "int8" if isinstance(self.head, Int8Linear) else "int4"
-            raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with dtype=float32 or "
-                             "bfloat16 and save that")
+            raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with "
+                            "dtype=float32 or bfloat16 and save that")
         if self.time_states():
             raise UserError("the model has a learnt state before the first token, for which the formats have no room: save its "
                             "base")

@@ -1,8 +1,8 @@
-"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, softmax, pad), then times it.
-A wrong implementation is not timed, and the exit status is 1.
+"""python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad), then
+times it. A wrong implementation is not timed, and the exit status is 1.
 
     --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
-    --shape SIZES ...     B,C,T for timex and wkv4, B,H,N,T for wkv7; AXES in kernels/bench/OP.py for another operator
+    --shape SIZES ...     B,C,T for timex and wkv4, B,H,N,T for wkv7, N,K,R for matvec; others: AXES in kernels/bench/OP.py
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
@@ -10,13 +10,13 @@ A wrong implementation is not timed, and the exit status is 1.
 
 Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
 (case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
-that is kept. The implementations, the machine's two limits, and the copy of one such tensor take turns; medians are reported.
+that is kept. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
 GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
 and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
-traffic, and their share of a copy's shows how much is left to gain. `extra MB` is the peak memory beyond inputs and outputs
-(peak_memory.py), `launches` the number of kernels or torch operators in a pass (launches.py). The last line of standard output
-is the result as JSON.
+traffic; their shares of a copy's and of reading (by all threads; the limit of matvec) show how much is left to gain.
+`extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch operators in
+a pass (launches.py). The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -39,12 +39,13 @@ from kernels.registry import operators
 
 MATMUL = ("machine", "matrix product")
 COPY = ("machine", "copy")
+READ = ("machine", "read")
 COPY_ONE = ("machine", "copy of one tensor")
 MAX_SECONDS = 6                          # a slower or larger implementation is measured only if --only names it
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 COLUMNS = {                              # of a result: heading and format
     "ms": ("ms", ".3f"), "best_ms": ("best", ".3f"), "runs": ("runs", "d"), "gflops": ("GFLOP/s", ".1f"),
-    "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"),
+    "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
     "copies": ("x one copy", ".1f"), "vs_baseline": ("x {baseline}", ".2f"), "launches": ("launches", "d"),
     "extra_mb": ("extra MB", ".1f"), "err_ratio": ("err_ratio", ".0e"),
 }
@@ -88,6 +89,7 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     shape = " ".join(f"{axis}={size}" for axis, size in measured["shape"].items())
     head = (f"\n{report['op']} {shape} {report['dtype']} on {report['device']}, malloc {report['malloc']}; in the same run:\n"
             f"matrix product {limits['matmul_gflops']:.0f} GFLOP/s, copy {limits['copy_gbs']:.0f} GB/s (read + write), "
+            f"read {limits['read_gbs']:.0f} GB/s,\n"
             f"copy of one such tensor {limits['copy_one_ms']:.3f} ms")
     shown = [column for column in COLUMNS if any(result[column] is not None for result in measured["results"])]
     rows = [["", "", *(COLUMNS[column][0].format(**measured) for column in shown)]]
@@ -145,11 +147,14 @@ def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
     """Seconds of every pass, and the machine's limits measured in turns with them."""
     matmul, flop = hardware.matmul(device)
     copy, size = hardware.copy(device)
+    read, read_size = hardware.read(device)
     source = case.sequence
     target = source.clone()
-    work = {MATMUL: matmul, COPY: copy, COPY_ONE: lambda: target.copy_(source), **{key: passes[key].run for key in passes}}
+    work = {MATMUL: matmul, COPY: copy, READ: read, COPY_ONE: lambda: target.copy_(source),
+            **{key: passes[key].run for key in passes}}
     samples = interleaved(work, device, budget_s)
     return samples, {"matmul_gflops": flop / median(samples[MATMUL]) / 1e9, "copy_gbs": size / median(samples[COPY]) / 1e9,
+                     "read_gbs": read_size / median(samples[READ]) / 1e9,
                      "copy_one_ms": median(samples[COPY_ONE]) * 1e3}
 
 
@@ -163,7 +168,8 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
     return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
             "x_limit": limits["matmul_gflops"] / gflops if gflops else None,
-            "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "copies": seconds * 1e3 / limits["copy_one_ms"],
+            "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"],
+            "copies": seconds * 1e3 / limits["copy_one_ms"],
             "vs_baseline": median(same_pass) / seconds if same_pass else None}
 
 

@@ -1,4 +1,4 @@
-"""The machine of a measurement, and its two limits for every kernel: the rate of a matrix product and of a copy."""
+"""The machine of a measurement, and its limits for every kernel: the rates of a matrix product, of a copy and of reading."""
 
 import importlib.metadata
 import platform
@@ -66,10 +66,10 @@ def copy(device: str) -> tuple[Callable[[], Any], int]:
     return lambda: target.copy_(source), 2 * COPY_BYTES[device]
 
 
-def read() -> tuple[Callable[[], Any], int]:
-    """A sum of numbers too many for any cache, by all threads, and the bytes that it reads."""
-    source = torch.ones(COPY_BYTES["cpu"] // 4)
-    return source.sum, COPY_BYTES["cpu"]
+def read(device: str) -> tuple[Callable[[], Any], int]:
+    """A sum too large for any cache, by all threads, and the bytes that it reads."""
+    source = torch.ones(COPY_BYTES[device] // 4, device=device)
+    return source.sum, COPY_BYTES[device]
 
 
 def _version(package: str) -> str | None:

@@ -5,11 +5,11 @@
 In one line of PyTorch: x @ W.T. W is packed in one of four forms; the last two hold integers q:
 
     float32, bfloat16     as they are
-    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. A row of x is rounded too, to whole steps of its largest magnitude
+    int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. A row of x is rounded, too, to steps of its largest magnitude
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32
 
 Every form adds in one order, whatever R is: the result for a row does not depend, to the bit, on the rows beside it. In int8
-the sum is one of integers, so that all implementations give the same bits.
+the sum is one of integers, so that the implementations give the same bits.
 
 An implementation is a file beside this one with REQUIRES, whose dtypes are those of the packed weights that it takes (int4:
 uint8) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
@@ -17,7 +17,7 @@ one form and one K. x is contiguous; x and y are float32, or float64. What can b
 the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is whole groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -73,11 +73,10 @@ class MatVec(Operator):
         y, = self._function(x, *packed)
         return y
 
-    def forward(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """The same, without checks."""
-        packed = Packed(weight.detach().contiguous(), scale.contiguous(), shift)
-        if x.numel() * len(weight) == 0:
-            return x.new_zeros(*x.shape[:-1], len(weight))
+    def _forward(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        if len(weight) == 0:
+            return x.new_empty(*x.shape[:-1], 0)
+        packed = Packed(weight.detach().contiguous(), scale.contiguous(), shift.contiguous())
         y, = self.bind(packed)(x.detach().reshape(1, -1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
@@ -99,7 +98,7 @@ class MatVec(Operator):
         return product if torch.float64 in self.requires.dtypes else _in_float32(product)
 
     def _empty_outputs(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
-        return [x.new_empty(*x.shape[:-1], len(weight))]
+        return [x.new_zeros(*x.shape[:-1], len(weight))]
 
     def _check(self, x: Tensor, packed: Packed) -> None:
         if packed.weight.dtype not in self.requires.dtypes:
@@ -173,23 +172,23 @@ def _pack_int4(weight: Tensor, symmetric: bool) -> Packed:
 
 def _rounded_groups(exact: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q, scale and shift of groups (N,G,32): of the shares of a group's range in SHRUNK, the one with the least error."""
-    if symmetric:
+    if symmetric:                        # from -8 to 7 steps
         high = exact.abs().amax(2)
         low = -high
     else:
         low, high = exact.amin(2), exact.amax(2)
-    best, least = None, torch.full(exact.shape[:2], torch.inf)
+    least = torch.full(exact.shape[:2], torch.inf)
+    best = torch.empty(exact.shape, dtype=torch.uint8), least.bfloat16(), least.bfloat16()
     for share in SHRUNK:
         scale = ((high - low) * share / 15).clamp_(min=SMALLEST).bfloat16()
         shift = -8 * scale if symmetric else ((low + high) / 2 - 7.5 * scale.float()).bfloat16()
         wide_scale, wide_shift = scale.float().unsqueeze(2), shift.float().unsqueeze(2)
         q = ((exact - wide_shift) / wide_scale).round_().clamp_(0, 15)
         error = torch.addcmul(wide_shift - exact, q, wide_scale).square_().sum(2)
-        found, better = (q.to(torch.uint8), scale, shift), error < least
+        better = error < least
+        for kept, found in zip(best, (q.to(torch.uint8), scale, shift), strict=True):
+            kept[better] = found[better]
         least = torch.minimum(error, least)
-        best = found if best is None else (torch.where(better.unsqueeze(2), found[0], best[0]),
-                                           *(torch.where(better, *pair) for pair in zip(found[1:], best[1:], strict=True)))
-    assert best is not None
     return best
 
 

@@ -21,9 +21,9 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8))
 
 LANES = 8
-WIDE, FEW, ROWS = 4, 2, 4                # rows of W in a tile, for one row of x and for several; rows of x in a tile for several
+WIDE, FEW, ROWS = 4, 2, 4                # of a tile: rows of W for one row of x; rows of W and of x for several
 TOGETHER = 4                             # products in a launch
-CHUNK = 2048                             # k of int8 in one float sum: 255 * 127 * CHUNK / LANES < 2^24
+CHUNK = 2048                             # k of int8 in one float sum: 127 * 127 * CHUNK / LANES < 2^24
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Halves = ti.types.ndarray(dtype=ti.i16, ndim=1)          # bfloat16, or integers
 MATRIX = {"float32": Floats, "bfloat16": Halves, "int8": ti.types.ndarray(dtype=ti.i8, ndim=1),
@@ -37,7 +37,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
     form, K, missing = weights[0].form, inputs_of(weights[0]), TOGETHER - len(weights)
     widths = [len(packed.weight) for packed in weights]
     sizes = [*widths, *[0] * missing]
-    matrices = [packed.weight.view(-1) for packed in (*weights, *weights[:1] * missing)]
+    matrices = [packed.weight.view(-1) for packed in (*weights, *[weights[0]] * missing)]
     scale, shift = (_joined([getattr(packed, name) for packed in weights]) for name in ("scale", "shift"))
     outputs, tiles = sum(widths), sum(-(-N // WIDE) for N in widths)
 

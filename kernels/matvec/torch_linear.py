@@ -36,7 +36,8 @@ def _linear(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 def _fbgemm(packed: Packed) -> Callable[[Tensor], Tensor]:
     if torch.backends.quantized.engine not in ENGINES:
-        raise KernelUnavailable("torch_linear in int8 needs a torch with FBGEMM, which is there for x86 CPUs: use another kernel")
+        raise KernelUnavailable("torch_linear in int8 needs a torch with FBGEMM, which is there for x86 CPUs: use "
+                                "another kernel")
     N, signed = len(packed.weight), bool(packed.shift[1])
     with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
         warnings.simplefilter("ignore", UserWarning)

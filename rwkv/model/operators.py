@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from kernels.matvec import FORMS, MatVec
 from kernels.registry import UnknownKernel, all_names
 from kernels.select import AUTO, runnable_on, select, why_auto
-from kernels.matvec import FORMS, MatVec
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation
 

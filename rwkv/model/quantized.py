@@ -1,9 +1,9 @@
 """Matrix products in int8 and int4 on a CPU. In int8 weights are rounded once, with a scale per output channel, inputs at each
 call; in int4 weights are rounded in groups of 32 (kernels/matvec), inputs are not.
 
-In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the product
-of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM, which uses
-VNNI instructions where the CPU has them). Everything else is computed in float32.
+In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
+product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
+which uses VNNI instructions where the CPU has them). Everything else is computed in float32.
 """
 
 import warnings
@@ -124,8 +124,8 @@ class Int4Linear(nn.Module):
         """forward for rows (B,K)."""
         if 0 < len(rows) <= self._most:
             return self._few(rows.unsqueeze(0))[0]
-        N = len(self.packed.weight)
-        parts = [Packed(*(tensor[start:start + UNPACKED_ROWS] for tensor in self.packed)) for start in range(0, N, UNPACKED_ROWS)]
+        parts = [Packed(*(tensor[start:start + UNPACKED_ROWS] for tensor in self.packed))
+                 for start in range(0, len(self.packed.weight), UNPACKED_ROWS)]
         return torch.cat([F.linear(rows, unpacked(part, rows.dtype)[:, :self.in_features]) for part in parts], dim=1)
 
 

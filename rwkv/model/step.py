@@ -14,7 +14,7 @@ from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of the numbers that PyTorch's loops over vectors take at a time
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # classes whose weights say what a call computes
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # what their weights say
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -72,7 +72,7 @@ def _of_weights(weights: list[Tensor]) -> Products:
     if form not in FORMS or weights[0].device.type != "cpu":
         return partial(_together, weights)
     matvec = matvec_for(form)
-    return partial(_by_rows, matvec.bind(*(pack(weight, form) for weight in weights)), matvec.most_rows(form), weights)
+    return partial(_by_rows, matvec.bind(*(pack(weight, form) for weight in weights)), matvec.most_rows(form) or 1, weights)
 
 
 def _of_int4(layers: Sequence[Int4Linear]) -> Products:

@@ -23,7 +23,8 @@ def model_in(dtype: str, generation: str = "rwkv4", **sizes: int) -> RWKV:
 
 
 @each_generation
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("float64", 1e-5), ("int8", 1e-4), ("int4", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("float64", 1e-5), ("int8", 1e-4), ("int4", 1e-5),
+                                                ("bfloat16", 0.1)])
 @torch.no_grad()
 def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -> None:
     """In bfloat16 rounding differs from operation to operation: 2^-8 of logits of order 1, a few times."""

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels import compare
 from kernels.compare import errors, misses
+from kernels.matvec import MatVec, Packed
+from kernels.matvec import cases as matvec_cases
 from kernels.operator import Operator
 from kernels.pad import BrickPadding
 from kernels.pad import cases as pad_cases
@@ -179,7 +181,35 @@ class OfPad(OfTimeX):
                 (torch.ones(3, 4, requires_grad=True), 1, 1), (torch.ones(3, 4), 1, -1), (torch.ones(3, 4), 1, 1.5)]
 
 
-ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfWKV7(), OfSoftmax(), OfPad())}
+class OfMatVec(OfTimeX):
+    """In float32; tests/kernels/test_matvec.py has the other forms."""
+
+    kind, reference, file = MatVec, "reference", "torch_linear"
+    differentiable = False
+    shapes, empty_shapes, medium, time = matvec_cases.SHAPES, matvec_cases.EMPTY_SHAPES, (3, 20, 63), ()
+
+    def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
+        x, packed = matvec_cases.inputs(*shape, dtype=dtype, device=device, seed=seed)
+        return x, *packed
+
+    def call(self, operator: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return (operator(inputs[0], Packed(*inputs[1:])),)
+
+    def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
+        return {"y": operator(inputs[0], Packed(*inputs[1:]))}
+
+    def expected(self, inputs: Inputs) -> dict[str, Tensor]:
+        return {"y": matvec_cases.expected(inputs[0], Packed(*inputs[1:]))}
+
+    def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
+        return matvec_cases.tolerance("taichi_v0", "float32", dtype)
+
+    def refused(self) -> list[Inputs]:
+        x, *packed = self.inputs((2, 3, 8), torch.float32, "cpu")
+        return [(x[:, :7], *packed), (x.long(), *packed), (x.to("meta"), *packed), (x.requires_grad_(), *packed)]
+
+
+ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfWKV7(), OfSoftmax(), OfPad(), OfMatVec())}
 each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
 
 
@@ -342,7 +372,7 @@ def test_opcheck(case: tuple[Any, Any], device: str) -> None:
     inputs = of.inputs(of.small if of.differentiable else of.medium, torch.float32, device)
     if of.differentiable:
         _, inputs = leaves_of(of, inputs)
-    else:
+    elif of.kind is BrickPadding:
         inputs = inputs[0], 1, 2, 2, 7, 8
     torch.library.opcheck(registered, inputs)
 
@@ -378,7 +408,7 @@ def test_autocast_does_not_reach_inside(case: tuple[Any, Any], device: str) -> N
 @each_operator
 def test_wrong_inputs_are_refused(of: Any) -> None:
     for inputs in of.refused():
-        with pytest.raises(ValueError, match=of.kind.__name__ if of.differentiable else "BrickPadding|tile|padding"):
+        with pytest.raises(ValueError, match="BrickPadding|tile|padding" if of.kind is BrickPadding else of.kind.__name__):
             of.call(of.kind(of.reference), *inputs)
 
 

@@ -1,0 +1,53 @@
+"""The product of R rows and a packed matrix at one shape: what the benchmark verifies and times."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import compare, registry
+from kernels.bench.case import Costs, Pass, costs
+from kernels.matvec import FORMS, MatVec, cases
+from kernels.registry import why_not
+
+
+class Case:
+    """W (N,K) in the form --dtype, times R rows of x."""
+
+    AXES = ("N", "K", "R")
+    DTYPES = tuple(FORMS)
+    SHAPES, SWEEP = cases.BENCH_SHAPES, {"cpu": (), "cuda": ()}
+    LAUNCHES = False
+    baseline = "torch_linear"
+    READS = True
+
+    def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.form = device, str(dtype).removeprefix("torch.")
+        self.x, self.packed = cases.inputs(R, N, K, self.form, device=device)
+        self.reference = cases.expected(self.x, self.packed)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        return registry.names("matvec")
+
+    @property
+    def sequence(self) -> Tensor:
+        return self.packed.weight
+
+    def why_not(self, name: str) -> str | None:
+        reason = why_not("matvec", name, self.device)
+        if reason is None and FORMS[self.form] not in MatVec(name).requires.dtypes:
+            reason = f"{name} has no product in {self.form}"
+        return reason
+
+    def estimate(self, name: str) -> Costs:
+        return costs(partial(MatVec(name), self.x, self.packed), self.device)
+
+    def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
+        found = compare.errors({"y": MatVec(name)(self.x, self.packed)}, {"y": self.reference})
+        return found, compare.misses(found, cases.tolerance(name, self.form))
+
+    def passes(self, name: str) -> list[Pass]:
+        """The product as a decoder calls it, with what can be prepared done. The least traffic is one read of the weights."""
+        product, x = MatVec(name).bind(self.packed), self.x.unsqueeze(0)
+        return [Pass("forward", lambda: product(x), 0, self.packed.nbytes())]

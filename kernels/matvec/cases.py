@@ -1,0 +1,35 @@
+"""Shapes, inputs and tolerances of matvec, shared by the tests and the benchmark."""
+
+import torch
+from torch import Tensor
+
+from kernels.matvec import MatVec, Packed, pack
+
+# (R,N,K): parts of a vector and of a tile, several groups of int4, and sums of int8 beyond a float's whole numbers
+SHAPES = ((1, 1, 1), (1, 7, 13), (2, 5, 64), (3, 33, 100), (8, 64, 96), (5, 9, 4100), (17, 12, 40))
+EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4), (2, 3, 0))
+# (N,K,R): those of the released small models
+MATRICES = ((768, 768), (3072, 768), (768, 3072), (50304, 768), (65536, 768))
+BENCH_SHAPES = {"cpu": tuple((N, K, R) for N, K in MATRICES for R in (1, 8)), "cuda": ()}
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
+ROUNDS_INPUTS = 6e-3                     # of PyTorch's products in bfloat16, which round x and y
+
+
+def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = torch.float32, device: str = "cpu",
+           seed: int = 0) -> tuple[Tensor, Packed]:
+    """x (R,K), normally distributed, and a packed W (N,K) that keeps its size."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)
+    packed = pack(torch.randn(N, K, generator=generator) / max(K, 1) ** 0.5, form)
+    return x.to(device), Packed(*(tensor.to(device) for tensor in packed))
+
+
+def expected(x: Tensor, packed: Packed) -> Tensor:
+    """The formula in float64."""
+    return MatVec("reference")(x.double(), packed)
+
+
+def tolerance(name: str, form: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """The allowed err_ratio of an implementation, for x of dtype."""
+    rounded = ROUNDS_INPUTS if name.startswith("torch") and form == "bfloat16" else 0.0
+    return {"y": max(TOLERANCE[dtype], rounded)}

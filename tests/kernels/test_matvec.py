@@ -1,0 +1,91 @@
+"""Every implementation of matvec in every form, its independence of the number of rows, and the packed forms themselves."""
+
+import pytest
+import torch
+from implementations import implementations
+
+from kernels.compare import errors, misses
+from kernels.matvec import FORMS, MatVec, Packed, cases, pack, unpacked
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(params=implementations("matvec"))
+def matvec(request: pytest.FixtureRequest) -> MatVec:
+    return MatVec(request.param)
+
+
+def forms_of(matvec: MatVec) -> list[str]:
+    return [form for form, dtype in FORMS.items() if dtype in matvec.requires.dtypes]
+
+
+def test_every_form_at_every_shape(matvec: MatVec) -> None:
+    for form in forms_of(matvec):
+        for shape in cases.SHAPES:
+            x, packed = cases.inputs(*shape, form=form)
+            found = errors({"y": matvec(x, packed)}, {"y": cases.expected(x, packed)})
+            assert not misses(found, cases.tolerance(matvec.name, form)), (form, shape)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
+    for form in forms_of(matvec):
+        for shape in ((8, 33, 100), (5, 9, 4100), (17, 64, 768)):
+            x, packed = cases.inputs(*shape, form=form)
+            together = matvec(x, packed)
+            for row, alone in zip(x, together, strict=True):
+                assert torch.equal(matvec(row.unsqueeze(0), packed)[0], alone), (form, shape)
+
+
+def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> None:
+    for form in forms_of(matvec):
+        weights = [cases.inputs(1, N, 96, form, seed=N)[1] for N in (5, 64, 7, 33, 1)]
+        x = torch.randn(5, 3, 96)
+        for y, rows, packed in zip(matvec.bind(*weights)(x), x, weights, strict=True):
+            assert torch.equal(y, matvec(rows, packed))
+
+
+def test_a_form_that_an_implementation_lacks_is_one_sentence() -> None:
+    x, packed = cases.inputs(2, 3, 64, "int4")
+    with pytest.raises(ValueError, match="torch_bag has no product in int4"):
+        MatVec("torch_bag")(x, packed)
+
+
+def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
+    """The largest whole numbers in all places, where a sum of floats would lose some."""
+    packed = pack(torch.full((3, 9000), 0.5), "int8", non_negative=True)
+    for x in (torch.ones(2, 9000), torch.rand(2, 9000)):
+        first, *others = (MatVec(name)(x, packed) for name in ("taichi_v0", "torch_linear", "reference"))
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("form", "allowed"), [("float32", 0.0), ("bfloat16", 2e-3), ("int8", 0.012), ("int4", 0.12)])
+def test_a_packed_matrix_stands_for_one_nearby(form: str, allowed: float) -> None:
+    weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40).unsqueeze(1)
+    stands_for = unpacked(pack(weight, form))[:, :70]
+    assert ((stands_for - weight).norm(dim=1) / weight.norm(dim=1)).max() <= allowed
+
+
+def test_int4_keeps_zeros_and_what_fits_exactly() -> None:
+    assert unpacked(pack(torch.zeros(3, 64), "int4")).abs().max() < 1e-20
+    steps = torch.arange(64.0).remainder(16).expand(2, 64)
+    assert torch.equal(unpacked(pack(0.25 * steps, "int4")), 0.25 * steps)
+    uneven = torch.linspace(0, 3.3, 64).expand(2, 64)
+    assert (unpacked(pack(uneven, "int4", symmetric=True))[:, 0] == 0).all()
+
+
+def test_a_packed_matrix_is_a_value() -> None:
+    x, packed = cases.inputs(2, 9, 64, "int4")
+    copied = Packed(*(tensor.clone() for tensor in packed))
+    assert copied.form == "int4"
+    assert torch.equal(MatVec("taichi_v0")(x, copied), MatVec("taichi_v0")(x, packed))
+
+
+def test_a_float_that_has_the_form_already_is_not_copied() -> None:
+    weight = torch.randn(4, 8)
+    assert pack(weight, "float32").weight.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize(("weight", "form"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5")])
+def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, form: str) -> None:
+    with pytest.raises(ValueError, match="pack takes"):
+        pack(weight, form)
