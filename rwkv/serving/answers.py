@@ -38,7 +38,8 @@ class Shape:
 
     def envelope(self, choices: list[dict[str, Any]], stream: bool) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * stream) if self.chat else "text_completion"
-        return {"id": f"{self.kind}-{self.id}", "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": f"{self.kind}-{self.id}", "object": kind, "created": self.created, "model": self.model,
+                "choices": choices}
 
 
 class Answer:
@@ -182,7 +183,9 @@ class _Text:
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self._shape.logprobs:
             return None
-        return {"content": [chat_entry(entry) for entry in entries], "refusal": None} if self._shape.chat else self._legacy(entries)
+        if self._shape.chat:
+            return {"content": [chat_entry(entry) for entry in entries], "refusal": None}
+        return self._legacy(entries)
 
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""

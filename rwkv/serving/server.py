@@ -23,13 +23,13 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(config: ServeConfig) -> None:
-    """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for an address or an option that is wrong."""
+    """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for a wrong address or option."""
     if config.cors and "*" in config.cors and config.api_key is not None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     template = chat_template(config.template or default_template(config.checkpoint))
     listener = _bind(config)
-    _say("address", f"http://{config.host}:{listener.getsockname()[1]}"
-                    + ("" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"))
+    warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
+    _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
     engine = RemoteEngine(config)
     try:
         ready = engine.wait_until_ready()
