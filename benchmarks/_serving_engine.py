@@ -5,6 +5,7 @@ the tokens per second of the engine and of the decoder without sampling, in turn
 import json
 import sys
 import time
+from functools import partial
 
 import torch
 
@@ -15,18 +16,18 @@ from rwkv.generation.prefill import prefill
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 TURN_S = 0.5
 
 
 def main() -> None:
-    model = RWKV.from_pretrained(sys.argv[1], dtype=sys.argv[2])
+    model, tokenizer = RWKV.from_pretrained(sys.argv[1], dtype=sys.argv[2]), Tokenizer.named(sys.argv[3])
     for line in sys.stdin:
         texts, seconds = json.loads(line)
-        engine = Engine(model, ByteTokenizer())
+        engine = Engine(model, tokenizer)
         for seed in range(texts):
-            engine.add(PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=1, banned=(0,)))
+            engine.add(PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=1, logit_bias={0: -100}))
         while len(engine.step()) < texts:
             pass
         start = prefill(model, torch.ones(texts, 1, dtype=torch.long))
@@ -34,7 +35,7 @@ def main() -> None:
         rates: dict[str, list[float]] = {"engine": [], "decoder": []}
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
-            for name, step in (("engine", engine.step), ("decoder", lambda: decoder.step(tokens))):
+            for name, step in (("engine", engine.step), ("decoder", partial(decoder.step, tokens))):
                 began, steps = time.perf_counter(), 0
                 while time.perf_counter() < began + TURN_S:
                     step()

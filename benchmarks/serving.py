@@ -1,12 +1,12 @@
 """python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
 share     streams past their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
-arrivals  64 clients that come, read texts of random lengths, and go, 30 % of them in the middle; gaps at 8 streams
+arrivals  64 clients that come, read texts of random lengths, and go, 30 % in the middle; gaps at 8 streams
 short     many short requests: memory and open files before and after; how soon a 429 comes
 
-The server is `python serve.py` with random weights in RWKV-4's 169M shape; the client reads with one selector and counts events,
-and its share of a core is printed. Each part takes less than three minutes with these defaults. The last line of standard
-output is the result as JSON.
+The server is `python serve.py` with random weights in RWKV-4's 169M shape, and a vocabulary of whole characters, so that each
+token is an event. The client reads with one selector and counts events; its share of a core is printed. Each part takes less
+than three minutes with these defaults. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 PROMPT = "A prompt of some words, "
 SETTLE_S = 1.0                           # seconds before counting begins
 HANG_UP = 0.3                            # share of clients
+VOCABULARY = "vocabulary.txt"
 MIB = 2**20
 
 
@@ -40,8 +41,21 @@ def main(argv: list[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder), "rwkv4", args.shape)
+        write_vocabulary(checkpoint.with_name(VOCABULARY), args.shape[-1])
         rows = [row for dtype in args.dtype for row in PARTS[args.part](checkpoint, dtype, args)]
     publish({"part": args.part, "machine": hardware.describe("cpu"), "rows": rows}, args.json)
+
+
+def write_vocabulary(path: Path, most: int) -> None:
+    """A vocabulary in the World format of the 256 bytes and as many characters of 3 bytes as there is room for."""
+    singles = [bytes([value]) for value in range(256)]
+    room = most // 64 * 64 - 1 - len(singles)
+    letters = [*range(0x3400, 0x9FFF), *range(0xA000, 0xD7A4), *range(0xE000, 0xF000)][:room]
+    tokens = [repr(single.decode()) if single < b"\x80" else repr(single) for single in singles]
+    tokens += [repr(chr(letter)) for letter in letters]
+    lengths = [1] * len(singles) + [3] * len(letters)
+    lines = (f"{index} {token} {length}\n" for index, (token, length) in enumerate(zip(tokens, lengths, strict=True), start=1))
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 class Server:
@@ -49,7 +63,8 @@ class Server:
 
     def __init__(self, checkpoint: Path, dtype: str, *options: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "serve.py"), f"checkpoint={checkpoint}", "tokenizer=byte", f"dtype={dtype}", "port=0",
+            [sys.executable, str(ROOT / "serve.py"), f"checkpoint={checkpoint}", f"dtype={dtype}", "port=0",
+             f"tokenizer={checkpoint.with_name(VOCABULARY)}",
              "max_tokens=1000000", *options], stderr=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -139,7 +154,8 @@ def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
 
 
 def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    alone = subprocess.Popen([sys.executable, "-m", "benchmarks._serving_engine", str(checkpoint), dtype], cwd=ROOT, text=True,
+    alone = subprocess.Popen([sys.executable, "-m", "benchmarks._serving_engine", str(checkpoint), dtype,
+                              str(checkpoint.with_name(VOCABULARY))], cwd=ROOT, text=True,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert alone.stdin is not None
     assert alone.stdout is not None
@@ -167,10 +183,7 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 
 def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
-    """Tokens per second of all streams past their prompts, and the client's share of a core.
-
-    A token without a whole character has no event: tokens are counted by the server, in /metrics.
-    """
+    """Events per second of all streams past their prompts, and the client's share of a core."""
     with selectors.DefaultSelector() as selector:
         clients = [Client(server, 1_000_000, 1000 * turn + seed) for seed in range(texts)]
         for client in clients:
@@ -205,7 +218,7 @@ def arrivals(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator
         gaps = sorted(_gaps_beside_arrivals(server, chance))
         row = {"dtype": dtype, "texts": len(over), "errors": len(wrong), "jain": fairness, "memory_mib": memory / MIB,
                "idle_cpu": idle, "gap_median": median(gaps), "gap_p99": gaps[int(0.99 * len(gaps))], "gap_longest": gaps[-1]}
-        print(f"{dtype}: {row['texts']} texts, {row['errors']} errors, Jain {fairness:.3f}, memory + {row['memory_mib']:.0f} MiB, "
+        print(f"{dtype}: {row['texts']} texts, {row['errors']} errors, Jain {fairness:.3f}, memory + {memory / MIB:.0f} MiB, "
               f"CPU {idle:.1%} after; gaps at 8 streams: median {1000 * row['gap_median']:.0f} ms, p99 "
               f"{1000 * row['gap_p99']:.0f}, longest {1000 * row['gap_longest']:.0f}", flush=True)
         yield row
@@ -261,8 +274,8 @@ def short(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
             each.close()
         row = {"dtype": dtype, "requests": args.requests, "per_second": args.requests / took, "memory_mib": grown,
                "files_before": files, "files_after": files_after, "slowest_429": delays[-1]}
-        print(f"{dtype}: {args.requests} requests, {row['per_second']:.0f} a second; memory + {grown:.1f} MiB, open files {files} "
-              f"before and {files_after} after; a 429 within {1000 * delays[-1]:.1f} ms", flush=True)
+        print(f"{dtype}: {args.requests} requests, {args.requests / took:.0f} a second; memory + {grown:.1f} MiB, open files "
+              f"{files} before and {files_after} after; a 429 within {1000 * delays[-1]:.1f} ms", flush=True)
         yield row
 
 

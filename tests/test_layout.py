@@ -122,7 +122,8 @@ def test_imports_point_one_way(path: Path) -> None:
     ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
     ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
     ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"),
-    ("rwkv.tools.serve", "import uvicorn"), ("rwkv.tools.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
+    ("rwkv.tools.serve", "import uvicorn"), ("rwkv.tools.train", "import lightning"),
+    ("rwkv.data.shards", "import rwkv.pretrained"),
     ("rwkv.training.setup", "import rwkv.pretrained"), ("rwkv.io.cache", "from rwkv.config import ModelConfig"),
 ])
 def test_a_wrong_import_is_noticed(module: str, text: str) -> None:

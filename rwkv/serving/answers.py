@@ -68,9 +68,7 @@ class Answer:
 
     async def _give_up(self, scope: Scope) -> None:
         """A reader that takes nothing: the connection is cut."""
-        cut = scope.get("extensions", {}).get("timemix.abort")
-        if cut is not None:
-            cut()
+        scope["state"]["abort"]()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -191,14 +189,14 @@ class _Text:
         """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in [*self._echoed(), *entries]:
-            top = {token_string(entry): entry["logprob"]} if entry["logprob"] is not None else None
+            top = {token_string(entry): entry["logprob"]}
             for other in entry.get("top", ()):
                 if other["token"] != entry["token"]:
                     name = token_string(other)
-                    top[name if name not in top else f"token_id:{other['token']}"] = other["logprob"]      # type: ignore[index]
+                    top[name if name not in top else f"token_id:{other['token']}"] = other["logprob"]
             found["tokens"].append(token_string(entry))
             found["token_logprobs"].append(entry["logprob"])
-            found["top_logprobs"].append(top)
+            found["top_logprobs"].append(None if entry["logprob"] is None else top)
             found["text_offset"].append(self._offset)
             self._offset += len(entry["text"])
         return found

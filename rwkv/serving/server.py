@@ -72,8 +72,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, template: Chat
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
         _say("chat", f"template {template.name}")
-        _say("ready", service.model)
-        await Server(options, stop).serve(sockets=[listener])
+        await Server(options, lambda: _say("ready", service.model), stop).serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
         runner.run(main())
