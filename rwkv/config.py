@@ -1,4 +1,4 @@
-"""Every option of train, generate, evaluate and serve: its type, default, help and check, once. A dataclass per group of configs/.
+"""Every option of each program: its type, default, help and check, once. A dataclass per group of configs.
 
 A dataclass checks its values when it is built and raises UserError with the option's name. `--help` (rwkv/help.py) prints the
 help texts. This file knows nothing of Hydra.

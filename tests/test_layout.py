@@ -59,7 +59,7 @@ RULES = (
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
-    Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),      # torch is the worker's alone
+    Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
     Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
@@ -121,7 +121,9 @@ def test_imports_point_one_way(path: Path) -> None:
     ("rwkv.model.base", "from rwkv.training.task import LanguageModel"), ("rwkv.training.task", "import wandb"),
     ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
     ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
-    ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"), ("rwkv.tools.serve", "import uvicorn"), ("rwkv.tools.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
+    ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"),
+    ("rwkv.tools.serve", "import uvicorn"), ("rwkv.tools.train", "import lightning"),
+    ("rwkv.data.shards", "import rwkv.pretrained"),
     ("rwkv.training.setup", "import rwkv.pretrained"), ("rwkv.io.cache", "from rwkv.config import ModelConfig"),
 ])
 def test_a_wrong_import_is_noticed(module: str, text: str) -> None:

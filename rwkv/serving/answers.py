@@ -38,7 +38,8 @@ class Shape:
 
     def envelope(self, choices: list[dict[str, Any]], stream: bool) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * stream) if self.chat else "text_completion"
-        return {"id": f"{self.kind}-{self.id}", "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": f"{self.kind}-{self.id}", "object": kind, "created": self.created, "model": self.model,
+                "choices": choices}
 
 
 class Answer:
@@ -67,9 +68,7 @@ class Answer:
 
     async def _give_up(self, scope: Scope) -> None:
         """A reader that takes nothing: the connection is cut."""
-        cut = scope.get("extensions", {}).get("timemix.abort")
-        if cut is not None:
-            cut()
+        scope["state"]["abort"]()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -182,20 +181,22 @@ class _Text:
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self._shape.logprobs:
             return None
-        return {"content": [chat_entry(entry) for entry in entries], "refusal": None} if self._shape.chat else self._legacy(entries)
+        if self._shape.chat:
+            return {"content": [chat_entry(entry) for entry in entries], "refusal": None}
+        return self._legacy(entries)
 
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in [*self._echoed(), *entries]:
-            top = {token_string(entry): entry["logprob"]} if entry["logprob"] is not None else None
+            top = {token_string(entry): entry["logprob"]}
             for other in entry.get("top", ()):
                 if other["token"] != entry["token"]:
                     name = token_string(other)
-                    top[name if name not in top else f"token_id:{other['token']}"] = other["logprob"]      # type: ignore[index]
+                    top[name if name not in top else f"token_id:{other['token']}"] = other["logprob"]
             found["tokens"].append(token_string(entry))
             found["token_logprobs"].append(entry["logprob"])
-            found["top_logprobs"].append(top)
+            found["top_logprobs"].append(None if entry["logprob"] is None else top)
             found["text_offset"].append(self._offset)
             self._offset += len(entry["text"])
         return found

@@ -156,14 +156,15 @@ async def chat_completions(service: Service, request: Request) -> Answer:
     think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
     try:
         prompt = service.template.render(body.messages, think=think)
-    except (AttributeError, KeyError, IndexError, RecursionError) as error:      # of a template's own, by odd messages
+    except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
         raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
     maximum = next((given for given in (body.max_completion_tokens, body.max_tokens) if given is not None),
                    service.config.max_tokens)
     stops, n = (*service.template.stop, *body.stops()), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False)
-    shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs), [service.template.answer_start(think)] * n)
+    shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
+                  [service.template.answer_start(think)] * n)
     return _answer(service, texts, shape, body)
 
 
@@ -197,8 +198,8 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if len(prompt) * (body.n or 1) > MOST_ROWS:
         raise ApiError(400, f"one request is for at most {MOST_ROWS} texts", "prompt")
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) and item for item in prompt)):
-        raise ApiError(400, "prompt is a text, a list of texts, a list of token ids, or a list of such lists that are not empty",
-                       "prompt")
+        raise ApiError(400, "prompt is a text, a list of texts, a list of token ids, or a list of such lists that are not "
+                            "empty", "prompt")
     return list(prompt)                                          # type: ignore[arg-type]
 
 

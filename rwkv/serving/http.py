@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,7 +48,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
-        self.scope["extensions"] = {"timemix.abort": self.transport.abort}       # type: ignore[typeddict-item, typeddict-unknown-key]
+        self.scope["state"]["abort"] = self.transport.abort
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -83,11 +84,18 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends at the first SIGINT or SIGTERM within the grace time, at the second at once. on_stop is called at the first."""
+    """Ends at the first SIGINT or SIGTERM within the grace time, at the second at once. on_stop is called at the first.
 
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
+    on_start is called when connections are accepted.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_stop = on_stop
+        self._on_start, self._on_stop = on_start, on_stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

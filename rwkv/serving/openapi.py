@@ -16,12 +16,13 @@ ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
 
 @cache
 def document() -> dict[str, Any]:
-    paths, components = {}, {"Error": ERROR}
+    paths: dict[str, Any] = {}
+    components: dict[str, Any] = {"Error": ERROR}
     for path, kind in BODIES.items():
         schema, more = schema_of(kind)
         components |= more
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        content = {"application/json": {}, **({"text/event-stream": {}} if path.startswith("/v1") else {})}
+        content: dict[str, Any] = {"application/json": {}, **({"text/event-stream": {}} if path.startswith("/v1") else {})}
         paths[path] = {"post": {"requestBody": body, "responses": {
             "200": {"description": "the answer", "content": content}, **_errors("400", "401", "404", "413", "429", "503")}}}
     for path in PLAIN:

@@ -25,7 +25,7 @@ RETRY_AFTER = 1                          # seconds
 
 
 def _work(connection: Connection, config: ServeConfig) -> None:
-    from rwkv.serving import worker      # with torch, which this process does without
+    from rwkv.serving import worker  # with torch, which this process does without
 
     worker.main(connection, config)
 

@@ -122,7 +122,8 @@ def read(body: bytes, kind: type[Body]) -> Body:
         path = re.search(r" - at `\$\.?([^`]*)`", message)
         unknown = re.search(r"unknown field `([^`]*)`", message)
         missing = re.search(r"missing required field `([^`]*)`", message)
-        param = (unknown or missing or path or [None, None])[1]
+        inner = unknown or missing
+        param = ".".join(part for part in (path and path[1], inner and inner[1]) if part)
         if unknown and param in REFUSED:
             raise ApiError(400, f"{param} is not supported by this server", param, "unsupported_parameter") from None
         raise ApiError(400, f"the body does not fit: {message}", param or None,

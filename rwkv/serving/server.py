@@ -23,13 +23,13 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(config: ServeConfig) -> None:
-    """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for an address or an option that is wrong."""
+    """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for a wrong address or option."""
     if config.cors and "*" in config.cors and config.api_key is not None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     template = chat_template(config.template or default_template(config.checkpoint))
     listener = _bind(config)
-    _say("address", f"http://{config.host}:{listener.getsockname()[1]}"
-                    + ("" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"))
+    warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
+    _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
     engine = RemoteEngine(config)
     try:
         ready = engine.wait_until_ready()
@@ -72,8 +72,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, template: Chat
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
         _say("chat", f"template {template.name}")
-        _say("ready", service.model)
-        await Server(options, stop).serve(sockets=[listener])
+        await Server(options, lambda: _say("ready", service.model), stop).serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
         runner.run(main())

@@ -16,6 +16,7 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
 
 MIB = 2**20
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}           # of a weight
 
 
 def main(connection: Connection, config: ServeConfig) -> None:
@@ -47,12 +48,12 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
     row = state_nbytes(model.config) + 4 * model.vocab_size
-    weights = sum(tensor.nbytes for tensor in model.state_dict().values() if hasattr(tensor, "nbytes"))
+    weights = n_parameters(model.config, model.vocab_size) * BYTES[config.dtype]
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, "
                       f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
-            ("kernel", f"{wkv.name if hasattr(wkv, 'name') else config.kernel.name} on {device}, {config.dtype}, threads "
+            ("kernel", f"{wkv.name} on {device}, {config.dtype}, threads "
                        f"{torch.get_num_threads()}"),
-            ("memory", f"weights {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, and "
+            ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, and "
                        f"{config.cache_mib:,} MiB of prefixes")]
     worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)
     connection.send(Ready(tokenizer.to_dict(), plan))

@@ -1,6 +1,6 @@
 """The official client against the real server: what it gets is what generate gives."""
 
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def test_a_completion_is_what_generate_gives(client: openai.OpenAI, model: RWKV,
 
 
 def test_a_text_in_company_is_the_text_alone(client: openai.OpenAI, model: RWKV) -> None:
-    """12 clients with prompts, lengths and seeds of their own, streams among them; three times what runs at once would queue."""
+    """12 clients with prompts, lengths and seeds of their own, streams among them; more than may run and wait."""
     def ask(seed: int) -> str:
         prompt, n = "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50
         while True:
@@ -63,9 +63,8 @@ def test_a_text_in_company_is_the_text_alone(client: openai.OpenAI, model: RWKV)
                     return "".join(chunk.choices[0].text for chunk in client.completions.create(
                         model=MODEL, prompt=prompt, max_tokens=n, seed=seed, stream=True))
                 return client.completions.create(model=MODEL, prompt=prompt, max_tokens=n, seed=seed).choices[0].text
-            except openai.RateLimitError as busy:
-                assert int(busy.response.headers["retry-after"]) >= 1
-                threading.Event().wait(0.05)
+            except openai.RateLimitError:
+                time.sleep(0.05)
 
     with ThreadPoolExecutor(12) as threads:
         texts = list(threads.map(ask, range(12)))

@@ -1,0 +1,48 @@
+"""The engine without HTTP, for benchmarks/serving.py: each line of standard input, [texts, seconds], is answered by a line with
+the tokens per second of the engine and of the decoder without sampling, in turns within the same seconds.
+"""
+
+import json
+import sys
+import time
+from functools import partial
+
+import torch
+
+from benchmarks.serving import PROMPT
+from rwkv.generation.decoder import decoder_of
+from rwkv.generation.engine import Engine
+from rwkv.generation.prefill import prefill
+from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+TURN_S = 0.5
+
+
+def main() -> None:
+    model, tokenizer = RWKV.from_pretrained(sys.argv[1], dtype=sys.argv[2]), Tokenizer.named(sys.argv[3])
+    for line in sys.stdin:
+        texts, seconds = json.loads(line)
+        engine = Engine(model, tokenizer)
+        for seed in range(texts):
+            engine.add(PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=1, logit_bias={0: -100}))
+        while len(engine.step()) < texts:
+            pass
+        start = prefill(model, torch.ones(texts, 1, dtype=torch.long))
+        decoder, tokens = decoder_of(model, start.state), torch.ones(texts, dtype=torch.long)
+        rates: dict[str, list[float]] = {"engine": [], "decoder": []}
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            for name, step in (("engine", engine.step), ("decoder", partial(decoder.step, tokens))):
+                began, steps = time.perf_counter(), 0
+                while time.perf_counter() < began + TURN_S:
+                    step()
+                    steps += 1
+                rates[name].append(texts * steps / (time.perf_counter() - began))
+        print(json.dumps(rates), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
+
+share     streams past their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
+arrivals  64 clients that come, read texts of random lengths, and go, 30 % in the middle; gaps at 8 streams
+short     many short requests: memory and open files before and after; how soon a 429 comes
+
+The server is `python serve.py` with random weights in RWKV-4's 169M shape, and a vocabulary of whole characters, so that each
+token is an event (50,304 of them: a World vocabulary has a multiple of 64). The client reads with one selector and counts
+events; its share of a core is printed. Each part takes less than three minutes with these defaults. The last line of standard
+output is the result as JSON.
+"""
+
+import argparse
+import json
+import random
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kernels.bench.results import output_file, publish
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "A prompt of some words, "
+SETTLE_S = 1.0                           # seconds before counting begins
+HANG_UP = 0.3                            # share of clients
+VOCABULARY = "vocabulary.txt"
+MIB = 2**20
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    from benchmarks.generation import write_checkpoint  # with torch, which _serving_engine.py imports in its own time
+    from kernels.bench import hardware
+
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder), "rwkv4", args.shape)
+        write_vocabulary(checkpoint.with_name(VOCABULARY), args.shape[-1])
+        rows = [row for dtype in args.dtype for row in PARTS[args.part](checkpoint, dtype, args)]
+    publish({"part": args.part, "machine": hardware.describe("cpu"), "rows": rows}, args.json)
+
+
+def write_vocabulary(path: Path, most: int) -> None:
+    """A vocabulary in the World format of the 256 bytes and as many characters of 3 bytes as there is room for."""
+    singles = [bytes([value]) for value in range(256)]
+    letters = range(0x800, 0x800 + most - 1 - len(singles))
+    tokens = [repr(single.decode()) if single < b"\x80" else repr(single) for single in singles]
+    tokens += [repr(chr(letter)) for letter in letters]
+    lengths = [1] * len(singles) + [3] * len(letters)
+    lines = (f"{index} {token} {length}\n" for index, (token, length) in enumerate(zip(tokens, lengths, strict=True), start=1))
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+class Server:
+    """`python serve.py` and its two processes."""
+
+    def __init__(self, checkpoint: Path, dtype: str, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "serve.py"), f"checkpoint={checkpoint}", f"dtype={dtype}", "port=0",
+             f"tokenizer={checkpoint.with_name(VOCABULARY)}",
+             "max_tokens=1000000", *options], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            print(line, end="", flush=True)
+            if line.startswith("address"):
+                self.port = int(line.rpartition(":")[2])
+            if line.startswith("ready"):
+                break
+        else:
+            sys.exit("the server did not start")
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        self.pids = [self.process.pid, *map(int, children)]
+
+    def resident(self) -> int:
+        """Bytes of both processes that are not mapped files."""
+        return sum(1024 * int(line.split()[1]) for pid in self.pids
+                   for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+
+    def files(self) -> int:
+        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in self.pids)
+
+    def cpu_seconds(self) -> float:
+        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in self.pids]
+        return sum(int(tick) for pair in ticks for tick in pair) / 100
+
+    def connect(self, body: dict[str, Any]) -> socket.socket:
+        content = json.dumps(body).encode()
+        made = socket.create_connection(("127.0.0.1", self.port))
+        made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                     % len(content) + content)
+        return made
+
+
+@contextmanager
+def serving(checkpoint: Path, dtype: str, *options: str) -> Iterator[Server]:
+    server = Server(checkpoint, dtype, *options)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait()
+
+
+def stream_of(n: int, seed: int, prompt: str = PROMPT) -> dict[str, Any]:
+    """A body; token 0, which would end the text, is out of reach."""
+    return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}}
+
+
+class Client:
+    """One stream: when its events came."""
+
+    def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str = PROMPT) -> None:
+        self.began, self.n, self.hang_up_after = time.perf_counter(), n, hang_up_after
+        self.socket = server.connect(stream_of(n, seed, prompt))
+        self.times: list[float] = []
+        self.status, self.finished = b"", False
+
+    def read(self) -> bool:
+        """Takes what has come. False where the stream is over, or the client hangs up."""
+        data = self.socket.recv(65536)
+        self.status = self.status or data[9:12]
+        self.finished = self.finished or b"[DONE]" in data
+        self.times += [time.perf_counter()] * data.count(b"data: {")
+        return bool(data) and (self.hang_up_after is None or len(self.times) < self.hang_up_after)
+
+    @property
+    def rate(self) -> float:
+        """Events per second after the first."""
+        return (len(self.times) - 1) / max(self.times[-1] - self.times[0], 1e-9) if len(self.times) > 1 else 0.0
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
+    """Reads from all clients for some time; returns those that are over, whose sockets are closed."""
+    over, until = [], time.perf_counter() + seconds
+    while (left := until - time.perf_counter()) > 0 and selector.get_map():
+        for key, _ in selector.select(left):
+            if not key.data.read():
+                selector.unregister(key.fileobj)
+                key.data.socket.close()
+                over.append(key.data)
+    return over
+
+
+# Parts
+
+
+def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    alone = subprocess.Popen([sys.executable, "-m", "benchmarks._serving_engine", str(checkpoint), dtype,
+                              str(checkpoint.with_name(VOCABULARY))], cwd=ROOT, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert alone.stdin is not None
+    assert alone.stdout is not None
+    try:
+        with serving(checkpoint, dtype) as server:
+            for texts in args.texts:
+                rates: dict[str, list[float]] = {"http": [], "engine": [], "decoder": []}
+                busy: list[float] = []
+                for turn in range(args.turns):
+                    rate, client = _rate_over_http(server, texts, args.seconds / args.turns, turn)
+                    rates["http"].append(rate)
+                    busy.append(client)
+                    print(json.dumps([texts, args.seconds / args.turns]), file=alone.stdin, flush=True)
+                    for name, found in json.loads(alone.stdout.readline()).items():
+                        rates[name] += found
+                row = {"dtype": dtype, "texts": texts, **{name: median(found) for name, found in rates.items()},
+                       "client_cpu": median(busy)}
+                print(f"{dtype:9}{texts:3} texts: HTTP {row['http']:.0f} tokens/s, engine alone {row['engine']:.0f}, decoder "
+                      f"{row['decoder']:.0f}; HTTP/engine {row['http'] / row['engine']:.0%}, engine/decoder "
+                      f"{row['engine'] / row['decoder']:.0%}; the client took {row['client_cpu']:.0%} of a core", flush=True)
+                yield row
+    finally:
+        alone.stdin.close()
+        alone.wait()
+
+
+def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
+    """Events per second of all streams past their prompts, and the client's share of a core."""
+    with selectors.DefaultSelector() as selector:
+        clients = [Client(server, 1_000_000, 1000 * turn + seed) for seed in range(texts)]
+        for client in clients:
+            selector.register(client.socket, selectors.EVENT_READ, client)
+        while not all(client.times for client in clients):
+            read_for(selector, 0.1)
+        read_for(selector, SETTLE_S)
+        counted, cpu, began = sum(len(client.times) for client in clients), time.process_time(), time.perf_counter()
+        read_for(selector, seconds)
+        took = time.perf_counter() - began
+        events = sum(len(client.times) for client in clients) - counted
+        cpu = time.process_time() - cpu
+        for client in clients:
+            client.socket.close()
+    time.sleep(0.5)                      # for the rows to leave
+    return events / took, cpu / took
+
+
+def arrivals(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    chance = random.Random(0)
+    with serving(checkpoint, dtype, "max_rows=64") as server:
+        base = server.resident()
+        over = _load(server, 64, 60, chance)
+        cpu = server.cpu_seconds()
+        time.sleep(3)
+        idle, memory = (server.cpu_seconds() - cpu) / 3, server.resident() - base
+        whole = [client for client in over if client.finished]
+        wrong = [client.status.decode() for client in over if (client.hang_up_after is None and not client.finished)
+                 or client.status != b"200"]
+        rates = [client.rate for client in whole if client.n >= 32]
+        fairness = sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
+        gaps = sorted(_gaps_beside_arrivals(server, chance))
+        row = {"dtype": dtype, "texts": len(over), "errors": len(wrong), "jain": fairness, "memory_mib": memory / MIB,
+               "idle_cpu": idle, "gap_median": median(gaps), "gap_p99": gaps[int(0.99 * len(gaps))], "gap_longest": gaps[-1]}
+        print(f"{dtype}: {row['texts']} texts, {row['errors']} errors, Jain {fairness:.3f}, memory + {memory / MIB:.0f} MiB, "
+              f"CPU {idle:.1%} after; gaps at 8 streams: median {1000 * row['gap_median']:.0f} ms, p99 "
+              f"{1000 * row['gap_p99']:.0f}, longest {1000 * row['gap_longest']:.0f}", flush=True)
+        yield row
+
+
+def _load(server: Server, streams: int, seconds: float, chance: random.Random) -> list[Client]:
+    """The clients of a load: always `streams` at a time; a new one comes as one goes."""
+    over: list[Client] = []
+    count = 0
+    with selectors.DefaultSelector() as selector:
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until or selector.get_map():
+            while len(selector.get_map()) < streams and time.perf_counter() < until:
+                n = chance.randint(8, 128)
+                hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
+                client = Client(server, n, count, hang_up, "word " * chance.randint(2, 12))
+                selector.register(client.socket, selectors.EVENT_READ, client)
+                count += 1
+            over += read_for(selector, 0.05)
+    return over
+
+
+def _gaps_beside_arrivals(server: Server, chance: random.Random) -> list[float]:
+    """The gaps of 8 streams while others come, with prompts of up to 3 slices."""
+    with selectors.DefaultSelector() as selector:
+        streams = [Client(server, 1_000_000, seed) for seed in range(8)]
+        for client in streams:
+            selector.register(client.socket, selectors.EVENT_READ, client)
+        read_for(selector, 2)
+        for client in streams:
+            client.times.clear()
+        for number in range(12):
+            other = Client(server, 8, number, prompt="x" * chance.randint(10, 380))
+            selector.register(other.socket, selectors.EVENT_READ, other)
+            read_for(selector, chance.uniform(0.3, 1.5))
+        for client in streams:
+            client.socket.close()
+    return [gap for client in streams for gap in client.gaps]
+
+
+def short(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with serving(checkpoint, dtype, "max_rows=8", "max_queue=8", "cache_mib=16") as server:
+        _requests(server, 500)
+        memory, files = server.resident(), server.files()
+        began = time.perf_counter()
+        _requests(server, args.requests)
+        took = time.perf_counter() - began
+        grown, files_after = (server.resident() - memory) / MIB, server.files()
+        full = [server.connect(stream_of(1_000_000, seed)) for seed in range(16)]
+        time.sleep(1)
+        delays = sorted(_delay_of_429(server) for _ in range(20))
+        for each in full:
+            each.close()
+        row = {"dtype": dtype, "requests": args.requests, "per_second": args.requests / took, "memory_mib": grown,
+               "files_before": files, "files_after": files_after, "slowest_429": delays[-1]}
+        print(f"{dtype}: {args.requests} requests, {args.requests / took:.0f} a second; memory + {grown:.1f} MiB, open files "
+              f"{files} before and {files_after} after; a 429 within {1000 * delays[-1]:.1f} ms", flush=True)
+        yield row
+
+
+def _requests(server: Server, n: int) -> None:
+    body = json.dumps({"prompt": "ab", "max_tokens": 1}).encode()
+    sent = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    for first in range(0, n, 8):
+        made = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(min(8, n - first))]
+        for each in made:
+            each.sendall(sent)
+        for each in made:
+            received = b""
+            while part := each.recv(65536):
+                received += part
+            assert received.startswith(b"HTTP/1.1 200"), received[:200]
+            each.close()
+
+
+def _delay_of_429(server: Server) -> float:
+    began = time.perf_counter()
+    with server.connect(stream_of(1, 0)) as made:
+        assert made.recv(4096).startswith(b"HTTP/1.1 429")
+    return time.perf_counter() - began
+
+
+PARTS = {"share": share, "arrivals": arrivals, "short": short}
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
+    parser.add_argument("--texts", nargs="+", type=int, default=[8, 32])
+    parser.add_argument("--seconds", type=float, default=12, help="of each of HTTP and the engine alone, over all turns")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--shape", type=lambda text: [int(part) for part in text.split(",")], default=[12, 768, 50304])
+    parser.add_argument("--json", type=output_file)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
