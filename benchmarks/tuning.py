@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 WAYS = {"full": ("optim.lr=1e-3",), "lora": ("tune=lora", "optim.lr=5e-3"), "state": ("tune=state", "optim.lr=5e-2")}
-COMMON = ("data.batch_size=8", "model.ctx_len=128", "trainer=cpu", "logger=csv", "data.cache_dir=cache", "trainer.sample_every=0",
-          "optim.min_lr=1e-4", "trainer.val_every=100000", "trainer.sample_tokens=0")
+COMMON = ("data.batch_size=8", "model.ctx_len=128", "trainer=cpu", "logger=csv", "data.cache_dir=cache",
+          "trainer.sample_every=0", "optim.min_lr=1e-4", "trainer.val_every=100000", "trainer.sample_tokens=0")
 Pair = tuple[str, str]
 
 
@@ -90,8 +90,8 @@ def main() -> None:
     write(folder / "base.jsonl", pairs(known, 20_000, chance, None))
     write(folder / "rule.jsonl", pairs(known, options.pairs, chance))
     same, new = pairs(known, 100, chance), pairs([word for word in other if word not in known], 50, chance)
-    train(folder, "base", "model=rwkv7_tiny", "data=chat", "data.path=base.jsonl", "data.tokenizer=byte", "data.val_fraction=0.02",
-          f"trainer.max_steps={options.base_steps}", "optim.lr=2e-3")
+    train(folder, "base", "model=rwkv7_tiny", "data=chat", "data.path=base.jsonl", "data.tokenizer=byte",
+          "data.val_fraction=0.02", f"trainer.max_steps={options.base_steps}", "optim.lr=2e-3")
     results = [{"way": "before", "same_words": matches(folder, "base", same), "new_words": matches(folder, "base", new)}]
     for way in options.ways:
         seconds = train(folder, way, "data=chat", "data.path=rule.jsonl", "data.val_fraction=0.02", "init_from=base",

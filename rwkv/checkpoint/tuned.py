@@ -44,8 +44,8 @@ def require_same(path: Path, base: Mapping[str, Stored], entry: dict[str, Any]) 
     """Raises CheckpointError where the frozen weights are not those that the run was begun with."""
     if entry.get("base") != _identity(base):
         source = entry["run"]["init_from"]
-        raise CheckpointError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put it "
-                              "back")
+        raise CheckpointError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put "
+                              "it back")
 
 
 def applied(content: Content, base: Mapping[str, Stored], n_layer: int) -> tuple[dict[str, Stored], list[Stored] | None]:
