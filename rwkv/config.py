@@ -348,6 +348,8 @@ class ChatConfig:
 class EvaluateDataConfig:
     path: str | None = option(None, 'a text in UTF-8, or FILE.jsonl with {"text": "..."} on each line', verbatim=PATH,
                               heading="Evaluation")
+    template: str | None = option(None, "FILE.jsonl holds conversations, rendered by this chat template: world, g1 or a jinja2 "
+                                  "file", verbatim=PATH)
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Evaluation: the loss of a model on a text with the state carried along, and its accuracy on the last words of many texts.
+"""Evaluation: the loss of a model on a text with the state carried along, or on the answers of conversations, and its
+accuracy on the last words of many texts.
 
 A text is one sequence after the end-of-text token: each of its tokens is predicted once, from all tokens before it, so bits per
 byte count every byte of the file. Neither the file nor its tokens are in memory as a whole (Tokenizer.encode_stream).
@@ -15,14 +16,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rwkv.data.sources.chat import parts_of
 from rwkv.data.sources.files import chunks, open_file
+from rwkv.data.sources.jsonl import lines
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
+from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
@@ -55,11 +60,34 @@ class WordScore:
 
 
 @dataclass(frozen=True)
+class AnswerScore:
+    """`conversations` with `tokens` of answers, their ends included; `nats` is the sum of their negative log-likelihoods."""
+
+    conversations: int
+    tokens: int
+    nats: float
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        loss = self.nats / self.tokens
+        return {"conversations": self.conversations, "tokens": self.tokens, "loss": loss, "perplexity": _exp(loss)}
+
+
+class Scored(NamedTuple):
+    """The ids of a text, and for each whether it is to be predicted; the first is not."""
+
+    ids: list[int]
+    counts: list[bool]
+
+
+@dataclass(frozen=True)
 class LastWord:
     """The ids of a context, at least one, and of the word to predict after it."""
 
     context: list[int]
     word: list[int]
+
+    def scored(self) -> Scored:
+        return Scored(self.context + self.word, [False] * len(self.context) + [True] * len(self.word))
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -108,8 +136,40 @@ def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, c
     """Yields the score of each batch; texts of similar length are in one batch."""
     ordered = sorted(words, key=lambda word: len(word.context) + len(word.word))
     for first in range(0, len(ordered), batch_size):
-        nats, right = _score_batch(model, ordered[first:first + batch_size], chunk_len)
+        nats, right = _score_batch(model, [word.scored() for word in ordered[first:first + batch_size]], chunk_len)
         yield WordScore(len(nats), int(right.sum()), nats.sum().item())
+
+
+def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
+    """The conversations of a file, as data=chat reads them, with the answers to be predicted.
+
+    Raises UserError with the number of the first line that is wrong.
+    """
+    _require_file(path)
+    found = []
+    for line, where, _ in lines(path):
+        parts = parts_of(line, where, template)
+        try:
+            pieces = [(ids, learnt) for ids, (_, learnt) in
+                      zip(tokenizer.encode_batch([text for text, _ in parts]), parts, strict=True)]
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        pieces.append(([tokenizer.end_of_text], parts[-1][1]))
+        ids = [token for piece, _ in pieces for token in piece]
+        counts = [learnt for piece, learnt in pieces for _ in piece]
+        found.append(Scored(ids, [False, *counts[1:]]))
+    if not found:
+        raise UserError(f"data.path={path} is empty: expected a conversation on each line")
+    return found
+
+
+def score_answers(model: Model, conversations: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[AnswerScore]:
+    """Yields the score of each batch; conversations of similar length are in one batch."""
+    ordered = sorted(conversations, key=lambda conversation: len(conversation.ids))
+    for first in range(0, len(ordered), batch_size):
+        batch = ordered[first:first + batch_size]
+        nats, _ = _score_batch(model, batch, chunk_len)
+        yield AnswerScore(len(batch), sum(sum(conversation.counts) for conversation in batch), nats.sum().item())
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,13 +187,13 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 @torch.no_grad()
-def _score_batch(model: Model, words: Sequence[LastWord], chunk_len: int) -> tuple[Tensor, Tensor]:
-    """The nats of each word (B,), and whether it is right (B,). A pass reads at most chunk_len positions.
+def _score_batch(model: Model, texts: Sequence[Scored], chunk_len: int) -> tuple[Tensor, Tensor]:
+    """The nats of what counts in each text (B,), and whether all of it is right (B,). A pass reads at most chunk_len positions.
 
     Rows are padded on the right, which changes nothing before it: the model is causal.
     """
     device = model.emb.weight.device
-    tokens, in_word = _padded(words)
+    tokens, counts = _padded(texts)
     targets = tokens[:, 1:]
     nats = torch.zeros(targets.shape, dtype=torch.float64)
     right = torch.ones(targets.shape, dtype=torch.bool)
@@ -141,7 +201,7 @@ def _score_batch(model: Model, words: Sequence[LastWord], chunk_len: int) -> tup
     for first in range(0, targets.shape[1], chunk_len):
         part = slice(first, min(first + chunk_len, targets.shape[1]))
         hidden, state = model.hidden(tokens[:, part].to(device), state)
-        mask = in_word[:, part]
+        mask = counts[:, part]
         if mask.any():
             word_nats, word_right = score_targets(model, hidden[mask.to(device)], targets[:, part][mask].to(device))
             nats[:, part][mask] = word_nats.cpu()
@@ -149,16 +209,15 @@ def _score_batch(model: Model, words: Sequence[LastWord], chunk_len: int) -> tup
     return nats.sum(1), right.all(1)
 
 
-def _padded(words: Sequence[LastWord]) -> tuple[Tensor, Tensor]:
-    """Tokens (B,T+1), and whether the token that follows each of the first T is in the word, (B,T) bool."""
-    longest = max(len(word.context) + len(word.word) for word in words)
-    tokens = torch.zeros(len(words), longest, dtype=torch.long)
-    in_word = torch.zeros(len(words), longest - 1, dtype=torch.bool)
-    for row, word in enumerate(words):
-        ids = word.context + word.word
-        tokens[row, :len(ids)] = torch.tensor(ids)
-        in_word[row, len(word.context) - 1:len(ids) - 1] = True
-    return tokens, in_word
+def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
+    """Tokens (B,T+1), and whether the token that follows each of the first T counts, (B,T) bool."""
+    longest = max(len(text.ids) for text in texts)
+    tokens = torch.zeros(len(texts), longest, dtype=torch.long)
+    counts = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        tokens[row, :len(text.ids)] = torch.tensor(text.ids)
+        counts[row, :len(text.ids) - 1] = torch.tensor(text.counts[1:])
+    return tokens, counts
 
 
 def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[int]) -> LastWord:

@@ -110,13 +110,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 def _tuned(content: Content) -> Checkpoint:
     """The checkpoint of a run that trained adapters or a state: the weights that they belong to, with them."""
-    run = (content.entry or {})["run"]
-    base = read_checkpoint(run["init_from"])
-    tuned.require_same(content.path, base.weights.stored, run)
+    entry = content.entry or {}
+    base = read_checkpoint(entry["run"]["init_from"])
+    tuned.require_same(content.path, base.weights.stored, entry)
     weights, states = tuned.applied(content, base.weights.stored, base.config.n_layer)
     together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
                        config=generation(base.config).resolved(base.config))
-    return _with_entry(together, content.entry or {})
+    return _with_entry(together, entry)
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,

@@ -40,11 +40,12 @@ def _identity(stored: Mapping[str, Stored]) -> str:
     return digest.hexdigest()
 
 
-def require_same(path: Path, base: Mapping[str, Stored], run: dict[str, Any]) -> None:
+def require_same(path: Path, base: Mapping[str, Stored], entry: dict[str, Any]) -> None:
     """Raises CheckpointError where the frozen weights are not those that the run was begun with."""
-    if run.get("base") != _identity(base):
-        raise CheckpointError(f"{path} was trained beside the weights that {run['init_from']} had, and that file holds others "
-                              "now: put it back")
+    if entry.get("base") != _identity(base):
+        source = entry["run"]["init_from"]
+        raise CheckpointError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put "
+                              "it back")
 
 
 def applied(content: Content, base: Mapping[str, Stored], n_layer: int) -> tuple[dict[str, Stored], list[Stored] | None]:

@@ -240,7 +240,7 @@ class RowSampler(ShuffleSampler):
         super().__init__(len(counts), batch_size, batches, seed, rank, world)
         self.counts, self.parts = counts, parts
 
-    def __iter__(self) -> "RowIterator":                         # type: ignore[override]
+    def __iter__(self) -> "RowIterator":
         return RowIterator(self)
 
 

@@ -3,9 +3,11 @@
   python -m rwkv.tools.evaluate data.path=FILE.txt
   python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
+  python -m rwkv.tools.evaluate data.path=TALKS.jsonl data.template=world
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
-of each, as in LAMBADA. Any other file: loss in nats per token, perplexity per
+of each, as in LAMBADA. With data.template=, lines of conversations as for
+data=chat of train.py: loss and perplexity of the answers alone. Any other file: loss in nats per token, perplexity per
 token and bits per byte of its text, with the state carried along. The last line
 of standard output is the result as JSON, which out=FILE gets too. Texts and
 paths are taken verbatim: commas, quotes and equals signs need no escaping.
@@ -26,10 +28,21 @@ from rwkv import cli
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
-from rwkv.evaluation import TextScore, WordScore, count_tokens, read_last_words, score_last_words, score_text
+from rwkv.evaluation import (
+    AnswerScore,
+    TextScore,
+    WordScore,
+    count_tokens,
+    read_answers,
+    read_last_words,
+    score_answers,
+    score_last_words,
+    score_text,
+)
 from rwkv.model.base import Model
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+from rwkv.tokenizer.chat import ChatTemplate, chat_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -44,7 +57,10 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     def load() -> Model:
         return RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
 
-    if path.suffix == ".jsonl":
+    if config.data.template:
+        template = chat_template(config.data.template)
+        score = evaluate_answers(path, tokenizer, template, config.batch_size, config.chunk_len, load)
+    elif path.suffix == ".jsonl":
         score = evaluate_last_words(path, tokenizer, start, config.batch_size, config.chunk_len, load)
     else:
         score = evaluate_text(path, tokenizer, start, config.chunk_len, load)
@@ -85,6 +101,21 @@ def evaluate_last_words(path: Path, tokenizer: Tokenizer, start: Sequence[int], 
             _advance(bar, score.words, f"accuracy {total.right / total.words:.3f}")
     _require_finite(total.nats)
     return {"task": "last_word", **total.as_dict(), "seconds": time.perf_counter() - started}
+
+
+def evaluate_answers(path: Path, tokenizer: Tokenizer, template: ChatTemplate, batch_size: int, chunk_len: int,
+                     load: Callable[[], Model]) -> dict[str, Any]:
+    """Tokenises all conversations before it loads the model, so that errors in the file are found first."""
+    conversations = read_answers(tokenizer, path, template)
+    model = load()
+    started = time.perf_counter()
+    total = AnswerScore(0, 0, 0.0)
+    with _bar(len(conversations), "conversation") as bar:
+        for score in score_answers(model, conversations, batch_size, chunk_len):
+            total = AnswerScore(total.conversations + score.conversations, total.tokens + score.tokens, total.nats + score.nats)
+            _advance(bar, score.conversations, f"loss {total.nats / total.tokens:.4f}")
+    _require_finite(total.nats)
+    return {"task": "answers", **total.as_dict(), "seconds": time.perf_counter() - started}
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:

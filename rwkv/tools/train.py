@@ -7,6 +7,8 @@
   python train.py data=jsonl data.path="corpus/*.jsonl.gz" plan=true
   python train.py model=169m trainer.max_tokens=1e9 plan=true
   python train.py init_from=FILE data=text data.path=FILE             fine-tune
+  python train.py init_from=FILE data=chat data.path=TALKS.jsonl data.preview=true
+  python train.py init_from=FILE data=chat data.path=TALKS.jsonl tune=lora
   python train.py resume=auto                         continue the latest run
   python train.py -m kernel=conv1d,taichi_v3 seed=0,1         four runs in turn
   python train.py trainer=ddp trainer.devices=2       two processes
@@ -16,6 +18,15 @@ older run, continues a run that was stopped or killed, with the same numbers to
 the bit. The options of the model and the data, trainer.accumulate, optim.name,
 optim.weight_decay and optim.*_lr_scale keep their values; other options on the
 command line take effect from the next step. trainer.max_steps=MORE trains on.
+
+Conversations. data=chat reads lines with messages, conversations, or prompt
+and completion; the assistant's answers alone are learnt. tune=lora trains
+adapters, tune=state the state before the first token (RWKV-7), of a model
+whose weights stay as they are, in int8 with tune.base=int8. Such a run's
+checkpoints name the file of init_from=, which must stay where it is; at the
+end it leaves adapter/ for the PEFT library, or state.safetensors for
+generate.py and time_state.pth for RWKV-Runner. python -m rwkv.tools.convert
+RUN FILE merges adapters into the weights.
 
 Several GPUs or processes. trainer=ddp, or trainer=fsdp for a model too large
 for one GPU, takes all GPUs of the machine, or trainer.devices=N processes. On

@@ -60,8 +60,9 @@ def train(run: Run) -> None:
                            config.trainer)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    base = None if config.tune.method == "full" or run.init_checkpoint is None else identity(run.init_checkpoint)
-    task.describe(resolved | ({"base": base} if base else {}), data.tokenizer)
+    task.describe(resolved, data.tokenizer)
+    if config.tune.method != "full" and run.init_checkpoint is not None:
+        task.entry["base"] = identity(run.init_checkpoint)
     announce(run, kernel, device, task, data)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))

@@ -16,8 +16,18 @@ from programs import Run, one_sentence
 from rwkv import evaluation
 from rwkv.data.sources import files
 from rwkv.errors import UserError
-from rwkv.evaluation import LastWord, count_tokens, read_last_words, read_text, score_last_words, score_text
+from rwkv.evaluation import (
+    LastWord,
+    count_tokens,
+    read_answers,
+    read_last_words,
+    read_text,
+    score_answers,
+    score_last_words,
+    score_text,
+)
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -264,3 +274,35 @@ def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
     assert error.endswith("interrupted\n")
     assert "Traceback" not in error
     assert not (tmp_path / "out.json").exists()
+
+
+def test_answers_are_scored_alone(tmp_path: Path) -> None:
+    """Against a pass over each conversation by itself; a batch is padded, and passes are short."""
+    talks = [("a", "b"), ("a longer question", "and an answer"), ("c", "d")]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": question, "completion": answer}) for question, answer in talks))
+    model, tokenizer = small_model(generation="rwkv7", vocab_size=256), ByteTokenizer()
+    expected, count = 0.0, 0
+    for question, answer in talks:
+        prompt, said = f"User: {question}\n\nAssistant:".encode(), f" {answer}\n\n\0".encode()
+        ids = torch.tensor([[*prompt, *said]])
+        with torch.no_grad():
+            logits = model(ids)[0][0, len(prompt) - 1:-1]
+        expected += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):], reduction="sum").item()
+        count += len(said)
+    found = list(score_answers(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
+    assert sum(score.conversations for score in found) == 3
+    assert sum(score.tokens for score in found) == count
+    assert sum(score.nats for score in found) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.programs
+def test_the_program_evaluates_conversations(run: Run) -> None:
+    small_model(generation="rwkv7", vocab_size=256).save_pretrained("talker.safetensors", ByteTokenizer())
+    Path("talks.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    options = "checkpoint=talker.safetensors", "data.path=talks.jsonl", "device=cpu"
+    status, output, _ = run("evaluate", *options, "data.template=world")
+    result = json.loads(output)
+    assert (status, result["task"], result["conversations"], result["tokens"]) == (0, "answers", 1, len(" b\n\n") + 1)
+    Path("talks.jsonl").write_text('{"prompt": "a"}')
+    one_sentence(run("evaluate", *options, "data.template=world"), "talks.jsonl, line 1: a conversation has messages")

@@ -144,6 +144,7 @@ def test_memory_of_tuning() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", ["full", "lora", "state"])
 def test_five_kills_change_nothing(folder: Path, method: str) -> None:
     arguments = (*OPTIONS, f"tune={method}", "trainer.max_steps=40", "trainer.checkpoint_every=3", "trainer.val_every=20")
