@@ -8,7 +8,7 @@ which uses VNNI instructions where the CPU has them). Everything else is compute
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,7 @@ def to_int8(model: M, head: bool = True) -> M:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
-        layer = model.get_submodule(name)
+        layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
@@ -134,7 +134,7 @@ def to_int4(model: M) -> M:
     """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
-        layer = model.get_submodule(name)
+        layer = cast(nn.Linear, model.get_submodule(name))
         model.set_submodule(name, Int4Linear(pack(layer.weight, "int4"), layer.in_features))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
