@@ -36,6 +36,7 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	$(BENCH) wkv4 --sweep --json $(RESULTS)/wkv4-cpu.json
 	$(BENCH) wkv4 --dtype bfloat16 --shape 8,768,1024 12,128,64 --only $(MAIN) --json $(RESULTS)/wkv4-cpu-bfloat16.json
 	$(BENCH) wkv7 --sweep --json $(RESULTS)/wkv7-cpu.json
+	$(BENCH) matvec --json $(RESULTS)/matvec-cpu.json
 	$(BENCH) pad --json $(RESULTS)/pad-cpu.json
 	$(BENCH) softmax --sweep --json $(RESULTS)/softmax-cpu.json
 	$(BIN)/python -m kernels.bench.tables
