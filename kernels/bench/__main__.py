@@ -168,7 +168,7 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
     return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
             "x_limit": limits["matmul_gflops"] / gflops if gflops else None,
-            "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"],
+            "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"] if part.reads else None,
             "copies": seconds * 1e3 / limits["copy_one_ms"],
             "vs_baseline": median(same_pass) / seconds if same_pass else None}
 

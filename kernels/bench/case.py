@@ -23,12 +23,16 @@ Shape = tuple[int, ...]              # one size for each of a case's AXES
 
 @dataclass(frozen=True)
 class Pass:
-    """A function to time, with its floating-point operations (0: not counted) and the least bytes that it must move."""
+    """A function to time, with its floating-point operations (0: not counted) and the least bytes that it must move.
+
+    reads: these bytes are read, and next to nothing is written.
+    """
 
     name: str
     run: Callable[[], Any]
     flop: int
     bytes: int
+    reads: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class Case:
     SHAPES, SWEEP = cases.BENCH_SHAPES, {"cpu": (), "cuda": ()}
     LAUNCHES = False
     baseline = "torch_linear"
-    READS = True
 
     def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.form = device, str(dtype).removeprefix("torch.")
@@ -50,4 +49,4 @@ class Case:
     def passes(self, name: str) -> list[Pass]:
         """The product as a decoder calls it, with what can be prepared done. The least traffic is one read of the weights."""
         product, x = MatVec(name).bind(self.packed), self.x.unsqueeze(0)
-        return [Pass("forward", lambda: product(x), 0, self.packed.nbytes())]
+        return [Pass("forward", lambda: product(x), 0, self.packed.nbytes(), reads=True)]

@@ -27,7 +27,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.generation.output import check_config, prompts_from, run_generation
     from rwkv.generation.states import load_context
-    from rwkv.model.operators import operator_for
+    from rwkv.model.operators import matvec_line, operator_for
     from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
     check_config(config)
@@ -45,6 +45,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
+    if device == "cpu" and config.dtype != "int8":       # int8 has one product for any number of rows
+        print(matvec_line(config.dtype), file=sys.stderr)
     if not whole:
         sys.exit(cli.INTERRUPTED)
 

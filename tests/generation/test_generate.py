@@ -46,7 +46,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("top_p=high",), "top_p"),
     (("max_tokens=3",), "max_new_tokens"),
     (("max_new_tokens=-1",), "max_new_tokens"),
-    (("dtype=int4",), "dtype"),
+    (("dtype=int3",), "dtype"),
     (("stop=",), "stop"),
     (("state=absent.safetensors",), "absent.safetensors"),
     (("state=model.ckpt",), "model.ckpt"),
