@@ -6,6 +6,7 @@ They go through TimeX, WKV, WKV7 and Softmax as for a user; only the registry's 
 import itertools
 import math
 
+import numpy as np
 import pytest
 import test_wkv4 as conformance
 import torch
@@ -97,10 +98,10 @@ def test_wkv_is_finite_at_the_limits() -> None:
     assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy's, of what is not finite
-@pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", math.inf)])
+@pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("v", math.inf)])
 def test_what_is_not_finite_shows_from_its_step_on(where: str, value: float) -> None:
-    conformance.test_what_is_not_finite_shows_from_its_step_on(WKV("triton_scan"), where, value, "cpu")
+    with np.errstate(all="ignore"):
+        conformance.test_what_is_not_finite_shows_from_its_step_on(WKV("triton_scan"), where, value, "cpu", T=40)
 
 
 def test_wkv_whole_is_pieces() -> None:
