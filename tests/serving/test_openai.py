@@ -8,13 +8,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import BYTES, Running
+from serving_runs import Running
 
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
 MODEL = "tiny"
+BYTES = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
