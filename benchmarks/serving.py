@@ -206,7 +206,7 @@ def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tu
 
 def arrivals(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chance = random.Random(0)
-    with serving(checkpoint, dtype, "max_rows=64") as server:
+    with serving(checkpoint, dtype, "max_rows=64", "cache_mib=16") as server:
         base = server.resident()
         over = _load(server, 64, 60, chance)
         cpu = server.cpu_seconds()

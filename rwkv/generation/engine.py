@@ -216,6 +216,7 @@ class Engine:
                 self._readings.append(shared)
                 continue
             for row in shared.rows:
+                row.prompt_read = True
                 row.add_prompt_logprobs(shared.reading)
             self._rows += shared.rows
             results += [result] * len(shared.rows)
@@ -280,6 +281,7 @@ class Row:
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
         self.cache = cache
         self.cached_tokens = 0
+        self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.counts = TokenCounts([prompt_ids], tokenizer.vocab_size) if sampling.needs_counts else None
         self.last_token_in_text = True           # False after an end-of-text or stop token
@@ -295,9 +297,15 @@ class Row:
     def unfinished(self) -> bool:
         return self.sample.finish_reason is None
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more comes: the text has ended, and the prompt is read unless the row was cancelled."""
+        return not self.unfinished and (self.prompt_read or self.sample.finish_reason == CANCELLED)
+
     def cancel(self) -> None:
         """Ends the text where it is; the row leaves at the next step."""
-        self.sample.finish_reason = self.sample.finish_reason or CANCELLED
+        if not self.complete:
+            self.sample.finish_reason = CANCELLED
 
     def tokens_read(self) -> list[int]:
         """The tokens that the state has read when the text has just ended: all but the one drawn last."""

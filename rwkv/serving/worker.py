@@ -53,8 +53,8 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
                       f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{wkv.name} on {device}, {config.dtype}, threads "
                        f"{torch.get_num_threads()}"),
-            ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, and "
-                       f"{config.cache_mib:,} MiB of prefixes")]
+            ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
+                       f"and {config.cache_mib:,} MiB of prefixes")]
     worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)
     connection.send(Ready(tokenizer.to_dict(), plan))
     return worker
@@ -70,7 +70,7 @@ class _Job:
 
     def event(self) -> Event | None:
         """What is to be sent now, if anything."""
-        sample, finished = self.row.sample, not self.row.unfinished
+        sample, finished = self.row.sample, self.row.complete
         if not finished and not self.request.stream:
             return None
         logprobs = sample.logprobs[self._logprobs_sent:len(sample.tokens)]
@@ -103,7 +103,7 @@ class _Worker:
                 self._jobs[index].text += piece
             events = self._refused + [event for job in self._jobs.values() if (event := job.event())]
             self._refused = []
-            self._jobs = {index: job for index, job in self._jobs.items() if job.row.unfinished}
+            self._jobs = {index: job for index, job in self._jobs.items() if not job.row.complete}
             if events:
                 cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
                 self._connection.send(Step(events, *cached))

@@ -265,7 +265,11 @@ def test_causality_within_a_block(wkv: WKV, device: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", math.inf)])
-def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV, where: str, value: float, device: str, T: int = 150) -> None:
+def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV, where: str, value: float, device: str) -> None:
+    check_what_is_not_finite(wkv, where, value, 150, device)
+
+
+def check_what_is_not_finite(wkv: WKV, where: str, value: float, T: int, device: str) -> None:
     """In its row, in the state after it, in the gradients; and nowhere else, neither at an earlier step nor in another row."""
     time_decay, time_first, k, v, state = cases.inputs(2, T, 5, device=device)
     expected, after = wkv(time_decay, time_first, k, v, state)

@@ -101,7 +101,7 @@ def test_wkv_is_finite_at_the_limits() -> None:
 @pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("v", math.inf)])
 def test_what_is_not_finite_shows_from_its_step_on(where: str, value: float) -> None:
     with np.errstate(all="ignore"):
-        conformance.test_what_is_not_finite_shows_from_its_step_on(WKV("triton_scan"), where, value, "cpu", T=40)
+        conformance.check_what_is_not_finite(WKV("triton_scan"), where, value, 40, "cpu")
 
 
 def test_wkv_whole_is_pieces() -> None:

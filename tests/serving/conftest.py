@@ -1,70 +1,16 @@
 """A server with a small model in a process of its own, one for all tests here, and others for tests that end theirs."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from models import small_model
+from serving_runs import Running, wait_until
 
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
-ROOT = Path(__file__).parent.parent.parent
 BYTES = ByteTokenizer()
-
-
-class Running:
-    """`python serve.py` while it runs. process; port; url; log: what it has written."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self._log = folder / f"serve-{time.monotonic_ns()}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, str(ROOT / "serve.py"), "port=0", "kernel=reference", *options],
-                                            stdout=log, stderr=log, env=environment, cwd=folder)
-        until = time.monotonic() + 120
-        while "\nready" not in self.log and self.process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        if "\nready" in self.log:
-            self.url = next(word for word in self.log.split() if word.startswith("http://")).rstrip(";")
-            self.port = int(self.url.rpartition(":")[2])
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def exchange(self, data: bytes, wait: float = 20) -> bytes:
-        """What comes back for these bytes until the server closes the connection, or until nothing comes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as connection:
-            connection.sendall(data)
-            received = b""
-            try:
-                while part := connection.recv(65536):
-                    received += part
-            except (TimeoutError, ConnectionResetError):
-                pass
-        return received
-
-    def running_texts(self) -> float:
-        return self.metric("timemix_rows") + self.metric("timemix_queue")
-
-    def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics").text
-        return next(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} "))
-
-    def open_files(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))               # noqa: PTH208  numbers, not paths
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -109,17 +55,3 @@ def idle(server: Running) -> Iterator[None]:
     wait_until(lambda: server.running_texts() == 0)
     yield
     wait_until(lambda: server.running_texts() == 0)
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not become true"
-        time.sleep(0.05)
-
-
-def post(path: str, body: object, headers: str = "") -> bytes:
-    """A request's bytes, which asks for the connection to be closed."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return (f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\nconnection: close\r\n{headers}\r\n"
-            .encode() + content)

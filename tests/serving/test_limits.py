@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Running, post, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serving_runs import Running, post, wait_until
 
 pytestmark = pytest.mark.programs
 

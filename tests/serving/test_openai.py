@@ -8,13 +8,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import BYTES, Running
+from serving_runs import Running
 
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
 MODEL = "tiny"
+BYTES = ByteTokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,8 @@ def test_echo_and_logprobs(client: openai.OpenAI, model: RWKV) -> None:
     assert streamed[-1].choices[0].logprobs.tokens == found.tokens
     only = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=1, max_tokens=0).choices[0]
     assert (only.text, len(only.logprobs.tokens)) == ("abc", 3)
+    long = client.completions.create(model=MODEL, prompt="abc" * 150, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert (long.text, len(long.logprobs.tokens)) == ("abc" * 150, 450)
 
 
 def test_chat(client: openai.OpenAI, model: RWKV) -> None:

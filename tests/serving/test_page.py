@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Running, wait_until
+from serving_runs import Running, wait_until
 
 CHROMIUM = Path("/usr/bin/chromium")
 SEEN = importlib.util.find_spec("playwright") is not None and CHROMIUM.is_file()
