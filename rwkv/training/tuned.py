@@ -3,8 +3,7 @@
     adapter/adapter_model.safetensors, adapter_config.json     LoRA in the layout of the PEFT library
     state.safetensors                                          a state for generate.py's state=, with the frozen weights' file
     time_state.pth                                             the same state as blocks.i.att.time_state (H,N,N), value by key:
-                                                               RWKV-PEFT's layout (rwkvt/operator/rwkvop.py, x070), which
-                                                               RWKV-Runner reads for RWKV-7 as it is
+                                                               RWKV-PEFT's layout (rwkvt/operator/rwkvop.py, x070)
 """
 
 import json
