@@ -93,8 +93,9 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is an object with role and content; got {_shown(message)}")
-    if message.get("role") not in ROLES:
-        raise UserError(f"{where}.role is one of {', '.join(ROLES)}; got {_shown(message.get('role'))}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise UserError(f"{where}.role is one of {', '.join(ROLES)}; got {_shown(role)}")
     for field in ("tool_calls", "reasoning_content"):
         if message.get(field) and message["role"] != "assistant":
             raise UserError(f"{where}.{field} belongs to the assistant; the role is {message['role']}")

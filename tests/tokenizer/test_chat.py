@@ -92,6 +92,7 @@ def test_a_template_that_rewrites_earlier_turns_has_no_parts(tmp_path: Path) -> 
     ("Hi", "messages is a list"), ([], "messages is a list"), (["Hi"], r"messages\[0\] is an object"),
     ([{"content": "Hi"}], r"messages\[0\]\.role is one of system, user, assistant, tool; got null"),
     ([*TALK[:1], {"role": "human", "content": "Hi"}], r"messages\[1\]\.role"),
+    ([{"role": ["user"], "content": "Hi"}], r"messages\[0\]\.role"),
     ([{"role": "user", "content": None}], r"messages\[0\]\.content is a string"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] is a text"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], r"messages\[0\]\.tool_calls"),
