@@ -18,7 +18,7 @@ from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.chat import ChatTemplate, chat_template, default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-AFTER_GRACE = 3                          # seconds for the last events to be written
+AFTER_GRACE = 10                         # seconds for the last events to be written
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 

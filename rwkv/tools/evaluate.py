@@ -7,10 +7,11 @@
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
 of each, as in LAMBADA. With data.template=, lines of conversations as for
-data=chat of train.py: loss and perplexity of the answers alone. Any other file: loss in nats per token, perplexity per
-token and bits per byte of its text, with the state carried along. The last line
-of standard output is the result as JSON, which out=FILE gets too. Texts and
-paths are taken verbatim: commas, quotes and equals signs need no escaping.
+data=chat of train.py: loss and perplexity of the answers alone. Any other file:
+loss in nats per token, perplexity per token and bits per byte of its text, with
+the state carried along. The last line of standard output is the result as JSON,
+which out=FILE gets too. Texts and paths are taken verbatim: commas, quotes and
+equals signs need no escaping.
 """
 
 import json

@@ -131,7 +131,7 @@ def test_a_client_that_goes_away_frees_its_rows(server: Running, body: dict[str,
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(post("/v1/completions", body))
         wait_until(lambda: server.running_texts() == body.get("n", 1))
-    wait_until(lambda: server.running_texts() == 0, 5)
+    wait_until(lambda: server.running_texts() == 0)
 
 
 @pytest.mark.usefixtures("idle")
@@ -155,6 +155,7 @@ def test_a_full_queue_is_429_and_those_in_it_are_served(server: Running) -> None
 
 
 @pytest.mark.usefixtures("idle")
+@pytest.mark.soak                        # half a minute of waiting
 def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
