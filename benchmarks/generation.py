@@ -40,7 +40,7 @@ from rwkv.config import ModelConfig
 from rwkv.generation.decoder import Decoder
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
-from rwkv.model.quantized import Int8Linear
+from rwkv.model.quantized import Int4Linear, Int8Linear
 from rwkv.pretrained import RWKV
 
 WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
@@ -54,7 +54,7 @@ LACKING: dict[str, list[tuple[str, str | None]]] = {             # a peer, or a 
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 7                               # in each the programs take turns, and each its works
+ROUNDS = 5                               # in each the programs take turns, and each its works
 TURN_S = 0.6                             # seconds of a work
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}          # of a weight of a matrix, with its share of the scales
 LIMIT = "limit of "                      # before a work's name: its matrix products alone
@@ -71,7 +71,11 @@ def main(argv: list[str] | None = None) -> int:
         shape = args.shape or SHAPES[args.generation]
         write_files(Path(folder), args, shape)
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
-        rows = [row for width, dtype in widths.items() for row in compare(_programs(args, Path(folder), width, dtype))]
+        rows = []
+        for width, dtype in widths.items():
+            found = compare(_programs(args, Path(folder), width, dtype))
+            print(table({"rows": found}), file=sys.stderr, flush=True)
+            rows += found
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
               "rows": rows, "machine": hardware.describe("cpu")}
     print(table(report))
@@ -247,13 +251,10 @@ def _cells(row: Row) -> list[str]:
 
 
 def _peak_mib() -> float:
-    """The process' peak resident memory in MiB; NaN on Windows, which does not report it."""
-    try:
-        import resource
-    except ModuleNotFoundError:
-        return math.nan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    """The process' peak resident memory in MiB; NaN where there is no /proc. getrusage's has that of the parent in it."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
 def _seconds(function: Callable[[], Any], least: float) -> float:
@@ -272,7 +273,7 @@ def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
 
 def _products(model: nn.Module, rows: int) -> Callable[[], None]:
     """A function that multiplies `rows` rows by every matrix of the model."""
-    products = [_product(module, rows) for module in model.modules() if isinstance(module, nn.Linear | Int8Linear)]
+    products = [_product(module, rows) for module in model.modules() if isinstance(module, nn.Linear | Int8Linear | Int4Linear)]
 
     @torch.inference_mode()
     def multiply() -> None:
@@ -293,10 +294,12 @@ def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
     return multiply
 
 
-def _product(module: nn.Linear | Int8Linear, rows: int) -> Callable[[], Tensor]:
+def _product(module: nn.Linear | Int8Linear | Int4Linear, rows: int) -> Callable[[], Tensor]:
     x = torch.rand(rows, module.in_features)
     if isinstance(module, Int8Linear):
         return lambda: module.product(x)
+    if isinstance(module, Int4Linear):
+        return lambda: module.of_rows(x)
     weight = module.weight.detach()
     x = x.to(weight.dtype)
     return lambda: F.linear(x, weight)

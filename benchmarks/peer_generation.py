@@ -14,7 +14,6 @@ call, over that time. All use two threads, or as many as there are cores.
 import ctypes
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -39,8 +38,10 @@ class Rwkv:
         from rwkv.model import RWKV
 
         strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
-        # its RWKV-7 adds the suffix itself
-        self.model = RWKV(model=str(folder / ("model" if generation7 else "model.pth")), strategy=strategy, verbose=False)
+        if generation7:                  # that form adds the suffix itself
+            self.model = RWKV(model=str(folder / "model"), strategy=strategy)
+        else:
+            self.model = RWKV(model=str(folder / "model.pth"), strategy=strategy, verbose=False)
         self.tokens = list(range(prompt))
         _, self.state = self.model.forward(self.tokens[:8], None)
 
@@ -184,7 +185,8 @@ def main(name, form, folder, batches, prompt):
     first_token_s = time.perf_counter() - began
     works = {f"decode, batch {B}": (B, lambda B=B: peer.decode(B)) for B in peer.batches}
     works[f"prefill {prompt}"] = int(prompt), lambda: peer.prefill
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text(encoding="ascii")           # getrusage's has the parent's peak in it
+    peak_mib = int(status.split("VmHWM:")[1].split()[0]) / 1024
     print(json.dumps({"load_s": load_s, "first_token_s": first_token_s, "peak_mib": peak_mib,
                       "works": {work: tokens for work, (tokens, _) in works.items()}}), flush=True)
     for line in sys.stdin:

@@ -30,8 +30,16 @@ GROUP = 32                               # neighbours in a row of W that share a
 SMALLEST = 1e-30                         # scale of zeros
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
-MOST_ROWS = {("taichi_v0", "float32"): 16, ("taichi_v0", "bfloat16"): 16, ("taichi_v0", "int4"): 16}
+MOST_ROWS = 16                           # more are faster as one matrix product
+# The least numbers of a matrix for which few rows are faster here than by torch's matrix product, on two cores with AVX2. A
+# launch takes 0.3 ms, which is most of the time of a small one; in bfloat16 torch's product of one row is faster at any size.
+LEAST_NUMBERS = {"float32": 2**24, "int4": 0}
 Bound = Callable[[Tensor], list[Tensor]]
+
+
+def pays(form: str, numbers: int) -> bool:
+    """Whether `auto` multiplies up to MOST_ROWS rows by a matrix of so many numbers faster than torch's matrix product."""
+    return numbers >= LEAST_NUMBERS.get(form, numbers + 1)
 
 
 class Packed(NamedTuple):
@@ -79,10 +87,6 @@ class MatVec(Operator):
         packed = Packed(weight.detach().contiguous(), scale.contiguous(), shift.contiguous())
         y, = self.bind(packed)(x.detach().reshape(1, -1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
-
-    def most_rows(self, form: str) -> int | None:
-        """The most rows for which this is faster than a matrix product of all rows together; None: always."""
-        return None if form == "int8" else MOST_ROWS.get((self.name, form), 1)
 
     def bind(self, *weights: Packed) -> Bound:
         """The products of several weights of one form and one K as one function, without checks.

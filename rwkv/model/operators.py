@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.matvec import FORMS, MatVec
+from kernels.matvec import FORMS, LEAST_NUMBERS, MOST_ROWS, MatVec, pays
 from kernels.registry import UnknownKernel, all_names
 from kernels.select import AUTO, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
@@ -34,8 +34,13 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
-def matvec_line(form: str) -> str:
-    """One line to print: what multiplies rows by weights of the form while a text is generated on a CPU."""
-    most = matvec_for(form).most_rows(form)
-    rows = "" if most is None else f", up to {most} {'row' if most == 1 else 'rows'}; more by a matrix product"
-    return f"products in {form}: {why_auto('matvec', 'cpu', FORMS[form])}{rows}"
+def matvec_line(form: str, head: int) -> str | None:
+    """One line to print: what multiplies few rows by weights of the form while a text is generated on a CPU.
+
+    head: the numbers of the largest matrix, the head. None where it is torch's matrix product alone.
+    """
+    if not pays(form, head):
+        return None
+    least = LEAST_NUMBERS[form]
+    which = f", matrices of {least:,} numbers and more" if least else ""
+    return f"products in {form}: {why_auto('matvec', 'cpu', FORMS[form])}{which}, up to {MOST_ROWS} rows; others by torch"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.matvec import Packed, pack, unpacked
+from kernels.matvec import MOST_ROWS, Packed, pack, unpacked
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
@@ -114,15 +114,14 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.packed = packed
-        matvec = matvec_for("int4")
-        self._few, self._most = matvec.bind(packed), matvec.most_rows("int4") or 1
+        self._few = matvec_for("int4").bind(packed)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
-        if 0 < len(rows) <= self._most:
+        if 0 < len(rows) <= MOST_ROWS:
             return self._few(rows.unsqueeze(0))[0]
         parts = [Packed(*(tensor[start:start + UNPACKED_ROWS] for tensor in self.packed))
                  for start in range(0, len(self.packed.weight), UNPACKED_ROWS)]

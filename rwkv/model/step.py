@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.matvec import FORMS, pack
+from kernels.matvec import MOST_ROWS, pack, pays
 from rwkv.model.operators import matvec_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
@@ -36,8 +36,8 @@ def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 def products_function(*layers: nn.Module) -> Products:
     """Several linear layers as one function of their stacked inputs (n,B,K), which gives n outputs.
 
-    On a CPU few rows are multiplied by kernels.matvec, which reads the weights at the speed of memory, and several by
-    PyTorch's matrix product (rwkv.model.operators.matvec_line says from how many rows on).
+    On a CPU few rows are multiplied by kernels.matvec where that pays (rwkv.model.operators.matvec_line says where), else by
+    PyTorch's matrix product.
     """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
@@ -69,21 +69,19 @@ class LowRank:
 
 def _of_weights(weights: list[Tensor]) -> Products:
     form = str(weights[0].dtype).removeprefix("torch.")
-    if form not in FORMS or weights[0].device.type != "cpu":
+    if weights[0].device.type != "cpu" or not pays(form, min(weight.numel() for weight in weights)):
         return partial(_together, weights)
-    matvec = matvec_for(form)
-    return partial(_by_rows, matvec.bind(*(pack(weight, form) for weight in weights)), matvec.most_rows(form) or 1, weights)
+    return partial(_by_rows, matvec_for(form).bind(*(pack(weight, form) for weight in weights)), weights)
 
 
 def _of_int4(layers: Sequence[Int4Linear]) -> Products:
-    matvec = matvec_for("int4")
-    few, most = matvec.bind(*(layer.packed for layer in layers)), matvec.most_rows("int4") or 1
-    return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= most else [
+    few = matvec_for("int4").bind(*(layer.packed for layer in layers))
+    return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else [
         layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
 
 
-def _by_rows(few: Products, most: int, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
-    return few(inputs) if 0 < inputs.shape[1] <= most else _together(weights, inputs)
+def _by_rows(few: Products, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
+    return few(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else _together(weights, inputs)
 
 
 def _together(weights: list[Tensor], inputs: Tensor) -> list[Tensor]:

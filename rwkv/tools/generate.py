@@ -12,6 +12,7 @@ Texts and paths are taken verbatim: commas, quotes and equals signs need no
 escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
+import math
 import sys
 from contextlib import nullcontext, redirect_stdout
 
@@ -45,8 +46,9 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    if device == "cpu" and config.dtype != "int8":       # int8 has one product for any number of rows
-        print(matvec_line(config.dtype), file=sys.stderr)
+    products = matvec_line(config.dtype, math.prod(model.emb.weight.shape)) if device == "cpu" else None
+    if products:
+        print(products, file=sys.stderr)
     if not whole:
         sys.exit(cli.INTERRUPTED)
 

@@ -136,12 +136,11 @@ def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, all
     torch.testing.assert_close(quantized(several[1:2])[0][0], logits[1], rtol=0, atol=1e-5)
 
 
-@each_generation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @torch.no_grad()
-def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str, generation: str) -> None:
+def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str) -> None:
     """Of widths that are whole vectors: PyTorch computes exponentials of the numbers that are left over in another way."""
-    model = model_in(dtype, generation, n_embd=64, n_ffn=128)
+    model = model_in(dtype, n_embd=64, n_ffn=128)
     several = tokens(model, B=8, T=12)
     together = Decoder(model, model.empty_state(8))
     alone = [Decoder(model, model.empty_state(1)) for _ in range(8)]

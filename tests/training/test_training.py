@@ -135,9 +135,8 @@ def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_pa
     prompt = "line 7: the ${quick}, 'brown' = fox\n"
     done = finish(start(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30"))
     assert done.status == 0
-    read, products = done.error.splitlines()
-    assert read.startswith("read ")
-    assert products.startswith("products ")
+    assert done.error.startswith("read ")
+    assert done.error.count("\n") == 1
     assert done.output.startswith(prompt)
     assert len(done.output) > len(prompt) + 20
     assert not list(tmp_path.iterdir())
