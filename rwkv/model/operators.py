@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.matvec import FORMS, LEAST_NUMBERS, MOST_ROWS, MatVec, pays
+from kernels.matvec import FEWEST_ROWS, FORMS, LEAST_NUMBERS, MOST_ROWS, MatVec, pays
 from kernels.registry import UnknownKernel, all_names
 from kernels.select import AUTO, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
@@ -43,4 +43,5 @@ def matvec_line(form: str, head: int) -> str | None:
         return None
     least = LEAST_NUMBERS[form]
     which = f", matrices of {least:,} numbers and more" if least else ""
-    return f"products in {form}: {why_auto('matvec', 'cpu', FORMS[form])}{which}, up to {MOST_ROWS} rows; others by torch"
+    rows = f"{FEWEST_ROWS[form]} to {MOST_ROWS} rows"
+    return f"products in {form}: {why_auto('matvec', 'cpu', FORMS[form])}{which}, {rows}; others by torch"

@@ -1,14 +1,14 @@
 """Layers as plain functions of rows, for decoding one token at a time: calling a module costs as much as a small operation."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.matvec import MOST_ROWS, pack, pays
+from kernels.matvec import FEWEST_ROWS, MOST_ROWS, pack, pays
 from rwkv.model.operators import matvec_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
@@ -71,7 +71,8 @@ def _of_weights(weights: list[Tensor]) -> Products:
     form = str(weights[0].dtype).removeprefix("torch.")
     if weights[0].device.type != "cpu" or not pays(form, min(weight.numel() for weight in weights)):
         return partial(_together, weights)
-    return partial(_by_rows, matvec_for(form).bind(*(pack(weight, form) for weight in weights)), weights)
+    return partial(_by_rows, cache(lambda: matvec_for(form).bind(*(pack(weight, form) for weight in weights))),
+                   FEWEST_ROWS[form], weights)
 
 
 def _of_int4(layers: Sequence[Int4Linear]) -> Products:
@@ -80,8 +81,9 @@ def _of_int4(layers: Sequence[Int4Linear]) -> Products:
         layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
 
 
-def _by_rows(few: Products, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
-    return few(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else _together(weights, inputs)
+def _by_rows(few: Callable[[], Products], fewest: int, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
+    """few: is made when it is first used, because that takes seconds."""
+    return few()(inputs) if fewest <= inputs.shape[1] <= MOST_ROWS else _together(weights, inputs)
 
 
 def _together(weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
