@@ -7,7 +7,7 @@ from kernels.matvec import MatVec, Packed, pack
 
 # (R,N,K): parts of a vector and of a tile, several groups of int4, and sums of int8 beyond a float's whole numbers
 SHAPES = ((1, 1, 1), (1, 7, 13), (2, 5, 64), (3, 33, 100), (8, 64, 96), (5, 9, 4100), (17, 12, 40))
-EMPTY_SHAPES = ((0, 3, 4), (2, 3, 0))
+EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4))
 # (N,K,R): those of the released small models
 MATRICES = ((768, 768), (3072, 768), (768, 3072), (50304, 768), (65536, 768))
 BENCH_SHAPES = {"cpu": tuple((N, K, R) for N, K in MATRICES for R in (1, 8)), "cuda": ()}

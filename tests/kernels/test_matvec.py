@@ -89,3 +89,8 @@ def test_a_float_that_has_the_form_already_is_not_copied() -> None:
 def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, form: str) -> None:
     with pytest.raises(ValueError, match="pack takes"):
         pack(weight, form)
+
+
+def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
+    x, packed = cases.inputs(2, 3, 0)
+    assert torch.equal(matvec(x, packed), torch.zeros(2, 3))
