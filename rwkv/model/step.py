@@ -13,8 +13,8 @@ from rwkv.model.operators import matvec_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
 Products = Callable[[Tensor], list[Tensor]]
-VECTOR = 32                              # a multiple of the numbers that PyTorch's loops over vectors take at a time
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # what their weights say
+VECTOR = 32                              # a multiple of the lanes of PyTorch's vectors
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # calls compute what the weights say
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -49,8 +49,8 @@ def products_function(*layers: nn.Module) -> Products:
 class LowRank:
     """n gates f(x A) B each, of A (C,D) and B (D,C), in two products: inputs (n,B,C) -> n outputs (B,C).
 
-    f, which changes the hidden (n,B,D) in place, is between them. Ranks are filled up with zeros to
-    the largest in whole vectors, because PyTorch computes the functions of what is left over in another way, to the last bit.
+    f is between them and changes the hidden (n,B,D) in place. Ranks are filled up with zeros to the largest in whole vectors,
+    because PyTorch computes the functions of what is left over in another way, to the last bit.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:
