@@ -41,7 +41,9 @@ class Int8Linear(nn.Module):
         levels: int = 2 ** (bits or (8 if torch.cpu._is_vnni_supported() else 7))
         self._zero = 0 if non_negative else levels // 2
         self._step = 1 / (levels - 1 - self._zero)
-        self._packed = _pack(weight)
+        scale, integers = _rounded(weight.detach())
+        self.packed = Packed(integers, scale, torch.empty(0))
+        self._packed = _pack(scale, integers)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -148,9 +150,8 @@ def _largest(magnitudes: Tensor) -> Tensor:
     return magnitudes.amax(-1, keepdim=True).clamp_(min=SMALLEST)
 
 
-def _pack(weight: Tensor) -> torch.ScriptObject:
-    scale, integers = _rounded(weight.detach())
-    zeros = torch.zeros(len(weight), dtype=torch.int64)
+def _pack(scale: Tensor, integers: Tensor) -> torch.ScriptObject:
+    zeros = torch.zeros(len(scale), dtype=torch.int64)
     with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(integers, scale.double(), zeros, 0)

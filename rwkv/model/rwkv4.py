@@ -21,6 +21,7 @@ from kernels.wkv4 import WKV, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
 from rwkv.model.packing import Packing
+from rwkv.model.rwkv4_program import ProgramBlocks as ProgramBlocks
 from rwkv.model.rwkv4_step import Step as Step
 
 NAME = "RWKV-4"

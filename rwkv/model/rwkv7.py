@@ -31,6 +31,7 @@ from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
+from rwkv.model.rwkv7_program import ProgramBlocks as ProgramBlocks
 from rwkv.model.step import LowRank, norm_function, product_function, products_function
 
 NAME = "RWKV-7"

@@ -1,0 +1,151 @@
+"""One decoding step of a model as a program: instructions on registers, carried out in one launch.
+
+A step of a small model is some 150 operations of 5 to 500 us each, so that what starting an operation costs is a large part of
+it. Here the model writes its step down once, as a list of instructions, and the threads of the back end carry it out together:
+each instruction is cut into tiles, a thread takes the next tile, and nobody goes on before all tiles of an instruction are done.
+
+A register is a vector of float32 for each row of the batch; constants are shared by the rows. The instructions, for each row:
+
+    norm      x += added (if any);  y = (x - mean(x)) / sqrt(variance(x) + eps) weight + bias
+    mix       y_i = last + (x - last) share_i, for each i;  then last = x
+    product   y = W x, with W packed in a form of kernels.matvec, or float32 among the constants; int8 does not round x
+    map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
+    add       x += y, or x += sigmoid(gate) y
+    wkv4      y = sigmoid(r) wkv(k, v), where wkv is kernels.wkv4's step for one token, whose state goes on
+    wkv7      all of RWKV-7's time mixing that lies between its products (rwkv/model/rwkv7.py), whose state goes on
+
+A file beside this one has REQUIRES and bind(program, form) -> function(registers, R), which runs the program once on the
+registers of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.matvec import Packed
+
+LANES = 8                                # all widths are multiples of this; but not the number of a product's outputs
+NONE = -1                                # in the place of a register or a constant that an instruction lacks
+MAPS = ("tanh", "sigmoid", "relu2")
+FASTEST_LOG_W = -0.6065306597126334      # of RWKV-7's decay: -e^-0.5
+LEAST_NORM = 1e-12                       # of RWKV-7's kk
+
+
+class Instruction(NamedTuple):
+    """name: one of those above. arguments: registers, constants and sizes, in the order of the method of Program."""
+
+    name: str
+    arguments: tuple[int, ...]
+
+
+class Wkv4(NamedTuple):
+    """Registers (A) of k, v, r, the state's a, b, p, and y; constants (A): decay exponent w (p + w decays) and bonus u."""
+
+    k: int
+    v: int
+    r: int
+    a: int
+    b: int
+    p: int
+    y: int
+    w: int
+    u: int
+
+
+class Wkv7(NamedTuple):
+    """Registers (C) unless another size is given; the constants are the parameters of TimeMix by their names.
+
+    r, k, v; z, rate, g: the low-rank outputs of the gates w, a and g; gate: of v, NONE in the first layer, which sets v_first;
+    state (C N): S, rows of the value; kk: for the instruction's own use; y. z, rate, k and v are overwritten.
+    """
+
+    r: int
+    k: int
+    v: int
+    z: int
+    rate: int
+    g: int
+    gate: int
+    v_first: int
+    state: int
+    kk: int
+    y: int
+    w0: int
+    a0: int
+    v0: int
+    k_k: int
+    k_a: int
+    r_k: int
+    weight: int
+    bias: int
+    eps: int
+
+
+@dataclass
+class Program:
+    """Instructions in order, and what they work on. Each method adds a register, a constant or an instruction.
+
+    size: the numbers in all registers of one row. A register of width w at place p takes the numbers p R to (p + w) R of the
+    registers of R rows, row after row.
+    """
+
+    size: int = 0
+    instructions: list[Instruction] = field(default_factory=list)
+    weights: list[Packed] = field(default_factory=list)
+    _constants: list[Tensor] = field(default_factory=list)
+    _constants_size: int = 0
+
+    def register(self, width: int) -> int:
+        """The place of a new register."""
+        place = self.size
+        self.size += -(-width // LANES) * LANES
+        return place
+
+    def constant(self, values: Tensor) -> int:
+        """The place of a new constant: the values, flat, as float32."""
+        place = self._constants_size
+        flat = values.detach().float().flatten()
+        self._constants.append(torch.nn.functional.pad(flat, (0, -len(flat) % LANES)))
+        self._constants_size += len(self._constants[-1])
+        return place
+
+    def constants(self) -> Tensor:
+        return torch.cat([*self._constants, torch.zeros(LANES)])
+
+    def norm(self, x: int, y: int, width: int, weight: Tensor, bias: Tensor, eps: float, added: int = NONE) -> None:
+        constants = [self.constant(values) for values in (weight, bias, torch.tensor([eps]))]
+        self._add("norm", x, y, width, *constants, added)
+
+    def mix(self, x: int, last: int, y: int, width: int, shares: Tensor) -> None:
+        """shares (n,C): the outputs are n registers one after the other, which begin at y."""
+        self._add("mix", x, last, y, width, len(shares), self.constant(shares))
+
+    def product(self, x: int, y: int, weight: Packed, K: int) -> None:
+        self.weights.append(weight)
+        self._add("product", x, y, len(weight.weight), K, len(self.weights) - 1)
+
+    def small_product(self, x: int, y: int, weight: Tensor) -> None:
+        """Of a W (N,K) that becomes a constant."""
+        self._add("small_product", x, y, *weight.shape, self.constant(weight))
+
+    def map(self, function: str, y: int, width: int) -> None:
+        self._add("map", y, width, MAPS.index(function))
+
+    def add(self, x: int, y: int, width: int, gate: int = NONE) -> None:
+        self._add("add", x, y, width, gate)
+
+    def wkv4(self, places: Wkv4, width: int) -> None:
+        self._add("wkv4", *places, width)
+
+    def wkv7(self, places: Wkv7, heads: int, N: int) -> None:
+        self._add("wkv7", *places, heads, N)
+
+    def _add(self, name: str, *arguments: int) -> None:
+        self.instructions.append(Instruction(name, arguments))
+
+
+def of_register(registers: Tensor, place: int, width: int, R: int) -> Tensor:
+    """The register (R,width) at the place, a view."""
+    return registers[place * R:(place + width) * R].view(R, width)

@@ -1,0 +1,312 @@
+"""The whole program in one launch: threads take the tiles of an instruction from a counter and wait for each other by spinning.
+
+A barrier costs below 1 us where starting a kernel costs 100 to 300. A thread that the system has stopped delays the others only
+by the tile that it holds. The weights stay where they are: a launch reads those that 32-bit indices reach from the first of
+them in memory, and a larger program takes several launches.
+"""
+
+# mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.backends.products import FEW, FLOAT_SUMS, LANES, MATRIX, ROWS, SCALES, WIDE, Floats, sum_of, tiles, vector
+from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
+from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program
+from kernels.matvec import Packed
+from kernels.registry import Requires
+
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
+                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8))
+
+WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
+NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7")
+WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": 9}     # the argument that is the width of the registers
+CHANNELS = 128                           # of a tile of what is computed channel by channel
+PARTS = 32                               # tiles of a product, at most
+APART = 16                               # integers between two counters, so that no two are in one cache line
+Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
+
+
+def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
+    constants = program.constants()
+    launches = [_launch_of(part, program.weights) for part in _within_reach(program)]
+    nothing = torch.zeros(1, dtype=torch.uint8 if form == "int4" else getattr(torch, form))
+
+    def run(registers: Tensor, R: int) -> None:
+        kernel = _kernel(form, R == 1)
+        for part in launches:
+            part.counters.zero_()
+            launch(kernel, nothing if part.first is None else part.first, part.scale, part.shift, constants, registers, part.code,
+                   part.counters, len(part.code) // WIDTH, R, torch.get_num_threads())
+
+    return run
+
+
+class _Launch(NamedTuple):
+    """A part of a program. first: of its weights, the one that is first in memory; code: int32, WIDTH for an instruction."""
+
+    first: Tensor | None
+    scale: Tensor
+    shift: Tensor
+    code: Tensor
+    counters: Tensor
+    weights: list[Packed]                # which must live as long
+
+
+def _within_reach(program: Program) -> list[list[Instruction]]:
+    """The instructions in parts whose weights are near each other."""
+    parts: list[list[Instruction]] = [[]]
+    low, high = None, None
+    for instruction in program.instructions:
+        if instruction.name == "product":
+            weight = program.weights[instruction.arguments[-1]].weight
+            begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+            low, high = (begin, end) if low is None else (min(low, begin), max(high, end))
+            if (high - low) // weight.itemsize >= NUMEL_MAX:
+                parts.append([])
+                low, high = begin, end
+        parts[-1].append(instruction)
+    return parts
+
+
+def _launch_of(instructions: list[Instruction], weights: list[Packed]) -> _Launch:
+    used = [weights[each.arguments[-1]] for each in instructions if each.name == "product"]
+    first = min((packed.weight for packed in used), key=Tensor.data_ptr, default=None)
+    code = torch.zeros(len(instructions), WIDTH, dtype=torch.int32)
+    scale_at = 0
+    for row, (name, arguments) in zip(code, instructions, strict=True):
+        numbers = list(arguments)
+        if name == "product":
+            weight, scale, _ = weights[numbers.pop()]
+            numbers += [(weight.data_ptr() - first.data_ptr()) // weight.itemsize, scale_at]
+            scale_at += scale.numel()
+        full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments), *numbers], dtype=torch.int32)
+        row[:len(full)] = full
+    joined = [torch.cat([getattr(packed, name).flatten() for packed in used]) if used else torch.zeros(0)
+              for name in ("scale", "shift")]
+    counters = torch.zeros(2 * APART * len(instructions), dtype=torch.int32)
+    return _Launch(None if first is None else first.view(-1), joined[0], joined[1], code.flatten(), counters, used)
+
+
+def _tiles_of(name: str, arguments: tuple[int, ...]) -> int:
+    """The tiles of an instruction; for each row, but those of a product are for all rows."""
+    if name in ("product", "small_product"):
+        return -(-arguments[2] // _rows_of_tile(arguments[2]))
+    if name == "wkv7":
+        return arguments[-2]             # heads
+    return 1 if name == "norm" else -(-arguments[WIDTH_AT[name]] // CHANNELS)
+
+
+def _rows_of_tile(N: int) -> int:
+    """The rows of W (N,K) in a tile of a product: whole tiles of the sums."""
+    return -(-N // PARTS // FEW) * FEW
+
+
+@cache
+def _kernel(form: str, one_row: bool):
+    tile_n, tile_r = (WIDE, 1) if one_row else (FEW, ROWS)
+    stored, scales, sums, small_sums = MATRIX[form], SCALES[form], FLOAT_SUMS[form], FLOAT_SUMS["float32"]
+
+    @ti.kernel
+    def kernel(w: stored, scale: scales, shift: scales, c: Floats, g: Floats, code: Integers, counters: Integers,
+               count: int, R: int, n: int):
+        for step in range(n * BLOCK):
+            if step % BLOCK == 0:
+                for i in range(count):
+                    at, name = i * WIDTH, code[i * WIDTH]
+                    total = code[at + 1]
+                    if name != 2 and name != 3:
+                        total *= R
+                    tile = ti.atomic_add(counters[2 * i * APART], 1)
+                    while tile < total:
+                        if name == 0:
+                            _norm(c, g, code, at + 2, tile, R)
+                        elif name == 1:
+                            _mix(c, g, code, at + 2, tile, R, code[at + 1])
+                        elif name == 2:
+                            N, K = code[at + 4], code[at + 5]
+                            rows = tiles(tiles(N, PARTS), FEW) * FEW
+                            for part in range(tile * rows // tile_n, tiles(ti.min(N, (tile + 1) * rows), tile_n)):
+                                for r in range(tiles(R, tile_r)):
+                                    sums(w, scale, shift, g, g, part * tile_n, r * tile_r, N, K, R, code[at + 6], code[at + 7],
+                                         code[at + 2] * R, code[at + 3] * R, tile_n, tile_r)
+                        elif name == 3:
+                            N, K = code[at + 4], code[at + 5]
+                            rows = tiles(tiles(N, PARTS), FEW) * FEW
+                            for part in range(tile * rows // tile_n, tiles(ti.min(N, (tile + 1) * rows), tile_n)):
+                                for r in range(tiles(R, tile_r)):
+                                    small_sums(c, c, c, g, g, part * tile_n, r * tile_r, N, K, R, code[at + 6], 0,
+                                               code[at + 2] * R, code[at + 3] * R, tile_n, tile_r)
+                        elif name == 4:
+                            _map(g, code, at + 2, tile, R, code[at + 1])
+                        elif name == 5:
+                            _add(g, code, at + 2, tile, R, code[at + 1])
+                        elif name == 6:
+                            _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
+                        else:
+                            _wkv7(c, g, code, at + 2, tile, R, code[at + 1])
+                        ti.atomic_add(counters[(2 * i + 1) * APART], 1)
+                        tile = ti.atomic_add(counters[2 * i * APART], 1)
+                    while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
+                        pass
+
+    return kernel
+
+
+@ti.func
+def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, R):
+    """A tile is a row."""
+    width = code[at + 2]
+    x, y = code[at] * R + row * width, code[at + 1] * R + row * width
+    if code[at + 6] >= 0:
+        added = code[at + 6] * R + row * width
+        for j in range(width // LANES):
+            for lane in ti.static(range(LANES)):
+                g[(x + j * LANES & INDEX) + lane] += g[(added + j * LANES & INDEX) + lane]
+    sums = ti.Vector([0.0] * LANES)
+    for j in range(width // LANES):
+        sums += vector(g, x + j * LANES)
+    mean = sum_of(sums, R >> 30) / width
+    squares = ti.Vector([0.0] * LANES)
+    for j in range(width // LANES):
+        away = vector(g, x + j * LANES) - mean
+        squares += away * away
+    factor = 1.0 / ti.sqrt(sum_of(squares, R >> 30) / width + c[code[at + 5]])
+    for j in range(width // LANES):
+        normal = (vector(g, x + j * LANES) - mean) * factor
+        normal = normal * vector(c, code[at + 3] + j * LANES) + vector(c, code[at + 4] + j * LANES)
+        for lane in ti.static(range(LANES)):
+            g[(y + j * LANES & INDEX) + lane] = normal[lane]
+
+
+@ti.func
+def _mix(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
+    width, n, shares = code[at + 3], code[at + 4], code[at + 5]
+    row, first = tile // parts, tile % parts * CHANNELS
+    for channel in range(first, ti.min(width, first + CHANNELS)):
+        own = row * width + channel
+        x, last = g[code[at] * R + own], g[code[at + 1] * R + own]
+        for i in range(n):
+            g[(code[at + 2] + i * width) * R + own] = last + (x - last) * c[shares + i * width + channel]
+        g[code[at + 1] * R + own] = x
+
+
+@ti.func
+def _map(g: ti.template(), code: ti.template(), at, tile, R, parts):
+    width, function = code[at + 1], code[at + 2]
+    row, first = tile // parts, tile % parts * CHANNELS
+    for channel in range(first, ti.min(width, first + CHANNELS)):
+        place = code[at] * R + row * width + channel
+        y = g[place]
+        if function == 0:
+            y = ti.tanh(y)
+        elif function == 1:
+            y = _sigmoid(y)
+        else:
+            y = ti.max(y, 0.0) * ti.max(y, 0.0)
+        g[place] = y
+
+
+@ti.func
+def _add(g: ti.template(), code: ti.template(), at, tile, R, parts):
+    width, gate = code[at + 2], code[at + 3]
+    row, first = tile // parts, tile % parts * CHANNELS
+    for channel in range(first, ti.min(width, first + CHANNELS)):
+        own = row * width + channel
+        y = g[code[at + 1] * R + own]
+        if gate >= 0:
+            y *= _sigmoid(g[gate * R + own])
+        g[code[at] * R + own] += y
+
+
+@ti.func
+def _wkv4(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
+    width = code[at + 9]
+    row, first = tile // parts, tile % parts * CHANNELS
+    for channel in range(first, ti.min(width, first + CHANNELS)):
+        own = row * width + channel
+        k, v, r = g[code[at] * R + own], g[code[at + 1] * R + own], g[code[at + 2] * R + own]
+        a, b, p = g[code[at + 3] * R + own], g[code[at + 4] * R + own], g[code[at + 5] * R + own]
+        w, u = c[code[at + 7] + channel], c[code[at + 8] + channel]
+        top = ti.max(p, u + k)
+        past, now = ti.exp(p - top), ti.exp(u + k - top)
+        g[code[at + 6] * R + own] = _sigmoid(r) * (past * a + now * v) / (past * b + now)
+        top = ti.max(p + w, k)
+        past, now = ti.exp(p + w - top), ti.exp(k - top)
+        g[code[at + 3] * R + own] = past * a + now * v
+        g[code[at + 4] * R + own] = past * b + now
+        g[code[at + 5] * R + own] = top
+
+
+@ti.func
+def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, heads):
+    """A tile is a head of a row. z, rate, k and v become the decay, b, the key and the value; kk becomes a."""
+    N, head = code[at + 21], tile % heads
+    own, channel = tile * N, head * N
+    r_at, k_at, v_at, z_at = code[at] * R + own, code[at + 1] * R + own, code[at + 2] * R + own, code[at + 3] * R + own
+    rate_at, g_at, gate_at, first_at = (code[at + 4] * R + own, code[at + 5] * R + own, code[at + 6] * R + own,
+                                        code[at + 7] * R + own)
+    state_at, kk_at, y_at = code[at + 8] * R + own * N, code[at + 9] * R + own, code[at + 10] * R + own
+    w0, a0, v0, k_k = code[at + 11] + channel, code[at + 12] + channel, code[at + 13] + channel, code[at + 14] + channel
+    k_a, r_k, weight, bias = code[at + 15] + channel, code[at + 16] + channel, code[at + 17] + channel, code[at + 18] + channel
+    squares, share = 0.0, 0.0
+    for j in range(N):
+        k, v = g[k_at + j], g[v_at + j]
+        rate = _sigmoid(c[a0 + j] + g[rate_at + j])
+        g[rate_at + j] = rate
+        g[z_at + j] = ti.exp(FASTEST_LOG_W * _sigmoid(c[w0 + j] + g[z_at + j]))
+        if code[at + 6] >= 0:
+            v += (g[first_at + j] - v) * _sigmoid(c[v0 + j] + g[gate_at + j])
+            g[v_at + j] = v
+        else:
+            g[first_at + j] = v
+        kk = k * c[k_k + j]
+        squares += kk * kk
+        k *= 1.0 + (rate - 1.0) * c[k_a + j]
+        share += g[r_at + j] * k * c[r_k + j]
+        g[k_at + j] = k
+        g[kk_at + j] = kk
+    factor = 1.0 / ti.max(ti.sqrt(squares), LEAST_NORM)
+    for j in range(N):
+        kk = g[kk_at + j] * factor
+        g[kk_at + j] = -kk
+        g[rate_at + j] *= kk
+    _state_and_y(g, state_at, z_at, kk_at, rate_at, k_at, v_at, r_at, y_at, N, R)
+    total = 0.0
+    for j in range(N):
+        total += g[y_at + j]
+    mean, squares_away = total / N, 0.0
+    for j in range(N):
+        squares_away += (g[y_at + j] - mean) ** 2
+    scale = 1.0 / ti.sqrt(squares_away / N + c[code[at + 19]])
+    for j in range(N):
+        normal = (g[y_at + j] - mean) * scale * c[weight + j] + c[bias + j]
+        g[y_at + j] = (normal + share * g[v_at + j]) * g[g_at + j]
+
+
+@ti.func
+def _state_and_y(g: ti.template(), state_at, w_at, a_at, b_at, k_at, v_at, r_at, y_at, N, R):
+    """kernels/wkv7's step for one head: S w + (S a) b + v k, and y = S r, row by row."""
+    for i in range(N):
+        row = state_at + i * N
+        sums = ti.Vector([0.0] * LANES)
+        for j in range(N // LANES):
+            sums += vector(g, row + j * LANES) * vector(g, a_at + j * LANES)
+        sa, v = sum_of(sums, R >> 30), g[v_at + i]
+        sums = ti.Vector([0.0] * LANES)
+        for j in range(N // LANES):
+            now = (vector(g, row + j * LANES) * vector(g, w_at + j * LANES) + sa * vector(g, b_at + j * LANES)
+                   + v * vector(g, k_at + j * LANES))
+            for lane in ti.static(range(LANES)):
+                g[(row + j * LANES & INDEX) + lane] = now[lane]
+            sums += now * vector(g, r_at + j * LANES)
+        g[y_at + i] = sum_of(sums, R >> 30)
+
+
+@ti.func
+def _sigmoid(x):
+    return 1.0 / (1.0 + ti.exp(-x))

@@ -1,0 +1,75 @@
+"""A model's step for one token as a program of kernels/decoding, in which all of it is one launch.
+
+The instructions of a block are written down in rwkvN_program.py beside this file.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.decoding import LANES, Program
+from kernels.matvec import FORMS, GROUP, Packed, pack
+from rwkv.model.quantized import Int4Linear, Int8Linear
+
+
+class Place(NamedTuple):
+    """Where a tensor of a layer's state begins in the registers, and its shape without the rows."""
+
+    at: int
+    shape: tuple[int, ...]
+
+
+class ModelProgram(NamedTuple):
+    """x (C) takes the embedding of the token, logits (V) are found; layers: where each tensor of each layer's state is."""
+
+    program: Program
+    form: str
+    x: int
+    logits: int
+    layers: list[list[Place]]
+
+
+def program_of(model: Any) -> ModelProgram | None:
+    """The program of a plain model on a CPU; None where a width is no multiple of 8 (int4: 32) or its matrices differ in form."""
+    linears = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear))]
+    forms = {form_of(layer) for layer in linears}
+    multiple = GROUP if forms == {"int4"} else LANES
+    if len(forms) != 1 or not forms <= set(FORMS) or any(layer.in_features % multiple for layer in linears):
+        return None
+    program, C = Program(), model.config.n_embd
+    x, normal, logits = program.register(C), program.register(C), program.register(model.vocab_size)
+    blocks = model.generation.ProgramBlocks(program, model.config, x)
+    layers = [blocks.add(block) for block in model.blocks]
+    add_norm(program, model.ln_out, x, normal)
+    add_product(program, model.head, normal, logits)
+    return ModelProgram(program, forms.pop(), x, logits, layers)
+
+
+def form_of(layer: nn.Module) -> str:
+    """The form of kernels.matvec that the layer's weights have; another dtype by its own name."""
+    if isinstance(layer, (Int8Linear, Int4Linear)):
+        return layer.packed.form
+    assert isinstance(layer, nn.Linear)
+    return str(layer.weight.dtype).removeprefix("torch.")
+
+
+def add_norm(program: Program, norm: nn.Module, x: int, y: int, **options: int) -> None:
+    """y = norm(x), of a LayerNorm."""
+    assert isinstance(norm, nn.LayerNorm)
+    program.norm(x, y, len(norm.weight), norm.weight, norm.bias, norm.eps, **options)
+
+
+def add_product(program: Program, layer: nn.Module, x: int, y: int) -> None:
+    """y = layer(x), of a linear layer in any form."""
+    if isinstance(layer, (Int8Linear, Int4Linear)):
+        packed: Packed = layer.packed
+    else:
+        assert isinstance(layer, nn.Linear)
+        packed = pack(layer.weight, form_of(layer))
+    program.product(x, y, packed, layer.in_features)
+
+
+def shares(*parameters: Tensor) -> Tensor:
+    """Parameters of one element for each channel, stacked: (n,C)."""
+    return torch.stack([parameter.detach().float().flatten() for parameter in parameters])
