@@ -23,16 +23,18 @@ SCALES = {"float32": Floats, "bfloat16": Floats, "int8": Floats, "int4": Halves}
 def _float_sums(read, convert=None, scaled=False):
     """read(w, scale, shift, w_at, scale_at, n, K, k): eight weights from k on of row n, as float32.
 
-    convert: the same for a single number, where K need not be whole blocks. scaled: W has a scale for each of its rows.
+    convert: the same for a single number, where K need not be whole blocks. scaled: W has a scale for each of its rows, and x is in steps
+    of a size for each of its rows.
     """
     has_tail = convert is not None
 
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, r, N, K, R, w_at, scale_at, x_at, y_at, tile_n: ti.template(), tile_r: ti.template()):
+             n, r, N, K, R, w_at, scale_at, x_at, step_at, y_at, tile_n: ti.template(), tile_r: ti.template()):
         """A tile of outputs: rows n, n + 1, ... of W and r, r + 1, ... of x, the last of either again beyond its end.
 
-        w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin. One row of x takes all chains in one
+        w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin; step_at: where the sizes of steps are, each
+        the first of a vector of the array of x. One row of x takes all chains in one
         pass, so that W is read in order; several take a pass for each chain, which leaves vector registers for more rows.
         """
         together = ti.static(CHAINS if tile_r == 1 else 1)
@@ -60,7 +62,7 @@ def _float_sums(read, convert=None, scaled=False):
                     for k in range(K // WHOLE * WHOLE, K):
                         total += convert(w[w_at + n_at * K + k]) * x[x_at + r_at * K + k]
                 if ti.static(scaled):
-                    total *= scale[scale_at + n_at]
+                    total *= scale[scale_at + n_at] * x[step_at + r_at * LANES]
                 y[y_at + r_at * N + n_at] = total
 
     return sums
@@ -89,7 +91,7 @@ def _read_int4(w: ti.template(), scale: ti.template(), shift: ti.template(), w_a
 
 @ti.func
 def _int8_sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-               n, r, N, K, R, w_at, scale_at, x_at, y_at, tile_n: ti.template(), tile_r: ti.template()):
+               n, r, N, K, R, w_at, scale_at, x_at, step_at, y_at, tile_n: ti.template(), tile_r: ti.template()):
     """The same with sums of whole numbers. Their parts are exact in float32 for CHUNK numbers, and are added up as integers."""
     totals = [[0 for _ in ti.static(range(tile_r))] for _ in ti.static(range(tile_n))]
     for chunk in range(tiles(K, CHUNK)):

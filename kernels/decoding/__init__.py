@@ -8,7 +8,8 @@ A register is a vector of float32 for each row of the batch; constants are share
 
     norm      x += added (if any);  y = (x - mean(x)) / sqrt(variance(x) + eps) weight + bias
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
-    product   y = W x, with W packed in a form of kernels.matvec, or float32 among the constants; int8 does not round x
+    product   y = W x, with W packed in a form of kernels.matvec, or float32 among the constants
+    round     before a product in int8: q = x in whole steps, as kernels.matvec rounds its inputs; the step's size is kept
     map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
     add       x += y, or x += sigmoid(gate) y
     wkv4      y = sigmoid(r) wkv(k, v), where wkv is kernels.wkv4's step for one token, whose state goes on
@@ -96,6 +97,8 @@ class Program:
     weights: list[Packed] = field(default_factory=list)
     _constants: list[Tensor] = field(default_factory=list)
     _constants_size: int = 0
+    _rounded: dict[int, int] = field(default_factory=dict)       # by the width: the register for x in whole steps
+    _step: int = NONE
 
     def register(self, width: int) -> int:
         """The place of a new register."""
@@ -123,8 +126,10 @@ class Program:
         self._add("mix", x, last, y, width, len(shares), self.constant(shares))
 
     def product(self, x: int, y: int, weight: Packed, K: int) -> None:
+        if weight.form == "int8":
+            x = self._round(x, weight, K)
         self.weights.append(weight)
-        self._add("product", x, y, len(weight.weight), K, len(self.weights) - 1)
+        self._add("product", x, y, len(weight.weight), K, self._step, len(self.weights) - 1)
 
     def small_product(self, x: int, y: int, weight: Tensor) -> None:
         """Of a W (N,K) that becomes a constant."""
@@ -141,6 +146,16 @@ class Program:
 
     def wkv7(self, places: Wkv7, heads: int, N: int) -> None:
         self._add("wkv7", *places, heads, N)
+
+    def _round(self, x: int, weight: Packed, K: int) -> int:
+        """The register of x in the whole steps that the weight asks for; _step is that of the step's size."""
+        if self._step == NONE:
+            self._step = self.register(1)
+        if K not in self._rounded:
+            self._rounded[K] = self.register(K)
+        steps, signed = weight.shift.tolist()
+        self._add("round", x, self._rounded[K], K, self._step, int(steps), int(signed))
+        return self._rounded[K]
 
     def _add(self, name: str, *arguments: int) -> None:
         self.instructions.append(Instruction(name, arguments))

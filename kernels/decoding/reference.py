@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, MAPS, NONE, Program, Wkv4, Wkv7, of_register
-from kernels.matvec import unpacked
+from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Wkv4, Wkv7, of_register
+from kernels.matvec import SMALLEST, unpacked
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.float64))
@@ -48,8 +48,16 @@ class _Machine:
             self._register(y + i * width, width).copy_(before + (now - before) * share)
         before.copy_(now)
 
-    def product(self, x: int, y: int, N: int, K: int, weight: int) -> None:
+    def round(self, x: int, y: int, width: int, step: int, steps: int, signed: int) -> None:
+        rows = self._register(x, width)
+        largest = (rows.abs() if signed else rows).amax(1, keepdim=True).clamp(min=SMALLEST)
+        self._register(y, width).copy_((rows / largest * steps).round())
+        self._register(step, LANES).copy_((largest / steps).expand(-1, LANES))
+
+    def product(self, x: int, y: int, N: int, K: int, step: int, weight: int) -> None:
         self._multiply(x, y, unpacked(self._program.weights[weight], self._constants.dtype))
+        if step != NONE:
+            self._register(y, N).mul_(self._register(step, LANES)[:, :1])
 
     def small_product(self, x: int, y: int, N: int, K: int, weight: int) -> None:
         self._multiply(x, y, self._constant(weight, N * K).view(N, K))

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.products import FEW, FLOAT_SUMS, LANES, MATRIX, ROWS, SCALES, WIDE, Floats, sum_of, tiles, vector
+from kernels.backends.products import FLOAT_SUMS, LANES, MATRIX, SCALES, Floats, sum_of, tiles, vector
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
 from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program
-from kernels.matvec import Packed
+from kernels.matvec import SMALLEST, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
-NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7")
+NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round")
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": 9}     # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 32                               # tiles of a product, at most
@@ -37,10 +37,9 @@ def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
     nothing = torch.zeros(1, dtype=torch.uint8 if form == "int4" else getattr(torch, form))
 
     def run(registers: Tensor, R: int) -> None:
-        kernel = _kernel(form, R == 1)
         for part in launches:
             part.counters.zero_()
-            launch(kernel, nothing if part.first is None else part.first, part.scale, part.shift, constants, registers, part.code,
+            launch(_kernel(form), nothing if part.first is None else part.first, part.scale, part.shift, constants, registers, part.code,
                    part.counters, len(part.code) // WIDTH, R, torch.get_num_threads())
 
     return run
@@ -95,20 +94,15 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed]) -> _Launc
 def _tiles_of(name: str, arguments: tuple[int, ...]) -> int:
     """The tiles of an instruction; for each row, but those of a product are for all rows."""
     if name in ("product", "small_product"):
-        return -(-arguments[2] // _rows_of_tile(arguments[2]))
+        rows = -(-arguments[2] // PARTS)
+        return -(-arguments[2] // rows)
     if name == "wkv7":
         return arguments[-2]             # heads
-    return 1 if name == "norm" else -(-arguments[WIDTH_AT[name]] // CHANNELS)
-
-
-def _rows_of_tile(N: int) -> int:
-    """The rows of W (N,K) in a tile of a product: whole tiles of the sums."""
-    return -(-N // PARTS // FEW) * FEW
+    return 1 if name in ("norm", "round") else -(-arguments[WIDTH_AT[name]] // CHANNELS)
 
 
 @cache
-def _kernel(form: str, one_row: bool):
-    tile_n, tile_r = (WIDE, 1) if one_row else (FEW, ROWS)
+def _kernel(form: str):
     stored, scales, sums, small_sums = MATRIX[form], SCALES[form], FLOAT_SUMS[form], FLOAT_SUMS["float32"]
 
     @ti.kernel
@@ -129,24 +123,24 @@ def _kernel(form: str, one_row: bool):
                             _mix(c, g, code, at + 2, tile, R, code[at + 1])
                         elif name == 2:
                             N, K = code[at + 4], code[at + 5]
-                            rows = tiles(tiles(N, PARTS), FEW) * FEW
-                            for part in range(tile * rows // tile_n, tiles(ti.min(N, (tile + 1) * rows), tile_n)):
-                                for r in range(tiles(R, tile_r)):
-                                    sums(w, scale, shift, g, g, part * tile_n, r * tile_r, N, K, R, code[at + 6], code[at + 7],
-                                         code[at + 2] * R, code[at + 3] * R, tile_n, tile_r)
+                            for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
+                                for r in range(R):
+                                    sums(w, scale, shift, g, g, row, r, N, K, R, code[at + 7], code[at + 8], code[at + 2] * R,
+                                         code[at + 6] * R, code[at + 3] * R, 1, 1)
                         elif name == 3:
                             N, K = code[at + 4], code[at + 5]
-                            rows = tiles(tiles(N, PARTS), FEW) * FEW
-                            for part in range(tile * rows // tile_n, tiles(ti.min(N, (tile + 1) * rows), tile_n)):
-                                for r in range(tiles(R, tile_r)):
-                                    small_sums(c, c, c, g, g, part * tile_n, r * tile_r, N, K, R, code[at + 6], 0,
-                                               code[at + 2] * R, code[at + 3] * R, tile_n, tile_r)
+                            for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
+                                for r in range(R):
+                                    small_sums(c, c, c, g, g, row, r, N, K, R, code[at + 6], 0, code[at + 2] * R, 0,
+                                               code[at + 3] * R, 1, 1)
                         elif name == 4:
                             _map(g, code, at + 2, tile, R, code[at + 1])
                         elif name == 5:
                             _add(g, code, at + 2, tile, R, code[at + 1])
                         elif name == 6:
                             _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
+                        elif name == 8:
+                            _round(g, code, at + 2, tile, R)
                         else:
                             _wkv7(c, g, code, at + 2, tile, R, code[at + 1])
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
@@ -181,6 +175,28 @@ def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, R):
         normal = normal * vector(c, code[at + 3] + j * LANES) + vector(c, code[at + 4] + j * LANES)
         for lane in ti.static(range(LANES)):
             g[(y + j * LANES & INDEX) + lane] = normal[lane]
+
+
+@ti.func
+def _round(g: ti.template(), code: ti.template(), at, row, R):
+    """A tile is a row."""
+    width, steps = code[at + 2], ti.cast(code[at + 4], ti.f32)
+    x, y = code[at] * R + row * width, code[at + 1] * R + row * width
+    largest = ti.Vector([0.0] * LANES)
+    for j in range(width // LANES):
+        values = vector(g, x + j * LANES)
+        if code[at + 5] == 1:
+            largest = ti.Vector([ti.max(largest[lane], abs(values[lane])) for lane in ti.static(range(LANES))])
+        else:
+            largest = ti.Vector([ti.max(largest[lane], values[lane]) for lane in ti.static(range(LANES))])
+    top = SMALLEST
+    for lane in ti.static(range(LANES)):
+        top = ti.max(top, largest[lane])
+    for j in range(width // LANES):
+        whole = vector(g, x + j * LANES) / top * steps
+        for lane in ti.static(range(LANES)):
+            g[(y + j * LANES & INDEX) + lane] = ti.round(whole[lane])
+    g[code[at + 3] * R + row * LANES] = top / steps
 
 
 @ti.func

@@ -67,7 +67,7 @@ def _kernel(form: str, one_row: bool):
             scale_at *= K // GROUP
         for at in range(ti.max(first, start), ti.min(end, start + tiles(N, tile_n))):
             for r in range(tiles(R, tile_r)):
-                sums(w, scale, shift, x, y, (at - start) * tile_n, r * tile_r, N, K, R, 0, scale_at, x_at, n_at * R,
+                sums(w, scale, shift, x, y, (at - start) * tile_n, r * tile_r, N, K, R, 0, scale_at, x_at, 0, n_at * R,
                      tile_n, tile_r)
 
     @ti.kernel

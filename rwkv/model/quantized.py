@@ -42,7 +42,7 @@ class Int8Linear(nn.Module):
         self._zero = 0 if non_negative else levels // 2
         self._step = 1 / (levels - 1 - self._zero)
         scale, integers = _rounded(weight.detach())
-        self.packed = Packed(integers, scale, torch.empty(0))
+        self.packed = Packed(integers, scale, torch.tensor([1 / self._step, 0.0 if non_negative else 1.0]))
         self._packed = _pack(scale, integers)
 
     def forward(self, x: Tensor) -> Tensor:
