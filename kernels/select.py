@@ -46,6 +46,8 @@ RULES = {
     ("matvec", "cpu", torch.bfloat16): MATVEC,
     ("matvec", "cpu", torch.int8): Rule(("torch_linear", "taichi_v0", "reference"), measured=True),
     ("matvec", "cpu", torch.uint8): Rule(("taichi_v0", "reference"), measured=False),
+    **{("decoding", "cpu", dtype): Rule(("taichi_v0",), measured=True)
+       for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint8)},
 }
 
 

@@ -1,8 +1,9 @@
 """One decoding step of a model as a program: instructions on registers, carried out in one launch.
 
-A step of a small model is some 150 operations of 5 to 500 us each, so that what starting an operation costs is a large part of
-it. Here the model writes its step down once, as a list of instructions, and the threads of the back end carry it out together:
-each instruction is cut into tiles, a thread takes the next tile, and nobody goes on before all tiles of an instruction are done.
+A step of a small model is some 150 operations of 5 to 500 us each, so that what starting an operation costs is a large part
+of it. Here the model writes its step down once, as a list of instructions, and the threads of the back end carry it out
+together: each instruction is cut into tiles, a thread takes the next tile, and nobody goes on before all tiles of an
+instruction are done.
 
 A register is a vector of float32 for each row of the batch; constants are shared by the rows. The instructions, for each row:
 

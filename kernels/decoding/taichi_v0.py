@@ -39,8 +39,9 @@ def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
     def run(registers: Tensor, R: int) -> None:
         for part in launches:
             part.counters.zero_()
-            launch(_kernel(form), nothing if part.first is None else part.first, part.scale, part.shift, constants, registers, part.code,
-                   part.counters, len(part.code) // WIDTH, R, torch.get_num_threads())
+            first = nothing if part.first is None else part.first
+            launch(_kernel(form), first, part.scale, part.shift, constants, registers, part.code, part.counters,
+                   len(part.code) // WIDTH, R, torch.get_num_threads())
 
     return run
 
@@ -59,15 +60,15 @@ class _Launch(NamedTuple):
 def _within_reach(program: Program) -> list[list[Instruction]]:
     """The instructions in parts whose weights are near each other."""
     parts: list[list[Instruction]] = [[]]
-    low, high = None, None
+    span: range | None = None            # of the addresses of the weights of the last part
     for instruction in program.instructions:
         if instruction.name == "product":
             weight = program.weights[instruction.arguments[-1]].weight
-            begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-            low, high = (begin, end) if low is None else (min(low, begin), max(high, end))
-            if (high - low) // weight.itemsize >= NUMEL_MAX:
+            own = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
+            span = own if span is None else range(min(span.start, own.start), max(span.stop, own.stop))
+            if len(span) // weight.itemsize >= NUMEL_MAX:
                 parts.append([])
-                low, high = begin, end
+                span = own
         parts[-1].append(instruction)
     return parts
 
@@ -81,7 +82,7 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed]) -> _Launc
         numbers = list(arguments)
         if name == "product":
             weight, scale, _ = weights[numbers.pop()]
-            numbers += [(weight.data_ptr() - first.data_ptr()) // weight.itemsize, scale_at]
+            numbers += [_elements_between(first, weight), scale_at]
             scale_at += scale.numel()
         full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments), *numbers], dtype=torch.int32)
         row[:len(full)] = full
@@ -89,6 +90,11 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed]) -> _Launc
               for name in ("scale", "shift")]
     counters = torch.zeros(2 * APART * len(instructions), dtype=torch.int32)
     return _Launch(None if first is None else first.view(-1), joined[0], joined[1], code.flatten(), counters, used)
+
+
+def _elements_between(first: Tensor | None, weight: Tensor) -> int:
+    assert first is not None
+    return (weight.data_ptr() - first.data_ptr()) // weight.itemsize
 
 
 def _tiles_of(name: str, arguments: tuple[int, ...]) -> int:
@@ -125,14 +131,14 @@ def _kernel(form: str):
                             N, K = code[at + 4], code[at + 5]
                             for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
                                 for r in range(R):
-                                    sums(w, scale, shift, g, g, row, r, N, K, R, code[at + 7], code[at + 8], code[at + 2] * R,
-                                         code[at + 6] * R, code[at + 3] * R, 1, 1)
+                                    sums(w, scale, shift, g, g, row, r, N, K, code[at + 7], code[at + 8], code[at + 2] * R,
+                                         code[at + 6] * R, code[at + 3] * R, R >> 30)
                         elif name == 3:
                             N, K = code[at + 4], code[at + 5]
                             for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
                                 for r in range(R):
-                                    small_sums(c, c, c, g, g, row, r, N, K, R, code[at + 6], 0, code[at + 2] * R, 0,
-                                               code[at + 3] * R, 1, 1)
+                                    small_sums(c, c, c, g, g, row, r, N, K, code[at + 6], 0, code[at + 2] * R, 0,
+                                               code[at + 3] * R, R >> 30)
                         elif name == 4:
                             _map(g, code, at + 2, tile, R, code[at + 1])
                         elif name == 5:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from kernels.matvec import FEWEST_ROWS, FORMS, LEAST_NUMBERS, MOST_ROWS, MatVec, pays
-from kernels.registry import UnknownKernel, all_names
-from kernels.select import AUTO, runnable_on, select, why_auto
+from kernels.matvec import FORMS, MatVec
+from kernels.registry import UnknownKernel, all_names, load, why_not
+from kernels.select import AUTO, resolve, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation
 
@@ -34,14 +34,16 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
-def matvec_line(form: str, head: int) -> str | None:
-    """One line to print: what multiplies few rows by weights of the form while a text is generated on a CPU.
+def decoding_for(form: str) -> Any:
+    """The function bind of kernels/decoding's implementation for weights of the form, on a CPU."""
+    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind
 
-    head: the numbers of the largest matrix, the head. None where it is torch's matrix product alone.
-    """
-    if not pays(form, head):
-        return None
-    least = LEAST_NUMBERS[form]
-    which = f", matrices of {least:,} numbers and more" if least else ""
-    rows = f"{FEWEST_ROWS[form]} to {MOST_ROWS} rows"
-    return f"products in {form}: {why_auto('matvec', 'cpu', FORMS[form])}{which}, {rows}; others by torch"
+
+def can_decode(form: str) -> bool:
+    """Whether an implementation of kernels/decoding can run on this CPU with weights of the form."""
+    return form in FORMS and why_not("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])) is None
+
+
+def decoding_name(form: str) -> str:
+    """The implementation that decoding_for gives, and why."""
+    return why_auto("decoding", "cpu", FORMS[form])

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from kernels.decoding import LANES, Program
 from kernels.matvec import FORMS, GROUP, Packed, pack
+from rwkv.model.operators import can_decode, decoding_name
 from rwkv.model.quantized import Int4Linear, Int8Linear
+
+LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
+# The most rows for which the program was faster than PyTorch's products on two cores with AVX2. In int8 it is faster for one
+# alone, and its last bits are others than PyTorch's, which rounding the inputs makes many: so a text keeps to one of the two.
+MOST_ROWS = {"float32": 8, "bfloat16": 64, "int4": 16, "int8": 0}
+MOST_ROWS_ALONE = {**MOST_ROWS, "int8": 1}
 
 
 class Place(NamedTuple):
@@ -31,7 +38,8 @@ class ModelProgram(NamedTuple):
 
 
 def program_of(model: Any) -> ModelProgram | None:
-    """The program of a plain model on a CPU; None where a width is no multiple of 8 (int4: 32) or its matrices differ in form."""
+    """The program of a plain model on a CPU; None where a width is no multiple of 8 (int4: 32), or its matrices have several
+    forms."""
     linears = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear))]
     forms = {form_of(layer) for layer in linears}
     multiple = GROUP if forms == {"int4"} else LANES
@@ -44,6 +52,23 @@ def program_of(model: Any) -> ModelProgram | None:
     add_norm(program, model.ln_out, x, normal)
     add_product(program, model.head, normal, logits)
     return ModelProgram(program, forms.pop(), x, logits, layers)
+
+
+def most_rows(model: Any, alone: bool = False) -> int:
+    """The most rows for which the program is used; 0 for never. alone: there will never be more than one row."""
+    form = form_of(model.head)
+    matrices = sum(layer.weight.numel() if isinstance(layer, nn.Linear) else layer.packed.weight.numel()
+                   for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear)))
+    if model.emb.weight.device.type != "cpu" or matrices < LEAST_NUMBERS or not can_decode(form):
+        return 0
+    return (MOST_ROWS_ALONE if alone else MOST_ROWS)[form]
+
+
+def decoding_line(model: Any, alone: bool) -> str | None:
+    """One line to print: what computes a step while a text is generated; None where that is PyTorch alone."""
+    most = most_rows(model, alone)
+    name = decoding_name(form_of(model.head)) if most else ""
+    return f"decoding: {name}, one launch a token, up to {most} rows; more by torch" if most else None
 
 
 def form_of(layer: nn.Module) -> str:

@@ -46,8 +46,8 @@ class ProgramBlocks:
         constants = [program.constant(getattr(att, name)) for name in VECTORS]
         norm = [program.constant(values) for values in (att.ln_x.weight, att.ln_x.bias, torch.tensor([att.ln_x.eps]))]
         gate = NONE if block.first else self._of_v
-        program.wkv7(Wkv7(self._r, self._k, self._v, self._z, self._rate, self._g, gate, self._v_first, state, self._kk, self._y,
-                          *constants, *norm), C // N, N)
+        registers = (self._r, self._k, self._v, self._z, self._rate, self._g, gate, self._v_first, state, self._kk, self._y)
+        program.wkv7(Wkv7(*registers, *constants, *norm), C // N, N)
         add_product(program, att.output, self._y, self._out)
         return [Place(last, (C,)), Place(state, (C // N, N, N))]
 

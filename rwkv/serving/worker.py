@@ -39,6 +39,7 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.operators import operator_for
+    from rwkv.model.program import decoding_line
     from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
@@ -53,6 +54,7 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
                       f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{wkv.name} on {device}, {config.dtype}, threads "
                        f"{torch.get_num_threads()}"),
+            *([("decoding", decoding.partition(": ")[2])] if (decoding := decoding_line(model, alone=False)) else []),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)

@@ -12,7 +12,6 @@ Texts and paths are taken verbatim: commas, quotes and equals signs need no
 escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
-import math
 import sys
 from contextlib import nullcontext, redirect_stdout
 
@@ -28,7 +27,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.generation.output import check_config, prompts_from, run_generation
     from rwkv.generation.states import load_context
-    from rwkv.model.operators import matvec_line, operator_for
+    from rwkv.model.operators import operator_for
+    from rwkv.model.program import decoding_line
     from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
     check_config(config)
@@ -46,9 +46,9 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    products = matvec_line(config.dtype, math.prod(model.emb.weight.shape)) if device == "cpu" else None
-    if products:
-        print(products, file=sys.stderr)
+    decoding = decoding_line(model, alone=len(prompts) * config.num_samples == 1)
+    if decoding:
+        print(decoding, file=sys.stderr)
     if not whole:
         sys.exit(cli.INTERRUPTED)
 

@@ -48,7 +48,11 @@ def test_a_conversation(page: Any, server: Running, tmp_path: Path) -> None:
     page.screenshot(path=str(tmp_path / "page.png"))
 
 
-STOP = "() => { const button = document.getElementById('stop-button'), enabled = !button.disabled; button.click(); return enabled }"
+STOP = """() => {
+    const button = document.getElementById('stop-button'), enabled = !button.disabled;
+    button.click();
+    return enabled;
+}"""
 
 
 def _stopped(page: Any, server: Running) -> bool:

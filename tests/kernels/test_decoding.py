@@ -1,0 +1,121 @@
+"""Programs of kernels/decoding: a model's step in one launch is the reference's in float64, for any rows and in every form."""
+
+import pytest
+import torch
+from models import each_generation, small_model, tokens
+
+from kernels.decoding import Program, of_register, reference, taichi_v0
+from kernels.matvec import FORMS, pack
+from rwkv.generation.decoder import Decoder, ProgramDecoder, SwitchingDecoder
+from rwkv.model.program import program_of
+from rwkv.model.quantized import to_int4, to_int8
+from rwkv.model.state import State
+from rwkv.pretrained import RWKV
+
+WHOLE = {"n_embd": 64, "n_ffn": 96}      # widths that every form takes
+
+
+def model_in(form: str, generation: str) -> RWKV:
+    model = small_model("reference", generation=generation, **WHOLE).requires_grad_(False).eval()
+    if form in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[form](model)
+    return model.to(getattr(torch, form))
+
+
+def decoder_of(model: RWKV, state: State, implementation: object = taichi_v0) -> ProgramDecoder:
+    program = program_of(model)
+    assert program is not None
+    return ProgramDecoder(model, state, program, implementation.bind(program.program, program.form))
+
+
+@each_generation
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_steps_are_the_references_in_float64(form: str, generation: str) -> None:
+    model = model_in(form, generation)
+    several = tokens(model, B=3, T=6)
+    decoder, exact = decoder_of(model, model.empty_state(3)), decoder_of(model, model.empty_state(3), reference)
+    exact._registers = exact._registers.double()
+    for t in range(6):
+        torch.testing.assert_close(decoder.step(several[:, t]), exact.step(several[:, t]).float(), rtol=0, atol=2e-5)
+    for mine, theirs in zip(decoder.state(), exact.state(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@each_generation
+@pytest.mark.parametrize(("form", "allowed"), [("float32", 1e-5), ("bfloat16", 0.1), ("int8", 1e-2), ("int4", 1e-5)])
+@torch.no_grad()
+def test_steps_are_the_decoders(form: str, allowed: float, generation: str) -> None:
+    """After a prompt. In int8 a last bit may round an input to its other neighbour, which is 1/63 of its row's largest."""
+    model = model_in(form, generation)
+    several = tokens(model, B=2, T=9)
+    _, state = model.prefill(several[:, :4])
+    decoder, plain = decoder_of(model, state), Decoder(model, state)
+    for t in range(4, 9):
+        torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]).float(), rtol=0, atol=allowed)
+
+
+@each_generation
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(form: str, generation: str) -> None:
+    model = model_in(form, generation)
+    several = tokens(model, B=5, T=4)
+    together, alone = decoder_of(model, model.empty_state(5)), [decoder_of(model, model.empty_state(1)) for _ in range(5)]
+    for t in range(4):
+        logits = together.step(several[:, t])
+        for row, decoder in enumerate(alone):
+            assert torch.equal(decoder.step(several[row:row + 1, t])[0], logits[row])
+
+
+@each_generation
+@torch.no_grad()
+def test_rows_join_leave_and_cross_to_torch_and_back(generation: str) -> None:
+    """At most two rows by the program, here; the texts go on as if nothing had happened."""
+    model = model_in("float32", generation)
+    several, program = tokens(model, B=3, T=8), program_of(model)
+    decoder = SwitchingDecoder(model, model.empty_state(0), program, most=2)
+    for row in range(3):
+        decoder.join(model.prefill(several[row:row + 1, :4])[1])
+        assert isinstance(decoder._decoder, ProgramDecoder if row < 2 else Decoder)
+    decoder.step(several[:, 4])
+    decoder.keep([2, 0])
+    assert isinstance(decoder._decoder, ProgramDecoder)
+    decoder.step(several[[2, 0], 5])
+    decoder.keep([1])
+    expected = model(several[:1, :7])[0][0, -1]
+    torch.testing.assert_close(decoder.step(several[:1, 6])[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_product_of_any_number_of_outputs() -> None:
+    """Fewer than a tile, not whole tiles; between others, so that nothing is written beyond them."""
+    for N in (1, 7, 33, 100):
+        program = Program()
+        x, before, y, after = program.register(64), program.register(8), program.register(N), program.register(8)
+        weight = torch.randn(N, 64)
+        program.product(x, y, pack(weight, "float32"), 64)
+        registers = torch.randn(3 * program.size)
+        kept = [of_register(registers, place, 8, 3).clone() for place in (before, after)]
+        taichi_v0.bind(program, "float32")(registers, 3)
+        torch.testing.assert_close(of_register(registers, y, N, 3), of_register(registers, x, 64, 3) @ weight.T)
+        assert all(torch.equal(of_register(registers, place, 8, 3), was)
+                   for place, was in zip((before, after), kept, strict=True))
+
+
+def test_weights_out_of_reach_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [pack(torch.randn(16, 32), "float32") for _ in range(4)]
+    program = Program()
+    x, y = program.register(32), [program.register(16) for _ in weights]
+    for place, weight in zip(y, weights, strict=True):
+        program.product(x, place, weight, 32)
+    monkeypatch.setattr(taichi_v0, "NUMEL_MAX", 16 * 32 + 1)
+    assert len(taichi_v0._within_reach(program)) == len(weights)
+    registers = torch.randn(program.size)
+    taichi_v0.bind(program, "float32")(registers, 1)
+    for place, weight in zip(y, weights, strict=True):
+        expected = of_register(registers, x, 32, 1) @ weight.weight.T
+        torch.testing.assert_close(of_register(registers, place, 16, 1), expected)
+
+
+def test_a_width_that_is_not_whole_vectors_has_no_program() -> None:
+    assert program_of(small_model("reference", n_att=20).requires_grad_(False)) is None
