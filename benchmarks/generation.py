@@ -37,7 +37,7 @@ from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.select import select
 from rwkv.config import ModelConfig
-from rwkv.generation.decoder import Decoder
+from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
 from rwkv.model.quantized import Int4Linear, Int8Linear
@@ -179,7 +179,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
     tokens = torch.randint(model.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
     prefill(model, tokens[:, :8])        # compiles the kernels
     began = time.perf_counter()
-    Decoder(model, prefill(model, tokens).state).step(tokens[:, 0])
+    decoder_of(model, prefill(model, tokens).state, alone=True).step(tokens[:, 0])
     first_s = time.perf_counter() - began
     peak_mib = _peak_mib()               # before the inputs of the matrix products exist
     read, read_bytes = hardware.read("cpu")
@@ -267,7 +267,7 @@ def _seconds(function: Callable[[], Any], least: float) -> float:
 
 
 def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
-    decoder, tokens = Decoder(model, model.empty_state(B)), torch.arange(B)
+    decoder, tokens = decoder_of(model, model.empty_state(B), alone=B == 1), torch.arange(B)
     return lambda: decoder.step(tokens)
 
 

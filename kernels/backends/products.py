@@ -22,8 +22,8 @@ SCALES = {"float32": Floats, "bfloat16": Floats, "int8": Floats, "int4": Halves}
 def _float_sums(read, convert=None, scaled=False):
     """read(w, scale, shift, w_at, scale_at, n, K, block, c): eight weights of row n from 32 block + 8 c on, as float32.
 
-    convert: the same for one number; None where K is whole blocks. scaled: W has a scale for each of its rows, and x is in steps,
-    of a size for each of its rows.
+    convert: the same for one number; None where K is whole blocks. scaled: W has a scale for each of its rows, and x is in
+    steps, of a size for each of its rows.
     """
     has_tail = convert is not None
 

@@ -31,16 +31,7 @@ SMALLEST = 1e-30                         # scale of zeros
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
 MOST_ROWS = 16                           # more are faster as one matrix product
-# The least numbers of a matrix, and the fewest rows, for which this is faster here than torch's matrix product, on two cores
-# with AVX2. A launch takes 0.3 ms, most of a small one's time; torch's product of one row is as fast, and needs no compiling.
-LEAST_NUMBERS = {"float32": 2**24, "int4": 0}
-FEWEST_ROWS = {"float32": 2, "int4": 1}
 Bound = Callable[[Tensor], list[Tensor]]
-
-
-def pays(form: str, numbers: int) -> bool:
-    """Whether `auto` multiplies FEWEST_ROWS to MOST_ROWS rows by a matrix of so many numbers faster than torch's product."""
-    return numbers >= LEAST_NUMBERS.get(form, numbers + 1)
 
 
 class Packed(NamedTuple):

@@ -1,14 +1,14 @@
 """Layers as plain functions of rows, for decoding one token at a time: calling a module costs as much as a small operation."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.matvec import FEWEST_ROWS, MOST_ROWS, pack, pays
+from kernels.matvec import MOST_ROWS
 from rwkv.model.operators import matvec_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
@@ -36,8 +36,7 @@ def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 def products_function(*layers: nn.Module) -> Products:
     """Several linear layers as one function of their stacked inputs (n,B,K), which gives n outputs.
 
-    On a CPU few rows are multiplied by kernels.matvec where that pays (rwkv.model.operators.matvec_line says where), else by
-    PyTorch's matrix product.
+    In int4 few rows are multiplied by kernels.matvec; all else is PyTorch's matrix product.
     """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
@@ -68,23 +67,10 @@ class LowRank:
 
 
 def _of_weights(weights: list[Tensor]) -> Products:
-    form = str(weights[0].dtype).removeprefix("torch.")
-    if weights[0].device.type != "cpu" or not pays(form, min(weight.numel() for weight in weights)):
-        return partial(_together, weights)
-    return partial(_by_rows, cache(lambda: matvec_for(form).bind(*(pack(weight, form) for weight in weights))),
-                   FEWEST_ROWS[form], weights)
+    return lambda inputs: [F.linear(rows, weight) for rows, weight in zip(inputs.unbind(), weights, strict=True)]
 
 
 def _of_int4(layers: Sequence[Int4Linear]) -> Products:
     few = matvec_for("int4").bind(*(layer.packed for layer in layers))
     return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else [
         layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
-
-
-def _by_rows(few: Callable[[], Products], fewest: int, weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
-    """few: is made when it is first used, because that takes seconds."""
-    return few()(inputs) if fewest <= inputs.shape[1] <= MOST_ROWS else _together(weights, inputs)
-
-
-def _together(weights: list[Tensor], inputs: Tensor) -> list[Tensor]:
-    return [F.linear(rows, weight) for rows, weight in zip(inputs.unbind(), weights, strict=True)]
