@@ -32,7 +32,7 @@ LANES = 8                                # all widths are multiples of this; but
 NONE = -1                                # in the place of a register or a constant that an instruction lacks
 MAPS = ("tanh", "sigmoid", "relu2")
 FASTEST_LOG_W = -0.6065306597126334      # of RWKV-7's decay: -e^-0.5
-LEAST_NORM = 1e-12                       # of RWKV-7's kk
+LEAST_NORM = 1e-12                       # of RWKV-7's kk, as in torch.nn.functional.normalize
 
 
 class Instruction(NamedTuple):

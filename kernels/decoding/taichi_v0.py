@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.backends.products import FLOAT_SUMS, LANES, MATRIX, SCALES, Floats, sum_of, tiles, vector
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
-from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program
+from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program, Wkv4, Wkv7
 from kernels.matvec import SMALLEST, Packed
 from kernels.registry import Requires
 
@@ -24,7 +24,10 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
 NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round")
-WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": 9}     # the argument that is the width of the registers
+NORM, MIX, PRODUCT, SMALL_PRODUCT, MAP, ADD, WKV4, WKV7, ROUND = range(len(NAMES))       # as they stand in the code
+OF_4, OF_7 = Wkv4(*range(len(Wkv4._fields))), Wkv7(*range(len(Wkv7._fields)))            # the places of their arguments
+AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the width; the heads and N
+WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 32                               # tiles of a product, at most
 APART = 16                               # integers between two counters, so that no two are in one cache line
@@ -119,33 +122,33 @@ def _kernel(form: str):
                 for i in range(count):
                     at, name = i * WIDTH, code[i * WIDTH]
                     total = code[at + 1]
-                    if name != 2 and name != 3:
+                    if name != PRODUCT and name != SMALL_PRODUCT:
                         total *= R
                     tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while tile < total:
-                        if name == 0:
+                        if name == NORM:
                             _norm(c, g, code, at + 2, tile, R)
-                        elif name == 1:
+                        elif name == MIX:
                             _mix(c, g, code, at + 2, tile, R, code[at + 1])
-                        elif name == 2:
+                        elif name == PRODUCT:
                             N, K = code[at + 4], code[at + 5]
                             for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
                                 for r in range(R):
                                     sums(w, scale, shift, g, g, row, r, N, K, code[at + 7], code[at + 8], code[at + 2] * R,
                                          code[at + 6] * R, code[at + 3] * R, R >> 30)
-                        elif name == 3:
+                        elif name == SMALL_PRODUCT:
                             N, K = code[at + 4], code[at + 5]
                             for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
                                 for r in range(R):
                                     small_sums(c, c, c, g, g, row, r, N, K, code[at + 6], 0, code[at + 2] * R, 0,
                                                code[at + 3] * R, R >> 30)
-                        elif name == 4:
+                        elif name == MAP:
                             _map(g, code, at + 2, tile, R, code[at + 1])
-                        elif name == 5:
+                        elif name == ADD:
                             _add(g, code, at + 2, tile, R, code[at + 1])
-                        elif name == 6:
+                        elif name == WKV4:
                             _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
-                        elif name == 8:
+                        elif name == ROUND:
                             _round(g, code, at + 2, tile, R)
                         else:
                             _wkv7(c, g, code, at + 2, tile, R, code[at + 1])
@@ -247,41 +250,43 @@ def _add(g: ti.template(), code: ti.template(), at, tile, R, parts):
 
 @ti.func
 def _wkv4(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
-    width = code[at + 9]
+    width = code[at + AFTER_4]
     row, first = tile // parts, tile % parts * CHANNELS
     for channel in range(first, ti.min(width, first + CHANNELS)):
         own = row * width + channel
-        k, v, r = g[code[at] * R + own], g[code[at + 1] * R + own], g[code[at + 2] * R + own]
-        a, b, p = g[code[at + 3] * R + own], g[code[at + 4] * R + own], g[code[at + 5] * R + own]
-        w, u = c[code[at + 7] + channel], c[code[at + 8] + channel]
+        a_at, b_at, p_at = code[at + OF_4.a] * R + own, code[at + OF_4.b] * R + own, code[at + OF_4.p] * R + own
+        k, v, r = g[code[at + OF_4.k] * R + own], g[code[at + OF_4.v] * R + own], g[code[at + OF_4.r] * R + own]
+        a, b, p = g[a_at], g[b_at], g[p_at]
+        w, u = c[code[at + OF_4.w] + channel], c[code[at + OF_4.u] + channel]
         top = ti.max(p, u + k)
         past, now = ti.exp(p - top), ti.exp(u + k - top)
-        g[code[at + 6] * R + own] = _sigmoid(r) * (past * a + now * v) / (past * b + now)
+        g[code[at + OF_4.y] * R + own] = _sigmoid(r) * (past * a + now * v) / (past * b + now)
         top = ti.max(p + w, k)
         past, now = ti.exp(p + w - top), ti.exp(k - top)
-        g[code[at + 3] * R + own] = past * a + now * v
-        g[code[at + 4] * R + own] = past * b + now
-        g[code[at + 5] * R + own] = top
+        g[a_at] = past * a + now * v
+        g[b_at] = past * b + now
+        g[p_at] = top
 
 
 @ti.func
 def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, heads):
     """A tile is a head of a row. z, rate, k and v become the decay, b, the key and the value; kk becomes a."""
-    N, head = code[at + 21], tile % heads
+    N, head = code[at + AFTER_7 + 1], tile % heads
     own, channel = tile * N, head * N
-    r_at, k_at, v_at, z_at = code[at] * R + own, code[at + 1] * R + own, code[at + 2] * R + own, code[at + 3] * R + own
-    rate_at, g_at, gate_at, first_at = (code[at + 4] * R + own, code[at + 5] * R + own, code[at + 6] * R + own,
-                                        code[at + 7] * R + own)
-    state_at, kk_at, y_at = code[at + 8] * R + own * N, code[at + 9] * R + own, code[at + 10] * R + own
-    w0, a0, v0, k_k = code[at + 11] + channel, code[at + 12] + channel, code[at + 13] + channel, code[at + 14] + channel
-    k_a, r_k, weight, bias = code[at + 15] + channel, code[at + 16] + channel, code[at + 17] + channel, code[at + 18] + channel
+    r_at, k_at, v_at = code[at + OF_7.r] * R + own, code[at + OF_7.k] * R + own, code[at + OF_7.v] * R + own
+    z_at, rate_at, g_at = code[at + OF_7.z] * R + own, code[at + OF_7.rate] * R + own, code[at + OF_7.g] * R + own
+    gate_at, first_at = code[at + OF_7.gate] * R + own, code[at + OF_7.v_first] * R + own
+    state_at, kk_at, y_at = code[at + OF_7.state] * R + own * N, code[at + OF_7.kk] * R + own, code[at + OF_7.y] * R + own
+    w0, a0, v0 = code[at + OF_7.w0] + channel, code[at + OF_7.a0] + channel, code[at + OF_7.v0] + channel
+    k_k, k_a, r_k = code[at + OF_7.k_k] + channel, code[at + OF_7.k_a] + channel, code[at + OF_7.r_k] + channel
+    weight, bias = code[at + OF_7.weight] + channel, code[at + OF_7.bias] + channel
     squares, share = 0.0, 0.0
     for j in range(N):
         k, v = g[k_at + j], g[v_at + j]
         rate = _sigmoid(c[a0 + j] + g[rate_at + j])
         g[rate_at + j] = rate
         g[z_at + j] = ti.exp(FASTEST_LOG_W * _sigmoid(c[w0 + j] + g[z_at + j]))
-        if code[at + 6] >= 0:
+        if code[at + OF_7.gate] >= 0:
             v += (g[first_at + j] - v) * _sigmoid(c[v0 + j] + g[gate_at + j])
             g[v_at + j] = v
         else:
@@ -304,7 +309,7 @@ def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, 
     mean, squares_away = total / N, 0.0
     for j in range(N):
         squares_away += (g[y_at + j] - mean) ** 2
-    scale = 1.0 / ti.sqrt(squares_away / N + c[code[at + 19]])
+    scale = 1.0 / ti.sqrt(squares_away / N + c[code[at + OF_7.eps]])
     for j in range(N):
         normal = (g[y_at + j] - mean) * scale * c[weight + j] + c[bias + j]
         g[y_at + j] = (normal + share * g[v_at + j]) * g[g_at + j]
