@@ -6,6 +6,7 @@ them in memory, and a larger program takes several launches.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
+# ruff: noqa: SIM102  a static condition decides what is compiled, and stands by itself
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -39,11 +40,13 @@ def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
     launches = [_launch_of(part, program.weights) for part in _within_reach(program)]
     nothing = torch.zeros(1, dtype=torch.uint8 if form == "int4" else getattr(torch, form))
 
+    kernel = _kernel(form, frozenset(instruction.name for instruction in program.instructions))
+
     def run(registers: Tensor, R: int) -> None:
         for part in launches:
             part.counters.zero_()
             first = nothing if part.first is None else part.first
-            launch(_kernel(form), first, part.scale, part.shift, constants, registers, part.code, part.counters,
+            launch(kernel, first, part.scale, part.shift, constants, registers, part.code, part.counters,
                    len(part.code) // WIDTH, R, torch.get_num_threads())
 
     return run
@@ -111,7 +114,9 @@ def _tiles_of(name: str, arguments: tuple[int, ...]) -> int:
 
 
 @cache
-def _kernel(form: str):
+def _kernel(form: str, used: frozenset[str]):
+    """The kernel for programs of these instructions: what a program does not use is not compiled."""
+    has = [name in used for name in NAMES]
     stored, scales, sums, small_sums = MATRIX[form], SCALES[form], FLOAT_SUMS[form], FLOAT_SUMS["float32"]
 
     @ti.kernel
@@ -126,32 +131,41 @@ def _kernel(form: str):
                         total *= R
                     tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while tile < total:
-                        if name == NORM:
-                            _norm(c, g, code, at + 2, tile, R)
-                        elif name == MIX:
-                            _mix(c, g, code, at + 2, tile, R, code[at + 1])
-                        elif name == PRODUCT:
-                            N, K = code[at + 4], code[at + 5]
-                            for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
-                                for r in range(R):
-                                    sums(w, scale, shift, g, g, row, r, N, K, code[at + 7], code[at + 8], code[at + 2] * R,
-                                         code[at + 6] * R, code[at + 3] * R, R >> 30)
-                        elif name == SMALL_PRODUCT:
-                            N, K = code[at + 4], code[at + 5]
-                            for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
-                                for r in range(R):
-                                    small_sums(c, c, c, g, g, row, r, N, K, code[at + 6], 0, code[at + 2] * R, 0,
-                                               code[at + 3] * R, R >> 30)
-                        elif name == MAP:
-                            _map(g, code, at + 2, tile, R, code[at + 1])
-                        elif name == ADD:
-                            _add(g, code, at + 2, tile, R, code[at + 1])
-                        elif name == WKV4:
-                            _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
-                        elif name == ROUND:
-                            _round(g, code, at + 2, tile, R)
-                        else:
-                            _wkv7(c, g, code, at + 2, tile, R, code[at + 1])
+                        if ti.static(has[NORM]):
+                            if name == NORM:
+                                _norm(c, g, code, at + 2, tile, R)
+                        if ti.static(has[MIX]):
+                            if name == MIX:
+                                _mix(c, g, code, at + 2, tile, R, code[at + 1])
+                        if ti.static(has[PRODUCT]):
+                            if name == PRODUCT:
+                                N, K = code[at + 4], code[at + 5]
+                                for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
+                                    for r in range(R):
+                                        sums(w, scale, shift, g, g, row, r, N, K, code[at + 7], code[at + 8], code[at + 2] * R,
+                                             code[at + 6] * R, code[at + 3] * R, R >> 30)
+                        if ti.static(has[SMALL_PRODUCT]):
+                            if name == SMALL_PRODUCT:
+                                N, K = code[at + 4], code[at + 5]
+                                for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
+                                    for r in range(R):
+                                        small_sums(c, c, c, g, g, row, r, N, K, code[at + 6], 0, code[at + 2] * R, 0,
+                                                   code[at + 3] * R, R >> 30)
+                        if ti.static(has[MAP]):
+                            if name == MAP:
+                                _map(g, code, at + 2, tile, R, code[at + 1])
+                        if ti.static(has[ADD]):
+                            if name == ADD:
+                                _add(g, code, at + 2, tile, R, code[at + 1])
+                        if ti.static(has[WKV4]):
+                            if name == WKV4:
+                                _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
+                        if ti.static(has[WKV7]):
+                            if name == WKV7:
+                                _wkv7(c, g, code, at + 2, tile, R, code[at + 1])
+                        if ti.static(has[ROUND]):
+                            if name == ROUND:
+                                _round(g, code, at + 2, tile, R)
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
                         tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
