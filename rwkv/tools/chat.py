@@ -57,6 +57,7 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.generation.sampling import Sampling
     from rwkv.generation.states import load_context
     from rwkv.model.operators import operator_for
+    from rwkv.model.program import decoding_line
     from rwkv.pretrained import RWKV, computed_in, tokenizer_of
     from rwkv.tokenizer.chat import chat_template, default_template
 
@@ -70,6 +71,9 @@ def _open(config: ChatConfig) -> Any:
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     context = load_context(config.state, model, tokenizer) if config.state else None
+    decoding = decoding_line(model, alone=True)
+    if decoding:
+        print(decoding, file=sys.stderr)
     talk = Chat(model, tokenizer, template, sampling, config.max_new_tokens, config.seed, config.think, context)
     if config.system:
         talk.reset(config.system)
