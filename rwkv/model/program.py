@@ -57,7 +57,7 @@ def program_of(model: Any) -> ModelProgram | None:
 def most_rows(model: Any, alone: bool = False) -> int:
     """The most rows for which the program is used; 0 for never. alone: there will never be more than one row."""
     form = form_of(model.head)
-    matrices = sum(layer.weight.numel() if isinstance(layer, nn.Linear) else layer.packed.weight.numel()
+    matrices = sum(layer.in_features * layer.out_features
                    for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear)))
     if model.emb.weight.device.type != "cpu" or matrices < LEAST_NUMBERS or not can_decode(form):
         return 0

@@ -36,7 +36,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
         super().__init__()
-        self.in_features = weight.shape[1]
+        self.out_features, self.in_features = weight.shape
         self._non_negative = non_negative
         levels: int = 2 ** (bits or (8 if torch.cpu._is_vnni_supported() else 7))
         self._zero = 0 if non_negative else levels // 2
@@ -114,6 +114,7 @@ class Int4Linear(nn.Module):
 
     def __init__(self, packed: Packed, in_features: int) -> None:
         super().__init__()
+        self.out_features = len(packed.weight)
         self.in_features = in_features
         self.packed = packed
         self._few = matvec_for("int4").bind(packed)

@@ -1,0 +1,41 @@
+"""make soak: texts of a model that is large enough for kernels/decoding are the same in a batch as alone, token for token."""
+
+import random
+
+import pytest
+import torch
+from models import each_generation, small_model
+
+from rwkv.generation.engine import generate_batch
+from rwkv.model.program import most_rows
+from rwkv.model.quantized import to_int4, to_int8
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+BYTES = ByteTokenizer()
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+TEXTS, TOGETHER, TOKENS = 200, 8, 24
+LARGE = {"n_embd": 256, "n_ffn": 1024, "vocab_size": 8192, "n_layer": 4}
+
+
+def model_in(dtype: str, generation: str) -> RWKV:
+    model = small_model("reference", generation=generation, **LARGE).requires_grad_(False).eval()
+    if dtype in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[dtype](model)
+    return model.to(getattr(torch, dtype))
+
+
+@each_generation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_a_text_of_a_batch_is_the_text_alone(dtype: str, generation: str) -> None:
+    """In int8 those of generate_batch: generate reads a text by itself with another kernel."""
+    model = model_in(dtype, generation)
+    assert most_rows(model) or dtype == "int8"
+    draw = random.Random(0)
+    prompts = ["".join(draw.choices("abcdefgh \n", k=draw.randrange(1, 40))) for _ in range(TEXTS)]
+    for first in range(0, TEXTS, TOGETHER):
+        batch, seeds = prompts[first:first + TOGETHER], list(range(first, first + TOGETHER))
+        together = generate_batch(model, BYTES, batch, TOKENS, seeds=seeds)
+        for prompt, seed, sample in zip(batch, seeds, together, strict=True):
+            alone, = generate_batch(model, BYTES, [prompt], TOKENS, seeds=[seed])
+            assert sample.tokens == alone.tokens
