@@ -46,7 +46,7 @@ def test_steps_are_the_references_in_float64(form: str, generation: str) -> None
 @pytest.mark.parametrize(("form", "allowed"), [("float32", 1e-5), ("bfloat16", 0.1), ("int8", 0.1), ("int4", 1e-5)])
 @torch.no_grad()
 def test_steps_are_the_decoders(form: str, allowed: float, generation: str) -> None:
-    """After a prompt. In int8 a last bit may round an input to its other neighbour, which is up to 1/63 of its row's largest."""
+    """After a prompt. In int8 a last bit may round an input to its other neighbour, up to 1/63 of its row's largest."""
     model = model_in(form, generation)
     several = tokens(model, B=2, T=9)
     _, state = model.prefill(several[:, :4])
