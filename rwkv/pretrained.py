@@ -13,7 +13,7 @@ from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")         # that a model computes in
-QUANTISED = {"int8": to_int8, "int4": to_int4}           # its matrices, on a CPU
+QUANTISED = ("int8", "int4")             # its matrices, on a CPU
 
 
 class RWKV(Model):
@@ -49,6 +49,7 @@ class RWKV(Model):
             model = cls._quantised(checkpoint, wkv, device, dtype, mmap)
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
+            model.fingerprint_before = checkpoint.fingerprint
         if checkpoint.time_states:
             model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
         return model.requires_grad_(False).eval()
@@ -59,23 +60,27 @@ class RWKV(Model):
         if device != "cpu":
             raise UserError(f"dtype={dtype} runs on a CPU, not on {device}: use dtype=bfloat16 there")
         group = generation(checkpoint.config).group
-        weights = {name: (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
+        packed = {name: read() for name, read in checkpoint.packed.items()} if dtype == "int4" else {}
+        weights = {name: torch.empty(tensor.shape, device="meta") if name in packed else
+                   (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}
-        return QUANTISED[dtype](cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval())
+        model = cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
+        model.fingerprint_before = checkpoint.fingerprint
+        return to_int8(model) if dtype == "int8" else to_int4(model, packed)
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
         """Writes the weights, and the configuration and the tokenizer where the format has room for them.
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, .gguf for llama.cpp, none
-        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q8_0, or None
-        for the model's own. Raises UserError for another suffix, a dtype, generation or tokenizer that the format lacks, a
-        tokenizer with more tokens than the model, and a model in int8.
+        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q8_0, in
+        .safetensors also int4, or None for the model's own. Raises UserError for another suffix, a dtype, generation or
+        tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model in int8 or int4.
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
-            dtype = "int8" if isinstance(self.head, Int8Linear) else "int4"
-            raise UserError(f"a model in {dtype} cannot be saved, because its matrices are rounded: load it with "
-                            "dtype=float32 or bfloat16 and save that")
+            own = "int8" if isinstance(self.head, Int8Linear) else "int4"
+            raise UserError(f"a model in {own} cannot be saved, because its matrices are rounded: load it with dtype=float32 "
+                            "or bfloat16 and save that (dtype=int4 packs it in a .safetensors)")
         if self.time_states():
             raise UserError("the model has a learnt state before the first token, for which the formats have no room: save its "
                             "base")

@@ -1,9 +1,11 @@
 """The result of a format's read (Content) and the argument of its write (Outgoing)."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kernels.matvec import Packed
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
@@ -16,7 +18,7 @@ class Content:
     """Tensors by the file's own names, and our entry and other descriptions where the file has them.
 
     declared: the sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size.
-    tied: the head is the embedding.
+    tied: the head is the embedding. packed: reads the matrices that the file holds in int4, which `tensors` unpacks.
     """
 
     path: Path
@@ -26,6 +28,7 @@ class Content:
     tokenizer: dict[str, Any] | None = None
     tied: bool = False
     step: int = 0
+    packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
 
     quantised: the name of the block format for the large matrices, one of the format's QUANTISED; None: as `tensors` says.
+    packed: reads the matrices that are in int4 already.
     """
 
     tensors: dict[str, Stored]
@@ -40,6 +44,7 @@ class Outgoing:
     vocab_size: int
     entry: dict[str, Any]
     quantised: str | None = None
+    packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:

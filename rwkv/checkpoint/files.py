@@ -6,19 +6,20 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from kernels.matvec import Packed
 from rwkv.checkpoint import formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
-from rwkv.model.base import generation
+from rwkv.model.base import fingerprint, generation
 
 MOST_SPARE_ROWS = 255                    # of an embedding whose vocabulary was rounded up to a multiple, such as 256
 DEFAULT_CTX_LEN = 1024                   # for files that do not state it; no weight depends on it
@@ -46,7 +47,10 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them."""
+    """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them.
+
+    packed: reads the matrices that the file holds in int4. fingerprint: Model.fingerprint of the weights before that.
+    """
 
     path: Path
     config: ModelConfig
@@ -57,6 +61,8 @@ class Checkpoint:
     step: int = 0
     tokenizer_hash: str | None = None
     time_states: list[Stored] | None = None      # of each layer (H,N,N), the state before the first token, where it is learnt
+    packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
+    fingerprint: str | None = None
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
         """The tensors in `dtype`, those that the generation keeps in float32 excepted; None: as the file has them."""
@@ -115,6 +121,7 @@ def _tuned(content: Content) -> Checkpoint:
     tuned.require_same(content.path, base.weights.stored, entry)
     weights, states = tuned.applied(content, base.weights.stored, base.config.n_layer)
     together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
+                       packed=base.packed if states else {},
                        config=generation(base.config).resolved(base.config))
     return _with_entry(together, entry)
 
@@ -130,20 +137,25 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: it is "
                         "in the run's directory, as time_state.pth and state.safetensors, and the weights in init_from='s file")
     module = formats.load(format) if format else formats.by_suffix(path)
-    quantised = dtype if dtype in getattr(module, "QUANTISED", ()) else None
+    block_formats = getattr(module, "QUANTISED", ())
+    if dtype is None and checkpoint.packed and "int4" in block_formats:
+        dtype = "int4"
+    quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}, and in GGUF also q8_0; got {dtype!r}")
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}, in GGUF also q8_0, in .safetensors also int4; got {dtype!r}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
                    for name, tensor in checkpoint.weights.stored.items()}
     else:
-        tensors = checkpoint.stored_in(dtype)
+        tensors = checkpoint.stored_in(None if quantised else dtype)
     total = sum(tensor.nbytes for tensor in tensors.values())
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = checkpoint.run or {"model": asdict(checkpoint.config)}
     entry = _entry(run, checkpoint.vocab_size, checkpoint.tokenizer, checkpoint.tokenizer_hash)
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised))
+    if quantised == "int4":
+        entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, checkpoint.packed))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
@@ -198,7 +210,8 @@ def _understand(content: Content) -> Checkpoint:
     config, vocab_size = config_of(path, module, tensors, content.declared.get("ctx_len", DEFAULT_CTX_LEN))
     require_sizes(path, content.declared, config, vocab_size)
     weights = Weights(fit(path, module, tensors, config, vocab_size))
-    checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step)
+    packed = {name: read for name, read in content.packed.items() if name in weights}
+    checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed)
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
@@ -210,15 +223,16 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
         stated = asdict(generation(config).resolved(config)) | {"vocab_size": entry["vocab_size"]}
         tokenizer = entry["tokenizer"]
         tokenizer_hash = entry.get("tokenizer_hash")
+        before = entry.get("fingerprint")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
                               "newer version?") from error
     require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
-    if not isinstance(tokenizer, dict | None) or not isinstance(tokenizer_hash, str | None):
+    if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in (tokenizer_hash, before)):
         raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer is a {type(tokenizer).__name__}: the file is "
                               "damaged")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
-                   tokenizer_hash=tokenizer_hash)
+                   tokenizer_hash=tokenizer_hash, fingerprint=before)
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:

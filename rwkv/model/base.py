@@ -22,7 +22,7 @@ Each block has its operator as block.att.wkv.
 import hashlib
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -54,6 +54,22 @@ def state_nbytes(config: ModelConfig) -> int:
     """The memory of one row's state, in bytes."""
     state: State = generation(config).empty_state(config, 1, "meta")
     return state.nbytes()
+
+
+def fingerprint(generation: ModuleType, weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
+
+    It is the same in every dtype of the weights, and with any learnt state before the first token.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        if name in generation.UNUSED or name.endswith(TIME_STATE):
+            continue
+        tensor = weights[name].detach()
+        spaced = tensor.flatten()[::max(1, tensor.numel() // SAMPLED)]
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -157,18 +173,7 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
-
-        It is the same in every dtype of the weights, and with any learnt state before the first token. A quantised model keeps
-        the fingerprint that it had before.
-        """
+        """Identifies the model: see fingerprint. A quantised model keeps the one that it had before."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            if name in self.generation.UNUSED or name.endswith(TIME_STATE):
-                continue
-            spaced = tensor.detach().flatten()[::max(1, tensor.numel() // SAMPLED)]
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()
+        return fingerprint(self.generation, self.state_dict())

@@ -7,7 +7,7 @@ which uses VNNI instructions where the CPU has them). Everything else is compute
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -132,12 +132,16 @@ class Int4Linear(nn.Module):
 
 
 @torch.no_grad()
-def to_int4(model: M) -> M:
-    """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32."""
+def to_int4(model: M, packed: Mapping[str, Packed] | None = None) -> M:
+    """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32.
+
+    packed: by the name of the weight, matrices that are in int4 already, whatever the model has in their places.
+    """
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
-        model.set_submodule(name, Int4Linear(pack(layer.weight, "int4"), layer.in_features))
+        weight = (packed or {}).get(f"{name}.weight") or pack(layer.weight, "int4")
+        model.set_submodule(name, Int4Linear(weight, layer.in_features))
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
 

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
-from rwkv.checkpoint.formats.gguf import QUANTISED
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
 from rwkv.model.base import generation, n_parameters
@@ -23,7 +22,9 @@ WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
 none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
-float32 and float16; ggmf and GGUF keep vectors in float32; q8_0 is for GGUF. llama.cpp needs the tokenizer in the file."""
+float32 and float16; ggmf and GGUF keep vectors in float32; q8_0 is for GGUF, and int4 for .safetensors, which all programs
+here read. llama.cpp needs the tokenizer in the file."""
+QUANTISED = ("q8_0", "int4")
 
 
 def main(arguments: list[str] | None = None) -> None:

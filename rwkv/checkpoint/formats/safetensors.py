@@ -1,4 +1,4 @@
-""".safetensors: official names, and our entry as JSON in the metadata.
+""".safetensors: official names, and our entry as JSON in the metadata; matrices in int4 as _int4.py has them.
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
@@ -16,13 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
-from rwkv.checkpoint.formats import first_bytes
+from rwkv.checkpoint.formats import _int4, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".safetensors",)
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+QUANTISED = ("int4",)
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -40,16 +41,19 @@ def read(path: Path) -> Content:
     except Exception as error:           # the library raises an error of its own, and others
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
-    return Content(path, tensors, _entry(path, metadata))
+    tensors, packed = _int4.joined(tensors)
+    return Content(path, tensors, _entry(path, metadata), packed=packed)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    write_file(path, lambda file: write_tensors(file, outgoing.tensors.values(), {ENTRY: json.dumps(outgoing.entry)}))
+    floats, packed = _int4.outgoing(outgoing) if outgoing.quantised else (list(outgoing.tensors.values()), [])
+    metadata = {ENTRY: json.dumps(outgoing.entry)}
+    write_file(path, lambda file: write_tensors(file, floats, metadata, packed))
 
 
-def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
-    """Writes the widest dtypes first, so that each tensor begins at a multiple of its elements' size."""
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str], packed: Iterable[Stored] = ()) -> None:
+    """Writes the widest dtypes first, so that each tensor begins at a multiple of its elements' size; `packed` as it comes."""
+    ordered = [*sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), *packed]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:

@@ -1,0 +1,74 @@
+"""Matrices in int4 in .safetensors: three tensors for a matrix (N,32 G), as kernels/matvec packs it.
+
+    NAME          (N,G,16) U8      the integers of each group of 32, two in a byte
+    NAME.scale    (N,G) BF16
+    NAME.shift    (N,G) BF16
+
+The embedding, which is looked up and not multiplied, is BF16, and everything else F32.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import torch
+
+from kernels.matvec import GROUP, Packed, pack, unpacked
+from rwkv.checkpoint.content import Outgoing
+from rwkv.checkpoint.stored import Stored
+from rwkv.errors import CheckpointError, UserError
+from rwkv.model.base import MATRICES, generation
+
+EMBEDDING = "emb.weight"
+PARTS = {"": torch.uint8, ".scale": torch.bfloat16, ".shift": torch.bfloat16}       # by the end of the name
+
+
+def outgoing(given: Outgoing) -> tuple[list[Stored], list[Stored]]:
+    """The tensors to write: floating-point ones, and the parts of each matrix one after another."""
+    group = generation(given.config).group
+    matrices = [name for name in given.tensors if name != EMBEDDING and group(name) in MATRICES]
+    floats = [tensor.cast(torch.bfloat16 if name == EMBEDDING else torch.float32)
+              for name, tensor in given.tensors.items() if name not in matrices]
+
+    @lru_cache(maxsize=1)                # the parts of a matrix are read one after another
+    def packed(name: str) -> Packed:
+        return given.packed[name]() if name in given.packed else pack(given.tensors[name].get(), "int4")
+
+    return floats, [part for name in matrices for part in _parts(name, given.tensors[name].shape, packed)]
+
+
+def _parts(name: str, shape: tuple[int, ...], packed: Callable[[str], Packed]) -> list[Stored]:
+    N, K = shape
+    if K % GROUP:
+        raise UserError(f"int4 in .safetensors takes rows of a multiple of {GROUP} numbers, and {name} has {K}: choose another "
+                        "dtype")
+    groups = (N, K // GROUP)
+    shapes = ((*groups, GROUP // 2), groups, groups)
+    return [Stored(name + end, name, shape, dtype, lambda i=i: packed(name)[i])          # type: ignore[misc]
+            for i, ((end, dtype), shape) in enumerate(zip(PARTS.items(), shapes, strict=True))]
+
+
+def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, Callable[[], Packed]]]:
+    """The file's tensors with each matrix as one, in float32; and what reads those in int4. Raises CheckpointError."""
+    packed = {name: [tensors.get(name + end) for end in PARTS] for name, tensor in tensors.items()
+              if tensor.dtype == torch.uint8}
+    ends = {name + end for name in packed for end in PARTS}
+    readers = {name: _reader(name, parts) for name, parts in packed.items()}
+    whole = {name: _unpacked(tensors[name], readers[name]) for name in packed}
+    return {name: tensor for name, tensor in tensors.items() if name not in ends} | whole, readers
+
+
+def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Packed]:
+    weight, scale, shift = parts
+    assert weight is not None
+    groups = weight.shape[:2]
+    fits = len(weight.shape) == 3 and weight.shape[2] == GROUP // 2 and all(
+        part is not None and (part.shape, part.dtype) == (groups, torch.bfloat16) for part in (scale, shift))
+    if not fits or scale is None or shift is None:
+        raise CheckpointError(f"{weight.source}: {name} holds integers of shape {weight.shape}, expected (N,G,{GROUP // 2}) "
+                              f"with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights are not read")
+    return lambda: Packed(weight.get(), scale.get(), shift.get())
+
+
+def _unpacked(weight: Stored, read: Callable[[], Packed]) -> Stored:
+    N, G, _ = weight.shape
+    return Stored(weight.name, weight.source, (N, G * GROUP), torch.float32, lambda: unpacked(read()))
