@@ -5,6 +5,7 @@ cannot do: a second arch in one process, a forked child, a GPU other than the fi
 """
 
 import contextlib
+import inspect
 import io
 import os
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,8 +35,42 @@ def _silent() -> Iterator[None]:
         sys.stdout, sys.__stdout__ = streams  # type: ignore[misc]
 
 
-with _silent(), warnings.catch_warnings(action="ignore"):  # its import uses what newer Pythons deprecate
+@contextlib.contextmanager
+def _importlib_has_no_source() -> Iterator[None]:
+    """Lets inspect answer at once about frames of importlib, which it would look for in all modules.
+
+    Taichi's decorators ask for the source line of such a frame when they decorate at a module's top level: 1 to 2 ms for each
+    function once torch is imported, most of the time of importing Taichi.
+    """
+    look_up = inspect.getframeinfo
+
+    def getframeinfo(frame: Any, context: int = 1) -> Any:
+        if isinstance(frame, FrameType) and frame.f_code.co_filename.startswith("<frozen"):
+            return inspect.Traceback(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None, None)
+        return look_up(frame, context)
+
+    inspect.getframeinfo = getframeinfo
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = look_up
+
+
+with _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):  # it uses what newer Pythons deprecate
     import taichi as ti
+
+
+def _look_up_quickly(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Taichi's own test whether a function is decorated in a class, with the same answers."""
+    def wrapped(level_of_class_stackframe: int) -> bool:
+        with _importlib_has_no_source():
+            return inside_class(level_of_class_stackframe + 1)
+
+    return wrapped
+
+
+if hasattr(ti.lang.kernel_impl, "_inside_class"):
+    ti.lang.kernel_impl._inside_class = _look_up_quickly(ti.lang.kernel_impl._inside_class)
 
 NUMEL_MAX = 2**30
 INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant does not overflow, so that it merges neighbouring loads
@@ -62,7 +98,7 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
         if device.type == "cpu":
             _launch_cpu(kernel, args)
             return
-        with _in_stream_order(device):
+        with _in_stream_order(device), _brief_positions():
             kernel(*args)
 
 
@@ -77,11 +113,31 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
         compiled.launch(args)
         return
     types = [argument.annotation for argument in kernel._primal.arguments]
-    kernel(*(_array(arg, annotation) if isinstance(arg, Tensor) else arg for arg, annotation in zip(args, types, strict=True)))
+    arrays = [_array(arg, annotation) if isinstance(arg, Tensor) else arg for arg, annotation in zip(args, types, strict=True)]
+    with _brief_positions():
+        kernel(*arrays)
     if ti.__version__ in KNOWN and all(map(_fixed, types)):
         instance, = kernel._primal.compiled_kernels.values()
         code = program.compile_kernel(program.config(), program.get_device_caps(), instance)
         _compiled[kernel] = _Compiled(program, instance, code, [_setter(*numbered) for numbered in enumerate(types)])
+
+
+@contextlib.contextmanager
+def _brief_positions() -> Iterator[None]:
+    """Taichi notes for each expression its file and line, for errors, but not the lines' text: laying that out takes half of
+    the time in which a kernel is read.
+    """
+    context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
+    whole = context.get_pos_info
+
+    def brief(self: Any, node: Any) -> str:
+        return f'File "{self.file}", line {node.lineno + self.lineno_offset}, in {self.func.func.__name__}:\n'
+
+    context.get_pos_info = brief
+    try:
+        yield
+    finally:
+        context.get_pos_info = whole
 
 
 @dataclass(frozen=True)

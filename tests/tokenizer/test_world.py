@@ -67,7 +67,7 @@ def test_the_longest_token_is_found_in_any_bytes(data: bytes) -> None:
 
 @given(text=st.text(st.sampled_from("abc€é")))
 def test_text_is_matched_with_the_library_and_without_it(text: str) -> None:
-    assert SPANNING.encode(text) == SPANNING._match(text.encode()) == longest_match(SPANNING.tokens, text.encode())
+    assert SPANNING.encode_batch([text]) == [SPANNING._match(text.encode())] == [longest_match(SPANNING.tokens, text.encode())]
 
 
 def test_a_batch_is_encoded_as_each_text_alone(matcher: Vocabulary, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,8 +78,8 @@ def test_a_batch_is_encoded_as_each_text_alone(matcher: Vocabulary, caplog: pyte
 def test_a_missing_library_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyrwkv_tokenizer", None)
     with caplog.at_level(logging.WARNING):
-        found = spanning()
-        assert found.encode("ab€a") == found.encode("ab€a") == longest_match(found.tokens, "ab€a".encode())
+        found, text = spanning(), "ab€a" * world.SHORT
+        assert found.encode(text) == found.encode(text) == longest_match(found.tokens, text.encode())
     assert [record.getMessage() for record in caplog.records] == [world.SLOW]
 
 
@@ -127,6 +127,12 @@ def test_text_comes_back_and_no_half_character_is_shown(tokenizer: WorldTokenize
 
 @given(text=st.text("ab 1.€é你😀\r\n"))
 def test_the_library_and_python_give_the_same_ids(tokenizer: WorldTokenizer, text: str) -> None:
+    assert tokenizer.encode_batch([text]) == [tokenizer._vocabulary._match(text.encode())]
+
+
+@pytest.mark.parametrize("length", [world.SHORT, world.SHORT + 1])
+def test_long_texts_have_the_ids_of_short_ones(tokenizer: WorldTokenizer, length: int) -> None:
+    text = ("ab 你\n" * length)[:length]
     assert tokenizer.encode(text) == tokenizer._vocabulary._match(text.encode())
 
 

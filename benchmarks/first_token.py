@@ -1,0 +1,94 @@
+"""python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
+
+A new process each time, of a bfloat16 file with the shape of the 169M model and a short prompt, in turns with a process that
+imports torch and reads the file into memory, which nothing can be faster than; medians. cold: without the kernels that Taichi
+keeps compiled from one process to the next. packed: the file itself is in int4. Linux only. The last line of standard output is
+the result as JSON.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.text import aligned
+from rwkv.checkpoint.files import checkpoint_of, write_checkpoint
+from rwkv.config import ModelConfig
+from rwkv.model import rwkv4
+
+ROOT = Path(__file__).parent.parent
+SHAPE, VOCAB_SIZE = ModelConfig(n_layer=12, n_embd=768, ctx_len=1024), 65536
+PROMPT = "The first thing that"
+READ = """\
+import sys, torch
+torch.from_file(sys.argv[1], size=int(sys.argv[2]), dtype=torch.uint8).clone()
+print(".", flush=True)
+"""
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = _measure(Path(folder), args.repeats)
+    least = seconds["import torch, read"]
+    print(aligned([["", "s", "of the first row"], *([name, f"{s:.2f}", f"{s / least:.2f}"] for name, s in seconds.items())]))
+    publish({"machine": hardware.describe("cpu"), "seconds": seconds}, args.json)
+
+
+def _measure(folder: Path, repeats: int) -> dict[str, float]:
+    file, packed = folder / "model.pth", folder / "packed.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    checkpoint = checkpoint_of({name: torch.randn(shape, generator=generator) / 50
+                                for name, shape in rwkv4.shapes(SHAPE, VOCAB_SIZE).items()})
+    write_checkpoint(checkpoint, file, "bfloat16")
+    write_checkpoint(checkpoint, packed, "int4")
+    read = [sys.executable, "-c", READ, str(file), str(file.stat().st_size)]
+    found = defaultdict(list)
+    for turn in range(repeats + 1):      # the first fills Taichi's cache, and the system's of files
+        times = {"import torch, read": _first_output(read, folder)}
+        times |= {dtype: _first_output(_generate(file, dtype), folder) for dtype in DTYPES}
+        times["int4, packed"] = _first_output(_generate(packed, "int4"), folder)
+        times["float32, cold"] = _first_output(_generate(file, "float32"), folder / f"cold{turn}")
+        if turn:
+            for name, s in times.items():
+                found[name].append(s)
+    return {name: median(times) for name, times in found.items()}
+
+
+def _generate(file: Path, dtype: str) -> list[str]:
+    return [sys.executable, "generate.py", f"checkpoint={file}", "tokenizer=world", f"prompt={PROMPT}", "max_new_tokens=20",
+            f"dtype={dtype}"]
+
+
+def _first_output(command: list[str], home: Path) -> float:
+    """Seconds from the start of the process to its first output after the prompt; its caches are in `home`."""
+    home.mkdir(exist_ok=True)
+    began = time.perf_counter()
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        echoed = len(PROMPT) if "generate.py" in command else 0
+        read = b""
+        while len(read) <= echoed and (part := os.read(process.stdout.fileno(), 1 << 16)):
+            read += part
+        seconds = time.perf_counter() - began
+        process.communicate()
+    if process.returncode or len(read) <= echoed:
+        sys.exit(f"no output: {' '.join(command)}")
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
