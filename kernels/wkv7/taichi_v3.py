@@ -25,26 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import by_lane, stored
+from kernels.backends.lanes import stored
 from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
+from kernels.wkv7 import _passes
+from kernels.wkv7._passes import LANES, Flat, Vectors, aligned, exp, load_turned, product, store_turned
 
-LANES = 16  # of a vector: its running sums and its two outer products' rows then stay in AVX2's registers
 CHUNK = 16  # steps between two multiplications of the matrix by the decay
 GROUP = 2  # columns of which a pass loads all before it stores any: Taichi reloads the data's address after a store
-ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
 FORWARDS, BACKWARDS = (0, 1, 2, 3), (3, 2, 1, 0)  # the order of a step's four vectors: two are added, two are multiplied
-LOG2_E = 1.4426950408889634
-EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
-        0.00015403530393381606)  # of 2^f, |f| <= 1/2, to 1e-8
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), N_multiple=LANES)
-Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
-Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
-
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-    """sa."""
-    return ((B, T, H, N),)
+kept = _passes.kept
 
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
@@ -54,7 +46,7 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     y, after = torch.empty_like(v), torch.empty_like(state)
     (sa,) = kept or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
-    launch(_forward_kernel(v.dtype), *_aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch, scratch,
+    launch(_forward_kernel(v.dtype), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch, scratch,
            B, T, H, N // LANES, n, len(kept))
     return y, after
 
@@ -66,14 +58,10 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
     chunks = (T + CHUNK - 1) // CHUNK
     scratch = state.new_empty(n * ((1 + chunks) * N * N + (10 * CHUNK + 1 + T) * N))
-    grad_after, = _aligned(grad_state)
-    launch(_backward_kernel(v.dtype), *_aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_after, grad_after.view(-1),
+    grad_after, = aligned(grad_state)
+    launch(_backward_kernel(v.dtype), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_after, grad_after.view(-1),
            *grads, scratch, scratch, B, T, H, N // LANES, n)
     return grads
-
-
-def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone() for tensor in tensors)
 
 
 @cache
@@ -92,11 +80,11 @@ def _forward_kernel(dtype: torch.dtype) -> Any:
             sa = decay + 2 * CHUNK * M
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
-                _load_turned(flat, S * LANES, state, head, M)
+                load_turned(flat, S * LANES, state, head, M)
                 for x in range(M):
                     scratch[columns + x] = read(a[at + x])
                 for x in range(M):
-                    scratch[sa + x] = _product(scratch, flat, S + x * M * LANES, columns, M)
+                    scratch[sa + x] = product(scratch, flat, S + x * M * LANES, columns, M)
                 for c in range((T + CHUNK - 1) // CHUNK):
                     steps = ti.min(CHUNK, T - c * CHUNK)
                     _stage_columns(read, scratch, columns, decay, r, log_w, k, a, b, at, c * CHUNK, steps, T, H, M)
@@ -112,7 +100,7 @@ def _forward_kernel(dtype: torch.dtype) -> Any:
                         scratch[sa + x] = sa_t
                         for j in range(M * LANES):
                             scratch[S + x * M * LANES + j] *= flat[(decay + (steps - 1) * 2 * M) * LANES + j]
-                _store_turned(after, flat, S * LANES, head, M)
+                store_turned(after, flat, S * LANES, head, M)
 
     return forward
 
@@ -139,7 +127,7 @@ def _backward_kernel(dtype: torch.dtype) -> Any:
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
                 # rows: grad_v, and gsa
-                _load_turned(flat, matrix * LANES, grad_after_flat, head, M)
+                load_turned(flat, matrix * LANES, grad_after_flat, head, M)
                 for x in range(M):
                     scratch[gsa + T * M + x] = ti.Vector([0.0] * LANES)
                 for from_last in range(chunks):
@@ -161,7 +149,7 @@ def _backward_kernel(dtype: torch.dtype) -> Any:
                 for x in range(M):
                     for i in range(M * LANES):
                         scratch[matrix + x * M * LANES + i] = state[(head * M * LANES + i) * M + x]
-                    grad_a[at + x] = write(_product(scratch, flat, matrix + x * M * LANES, gsa, M))
+                    grad_a[at + x] = write(product(scratch, flat, matrix + x * M * LANES, gsa, M))
                 for c in range(chunks):
                     t_0 = c * CHUNK
                     steps = ti.min(CHUNK, T - t_0)
@@ -242,15 +230,6 @@ def _pass(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q,
 
 
 @ti.func
-def _product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
-    """Of the matrix, of which each vector is a column, and a vector of M vectors."""
-    total = 0.0 * scratch[matrix]
-    for j in range(M * LANES):
-        total += scratch[matrix + j] * flat[vector * LANES + j]
-    return total
-
-
-@ti.func
 def _stage_columns(read: ti.template(), scratch: ti.template(), columns, decay, r: ti.template(), log_w: ti.template(),
                    k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
     """Of each step b', k', r' and the next step's a' (0 after the last), and W and 1/W."""
@@ -259,7 +238,7 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, decay, 
         for s in range(steps):
             i = at + (t_0 + s) * H * M + x
             more = ti.min(T - 1 - t_0 - s, 1)
-            w = w * _exp(log_w[i])
+            w = w * exp(log_w[i])
             over = 1.0 / w
             b_t, k_t, r_t, a_next = read(b[i]), read(k[i]), read(r[i]), read(a[i + more * H * M])
             o = columns + (s * M + x) * 4
@@ -284,32 +263,3 @@ def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.templa
             scratch[o + 1] = v_t
             scratch[o + 2] = gy_t
             scratch[o + 3] = gsa_next
-
-
-@ti.func
-def _load_turned(flat: ti.template(), matrix, state: ti.template(), head, M):
-    """A head's state, with the lanes of a vector along i."""
-    for x in range(M):
-        for j in range(M * LANES):
-            for i in range(LANES):
-                flat[matrix + (x * M * LANES + j) * LANES + i] = state[(head * M * LANES + x * LANES + i) * M * LANES + j]
-
-
-@ti.func
-def _store_turned(state: ti.template(), flat: ti.template(), matrix, head, M):
-    for x in range(M):
-        for i in range(LANES):
-            for j in range(M * LANES):
-                state[(head * M * LANES + x * LANES + i) * M * LANES + j] = flat[matrix + (x * M * LANES + j) * LANES + i]
-
-
-@ti.func
-def _exp(x):
-    """e^x for -80 < x <= 0, to 2 units in the last place."""
-    z = x * LOG2_E
-    power = ti.floor(z + 0.5)
-    f = z - power
-    m = 0.0 * f + EXP2[-1]
-    for c in ti.static(EXP2[-2::-1]):
-        m = m * f + c
-    return m * by_lane(ti.bit_cast, (by_lane(ti.cast, power, ti.i32) + 127) << 23, ti.f32)

@@ -1,0 +1,279 @@
+"""What rungs 1 and 2 in Taichi share: four passes over a matrix, with the step as an argument (taichi_v1, taichi_v2).
+
+    forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
+    rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
+    states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
+    keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
+
+G = dL/dS; rows and keys go from the last step to the first. Lanes are where no sum is. log_w's gradient needs no product of two
+matrices: gl_t = sum_i S_{t-1} w_t G_t is
+
+    gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
+
+and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
+large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
+
+step(scratch, flat, matrix, vectors, M, p, q, w, order, along_j), a ti.func, adds p x + q y to w times the matrix, of which each
+vector is a column, and returns its products with u and v. x, y, u, v, and w unless the lanes are along j: those at `vectors` of
+scratch, in `order`; each M vectors long, and of each the first vectors come first.
+"""
+
+# mypy: disable-error-code="index, no-untyped-def, valid-type"
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backends.lanes import by_lane, stored
+from kernels.backends.taichi import BLOCK, launch, share, shares, ti
+from kernels.registry import Requires
+
+LANES = 16  # of a vector: its running sums and its two outer products' rows then stay in AVX2's registers
+CHUNK = 16  # steps whose vectors are made ready at a time
+ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
+FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # the order of a step's vectors: two are added, two are multiplied; w
+LOG2_E = 1.4426950408889634
+EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
+        0.00015403530393381606)  # of 2^f, |f| <= 1/2, to 1e-8
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",), N_multiple=LANES)
+Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
+Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
+
+
+def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+    """sa."""
+    return ((B, T, H, N),)
+
+
+def forward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+            *kept: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, H, N = v.shape
+    n = shares(B * H)
+    y, after = torch.empty_like(v), torch.empty_like(state)
+    (sa,) = kept or (state.new_empty(LANES),)
+    scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
+    launch(_forward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
+           scratch, B, T, H, N // LANES, n, len(kept))
+    return y, after
+
+
+def backward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
+             grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    B, T, H, N = v.shape
+    n = shares(B * H)
+    grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
+    chunks = (T + CHUNK - 1) // CHUNK
+    scratch = state.new_empty(n * ((1 + chunks) * N * N + (12 * CHUNK + 1 + T) * N))
+    grad_after, = aligned(grad_state)
+    launch(_backward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_after, grad_after.view(-1),
+           *grads, scratch, scratch, B, T, H, N // LANES, n)
+    return grads
+
+
+def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone() for tensor in tensors)
+
+
+@cache
+def _forward_kernel(dtype: torch.dtype, update: Any) -> Any:
+    """With r, k, v, a, b and y of dtype. M: vectors in a head."""
+    Rows, read, write = stored(dtype, LANES)
+
+    @ti.kernel
+    def forward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Flat, y: Rows, after: Flat,
+                sa_kept: Vectors, scratch: Vectors, flat: Flat, B: int, T: int, H: int, M: int, n: int, keep: int):
+        for step in range(n * BLOCK):
+            first, end = share(step, B * H, n)
+            S = step // BLOCK * (M * LANES + 6 * CHUNK + 1) * M
+            columns = S + M * M * LANES
+            sa = columns + 6 * CHUNK * M
+            for head in range(first, end):
+                at = (head // H * T * H + head % H) * M
+                load_turned(flat, S * LANES, state, head, M)
+                for x in range(M):
+                    scratch[columns + x] = read(a[at + x])
+                for x in range(M):
+                    scratch[sa + x] = product(scratch, flat, S + x * M * LANES, columns, M)
+                for c in range((T + CHUNK - 1) // CHUNK):
+                    steps = ti.min(CHUNK, T - c * CHUNK)
+                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, c * CHUNK, steps, T, H, M)
+                    for x in range(M):
+                        sa_t = scratch[sa + x]
+                        for s in range(steps):
+                            i = at + (c * CHUNK + s) * H * M + x
+                            for _ in range(keep):
+                                sa_kept[i] = sa_t
+                            y_t, sa_t = update(scratch, flat, S + x * M * LANES, columns + s * 6 * M, M, sa_t, read(v[i]),
+                                               sa_t, FORWARDS, False)
+                            y[i] = write(y_t)
+                        scratch[sa + x] = sa_t
+                store_turned(after, flat, S * LANES, head, M)
+
+    return forward
+
+
+@cache
+def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
+    """With r, k, v, a, b, grad_y and their gradients of dtype. grad_after_flat: grad_after again. M: vectors in a head."""
+    Rows, read, write = stored(dtype, LANES)
+
+    @ti.kernel
+    def backward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Vectors, sa: Vectors, grad_y: Rows,
+                 grad_after: Vectors, grad_after_flat: Flat, grad_r: Rows, grad_log_w: Vectors, grad_k: Rows, grad_v: Rows,
+                 grad_a: Rows, grad_b: Rows, grad_state: Vectors, scratch: Vectors, flat: Flat,
+                 B: int, T: int, H: int, M: int, n: int):
+        for step in range(n * BLOCK):
+            first, end = share(step, B * H, n)
+            chunks = (T + CHUNK - 1) // CHUNK
+            matrix = step // BLOCK * ((1 + chunks) * M * LANES + 12 * CHUNK + 1 + T) * M
+            states = matrix + M * M * LANES
+            columns = states + chunks * M * M * LANES
+            rows = columns + 6 * CHUNK * M
+            gsa = rows + 6 * CHUNK * M  # of T + 1 steps
+            for head in range(first, end):
+                at = (head // H * T * H + head % H) * M
+                # rows: grad_v, and gsa
+                load_turned(flat, matrix * LANES, grad_after_flat, head, M)
+                for x in range(M):
+                    scratch[gsa + T * M + x] = ti.Vector([0.0] * LANES)
+                for from_last in range(chunks):
+                    t_0 = (chunks - 1 - from_last) * CHUNK
+                    steps = ti.min(CHUNK, T - t_0)
+                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
+                    for x in range(M):
+                        gsa_t = scratch[gsa + (t_0 + steps) * M + x]
+                        for s_from_last in range(steps):
+                            s = steps - 1 - s_from_last
+                            i = at + (t_0 + s) * H * M + x
+                            gv_t, gsa_t = update(scratch, flat, matrix + x * M * LANES, columns + s * 6 * M, M,
+                                                 gsa_t, read(grad_y[i]), gsa_t, BACKWARDS, False)
+                            grad_v[i] = write(gv_t)
+                            scratch[gsa + (t_0 + s) * M + x] = gsa_t
+                # states: grad_r, grad_a, and grad_log_w's part from both
+                for x in range(M):
+                    for i in range(M * LANES):
+                        scratch[matrix + x * M * LANES + i] = state[(head * M * LANES + i) * M + x]
+                    grad_a[at + x] = write(product(scratch, flat, matrix + x * M * LANES, gsa, M))
+                for c in range(chunks):
+                    t_0 = c * CHUNK
+                    steps = ti.min(CHUNK, T - t_0)
+                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
+                    _stage_rows(read, scratch, rows, sa, v, grad_y, gsa, at, t_0, steps, H, M)
+                    for x in range(M):
+                        for s in range(steps):
+                            i = at + (t_0 + s) * H * M + x
+                            o = columns + (s * M + x) * 6
+                            gr_t, ga_next = update(scratch, flat, matrix + x * M * LANES, rows + s * 6 * M, M,
+                                                   scratch[o], scratch[o + 1], scratch[o + 4], FORWARDS, True)
+                            grad_log_w[i] = scratch[o + 2] * gr_t + scratch[o + 3] * ga_next
+                            grad_r[i] = write(gr_t)
+                            for _ in range(ti.min(T - 1 - t_0 - s, 1)):
+                                grad_a[i + H * M] = write(ga_next)
+                        for i in range(M * LANES):
+                            scratch[states + (c * M + x) * M * LANES + i] = scratch[matrix + x * M * LANES + i]
+                # keys: grad_k, grad_b, grad_log_w, and the gradient of the state
+                for x in range(M):
+                    for i in range(M * LANES):
+                        scratch[matrix + x * M * LANES + i] = grad_after[(head * M * LANES + i) * M + x]
+                for from_last in range(chunks):
+                    c = chunks - 1 - from_last
+                    t_0 = c * CHUNK
+                    steps = ti.min(CHUNK, T - t_0)
+                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
+                    _stage_rows(read, scratch, rows, sa, v, grad_y, gsa, at, t_0, steps, H, M)
+                    for x in range(M):
+                        gl_t = ti.Vector([0.0] * LANES)
+                        for i in range(M * LANES):
+                            gl_t += scratch[matrix + x * M * LANES + i] * scratch[states + (c * M + x) * M * LANES + i]
+                        gl_t = gl_t * scratch[columns + ((steps - 1) * M + x) * 6 + 5]
+                        for s_from_last in range(steps):
+                            s = steps - 1 - s_from_last
+                            i = at + (t_0 + s) * H * M + x
+                            o = columns + (s * M + x) * 6
+                            gk_t, gb_t = update(scratch, flat, matrix + x * M * LANES, rows + s * 6 * M, M,
+                                                scratch[o + 3], scratch[o + 2], scratch[o + 5], BACKWARDS, True)
+                            gl_t += grad_log_w[i] - scratch[o] * gb_t - scratch[o + 1] * gk_t
+                            grad_log_w[i] = gl_t
+                            grad_k[i] = write(gk_t)
+                            grad_b[i] = write(gb_t)
+                for x in range(M):
+                    a_0, w_0 = read(a[at + x]), exp(log_w[at + x])
+                    for i in range(M * LANES):
+                        G = scratch[matrix + x * M * LANES + i]
+                        grad_state[(head * M * LANES + i) * M + x] = G * w_0 + a_0 * flat[gsa * LANES + i]
+
+    return backward
+
+
+@ti.func
+def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
+    """Of the matrix, of which each vector is a column, and a vector of M vectors."""
+    total = 0.0 * scratch[matrix]
+    for j in range(M * LANES):
+        total += scratch[matrix + j] * flat[vector * LANES + j]
+    return total
+
+
+@ti.func
+def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
+                   k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
+    """Of each step b, k, r, the next step's a (0 after the last), w, and the next step's w (1 after the last)."""
+    for x in range(M):
+        for s in range(steps):
+            i = at + (t_0 + s) * H * M + x
+            more = ti.min(T - 1 - t_0 - s, 1)
+            following = i + more * H * M
+            b_t, k_t, r_t, a_next = read(b[i]), read(k[i]), read(r[i]), read(a[following])
+            w, w_next = exp(log_w[i]), exp(log_w[following] * ti.cast(more, ti.f32))
+            o = columns + (s * M + x) * 6
+            scratch[o] = b_t
+            scratch[o + 1] = k_t
+            scratch[o + 2] = r_t
+            scratch[o + 3] = a_next * ti.cast(more, ti.f32)
+            scratch[o + 4] = w
+            scratch[o + 5] = w_next
+
+
+@ti.func
+def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.template(), v: ti.template(),
+                grad_y: ti.template(), gsa, at, t_0, steps, H, M):
+    """Of each step sa, v, gy and the next step's gsa."""
+    for s in range(steps):
+        for x in range(M):
+            i = at + (t_0 + s) * H * M + x
+            sa_t, v_t, gy_t, gsa_next = sa[i], read(v[i]), read(grad_y[i]), scratch[gsa + (t_0 + s + 1) * M + x]
+            o = rows + (s * M + x) * 6
+            scratch[o] = sa_t
+            scratch[o + 1] = v_t
+            scratch[o + 2] = gy_t
+            scratch[o + 3] = gsa_next
+
+
+@ti.func
+def load_turned(flat: ti.template(), matrix, state: ti.template(), head, M):
+    """A head's state, with the lanes of a vector along i."""
+    for x in range(M):
+        for j in range(M * LANES):
+            for i in range(LANES):
+                flat[matrix + (x * M * LANES + j) * LANES + i] = state[(head * M * LANES + x * LANES + i) * M * LANES + j]
+
+
+@ti.func
+def store_turned(state: ti.template(), flat: ti.template(), matrix, head, M):
+    for x in range(M):
+        for i in range(LANES):
+            for j in range(M * LANES):
+                state[(head * M * LANES + x * LANES + i) * M * LANES + j] = flat[matrix + (x * M * LANES + j) * LANES + i]
+
+
+@ti.func
+def exp(x):
+    """e^x for -80 < x <= 0, to 2 units in the last place."""
+    z = x * LOG2_E
+    power = ti.floor(z + 0.5)
+    f = z - power
+    m = 0.0 * f + EXP2[-1]
+    for c in ti.static(EXP2[-2::-1]):
+        m = m * f + c
+    return m * by_lane(ti.bit_cast, (by_lane(ti.cast, power, ti.i32) + 127) << 23, ti.f32)
