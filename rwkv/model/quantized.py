@@ -8,6 +8,7 @@ which uses VNNI instructions where the CPU has them). Everything else is compute
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,9 +42,7 @@ class Int8Linear(nn.Module):
         levels: int = 2 ** (bits or (8 if torch.cpu._is_vnni_supported() else 7))
         self._zero = 0 if non_negative else levels // 2
         self._step = 1 / (levels - 1 - self._zero)
-        scale, integers = _rounded(weight.detach())
-        self.packed = Packed(integers, scale, torch.tensor([1 / self._step, 0.0 if non_negative else 1.0]))
-        self._packed = _pack(scale, integers)
+        self._packed = _pack(*_rounded(weight.detach()))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -54,6 +53,13 @@ class Int8Linear(nn.Module):
         """forward for rows (B,K), with fewer operations."""
         largest = _largest(rows if self._non_negative else rows.abs())
         return self.product(rows / largest).mul_(largest)
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The weight as kernels/matvec takes it: a copy row by row, for FBGEMM's own order is another."""
+        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0]
+        rounding = torch.tensor([1 / self._step, 0.0 if self._non_negative else 1.0])
+        return Packed(weight.int_repr(), weight.q_per_channel_scales().float(), rounding)
 
     def rounded_weight(self) -> Tensor:
         """The weight (N,K) in float32, as it was rounded."""
