@@ -1,0 +1,56 @@
+"""python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--json FILE]: what rounded weights cost.
+
+Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. The
+last line of standard output is the result as JSON.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.text import aligned
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint
+from rwkv.evaluation import TextScore, score_text
+from rwkv.model.base import n_parameters
+from rwkv.model.operators import operator_for
+from rwkv.pretrained import DTYPES, RWKV, computed_in, tokenizer_of
+
+CHUNK_LEN = 1024
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
+    rows = [row for path in args.checkpoints for row in _rows(read_checkpoint(path), args.text)]
+    table = [["model", "parameters", "dtype", "bits per byte", "more than float32"]]
+    table += [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
+              for row in rows]
+    print(aligned(table, left=3), flush=True)
+    publish({"machine": hardware.describe("cpu"), "rows": rows}, args.json)
+
+
+def _rows(checkpoint: Checkpoint, text: Path) -> list[dict[str, Any]]:
+    config = checkpoint.config
+    parameters = n_parameters(config, checkpoint.vocab_size)
+    found = {dtype: _bits_per_byte(checkpoint, dtype, text) for dtype in DTYPES}
+    return [{"generation": config.generation, "parameters": parameters, "dtype": dtype, "bits_per_byte": bits,
+             "more": bits / found["float32"] - 1} for dtype, bits in found.items()]
+
+
+def _bits_per_byte(checkpoint: Checkpoint, dtype: str, text: Path) -> float:
+    tokenizer = tokenizer_of(checkpoint)
+    model = RWKV.from_checkpoint(checkpoint, operator_for(checkpoint.config, "auto", "cpu", computed_in(dtype)), dtype=dtype)
+    passes = list(score_text(model, tokenizer, text, [tokenizer.end_of_text], CHUNK_LEN))
+    score = TextScore(sum(count for count, _ in passes), text.stat().st_size, sum(nats for _, nats in passes))
+    bits: float = score.as_dict()["bits_per_byte"]
+    return bits
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
