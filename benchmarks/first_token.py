@@ -18,6 +18,7 @@ from statistics import median
 
 import torch
 
+from benchmarks import tables
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
@@ -43,9 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         seconds = _measure(Path(folder), args.repeats)
-    least = seconds["import torch, read"]
-    print(aligned([["", "s", "of the first row"], *([name, f"{s:.2f}", f"{s / least:.2f}"] for name, s in seconds.items())]))
-    publish({"machine": hardware.describe("cpu"), "seconds": seconds}, args.json)
+    report = {"machine": hardware.describe("cpu"), "seconds": seconds}
+    print(tables.first_token(report, aligned), flush=True)
+    publish(report, args.json)
 
 
 def _measure(folder: Path, repeats: int) -> dict[str, float]:

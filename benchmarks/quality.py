@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
@@ -28,11 +29,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     rows = [row for path in args.checkpoints for row in _rows(read_checkpoint(path), args.text)]
-    table = [["model", "parameters", "dtype", "bits per byte", "more than float32"]]
-    table += [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
-              for row in rows]
-    print(aligned(table, left=3), flush=True)
-    publish({"machine": hardware.describe("cpu"), "rows": rows}, args.json)
+    report = {"machine": hardware.describe("cpu"), "rows": rows}
+    print(tables.quality(report, aligned), flush=True)
+    publish(report, args.json)
 
 
 def _rows(checkpoint: Checkpoint, text: Path) -> list[dict[str, Any]]:

@@ -111,6 +111,20 @@ def _head(report: Report) -> str:
             f"the gradients differ by {chunked['difference']:.0e} of the largest.")
 
 
+def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Seconds of each way to the first token, and how many times the first row's; table: markdown or aligned."""
+    least, *_ = report["seconds"].values()
+    return table([["", "s", "of the first row"],
+                  *([name, f"{seconds:.2f}", f"{seconds / least:.2f}"] for name, seconds in report["seconds"].items())])
+
+
+def quality(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Bits per byte for each model and dtype; table: markdown or aligned."""
+    rows = [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
+            for row in report["rows"]]
+    return table([["model", "parameters", "dtype", "bits per byte", "more than float32"], *rows], left=3)
+
+
 def loading(report: Report, table: Callable[..., str] = markdown) -> str:
     """Seconds and peak memory of loading and of converting, for each program and dtype; table: markdown or aligned."""
     rows = [["", "dtype", "s", "peak MiB", "peak / weights"]]
@@ -143,6 +157,7 @@ def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu.json", generation), "generation of RWKV-7": ("generation-rwkv7-cpu.json", generation),
     "training": ("training-cpu.json", training),
+    "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
     "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),
     "corpus": ("tokenize-corpus.json", corpus)}
 
