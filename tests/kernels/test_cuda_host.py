@@ -16,7 +16,7 @@ from kernels.backends.cuda import Source
 from kernels.registry import names
 from kernels.timex import TimeX, cases
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("timex") if name.startswith("cuda_")]
 # (B, C, T): whole tiles, more than a block's batches, more than a block's steps
 SHAPES = (*cases.SHAPES[:-1], (3, 2, 256), (33, 1, 300), (1, 2, 1030))
