@@ -11,6 +11,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from implementations import compiled_in_soak
 from models import assert_same_state, each_generation, every_kernel, small_model
 from programs import Run
 from token_arrays import token_array_of
@@ -62,14 +63,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: f
 # Gradients
 
 
-def quick_kernels() -> list[Any]:
-    """Those that torch.compile makes take seconds to be made: in make soak."""
-    return [pytest.param(*kernel.values, id=kernel.id,
-                         marks=[*kernel.marks, *([pytest.mark.soak] if "compile" in kernel.values[1] else [])])
-            for kernel in every_kernel()]
-
-
-@pytest.mark.parametrize(("generation", "kernel"), quick_kernels())
+@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel, generation=generation), batch()
