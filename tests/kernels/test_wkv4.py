@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from implementations import implementation, kernels
+from implementations import compiled_in_soak, implementation, kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -27,13 +27,13 @@ ROOT = Path(__file__).parent.parent.parent
 REFERENCE = WKV("reference")
 
 
-@pytest.fixture(params=kernels("wkv4"))
+@pytest.fixture(params=compiled_in_soak(kernels("wkv4")))
 def wkv(request: pytest.FixtureRequest) -> WKV:
     name = request.param
     return WKV(name) if name in names("wkv4") else WKV("timex", timex=name)
 
 
-@pytest.fixture(params=[implementation("wkv4", name) for name in names("wkv4") if name != "timex"])
+@pytest.fixture(params=compiled_in_soak([implementation("wkv4", name) for name in names("wkv4") if name != "timex"]))
 def scan(request: pytest.FixtureRequest) -> WKV:
     """The implementations that claim to be exact for any k."""
     return WKV(request.param)

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from implementations import compiled_in_soak
 from models import OPERATORS, assert_same_state, each_generation, every_kernel, small_config, small_model, tokens
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def close(actual: Tensor, expected: Tensor, atol: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, check_dtype=False)
 
 
-KERNELS = pytest.mark.parametrize(("generation", "kernel"), every_kernel())
+KERNELS = pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
 
 
 @KERNELS
