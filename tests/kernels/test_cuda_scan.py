@@ -15,7 +15,7 @@ from kernels.wkv4 import WKV, cases
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
               pytest.mark.usefixtures("poisoned_memory")]
 SEGMENTS = ((2, 300, 3), (1, 131, 33), (1, 128, 64))     # (B, T, C): chunks of 128 steps, blocks of 32 channels, whole and not
-ALLOWED = {"+-5": 1e-5, "+-23": 1e-5, "+-43": 2e-5, "+-230": 3e-5}
+ALLOWED = {"+-5": 1e-5, "+-230": 3e-5}
 
 
 @pytest.fixture(params=ORDERS[:2])
