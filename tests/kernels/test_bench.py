@@ -311,7 +311,9 @@ def test_a_file_that_is_missing_or_not_json_is_a_sentence(program, file: str, mo
 
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such pipes")
-@pytest.mark.parametrize("command", ["kernels", "kernels.bench pad --shape 1,2,2,1,1,1 --only torch_strips --seconds 0.001"])
+@pytest.mark.parametrize("command", [
+    "kernels", pytest.param("kernels.bench pad --shape 1,2,2,1,1,1 --only torch_strips --seconds 0.001",
+                            marks=pytest.mark.soak)])
 def test_a_closed_pipe_is_no_error(command: str) -> None:
     with subprocess.Popen([sys.executable, "-m", *command.split()], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import implementation
+from implementations import compiled_in_soak, implementation
 from torch import Tensor
 
 from kernels import compare
@@ -213,7 +213,10 @@ ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfW
 each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
 
 
-@pytest.fixture(params=[implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()])
+CASES = [implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()]
+
+
+@pytest.fixture(params=compiled_in_soak(CASES))
 def case(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """An adapter and one implementation of its operator."""
     of, name = request.param
@@ -242,6 +245,7 @@ def test_every_operator_has_an_adapter() -> None:
     assert set(operators()) <= set(ADAPTERS)
 
 
+@pytest.mark.parametrize("case", CASES, indirect=True)
 def test_results_in_every_dtype(case: tuple[Any, Any], device: str) -> None:
     """Outputs and gradients: the first dtype at every shape, the others at every third."""
     of, operator = case

@@ -27,6 +27,7 @@ from training_runs import (
     TEXT,
     assert_same_training,
     damage,
+    done_here,
     finish,
     killed_and_continued,
     losses,
@@ -70,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The uninterrupted run: two data workers, two batches a step, over two epochs."""
-    done = finish(start(folder, "train", *RUN, "out_dir=whole"))
+    done = done_here(folder, "train", *RUN, "out_dir=whole")
     assert done.status == 0, done.error
     return folder / "whole"
 
@@ -158,7 +159,7 @@ def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run by Muon that was begun, and in which nothing may change."""
     folder = tmp_path_factory.mktemp("muons")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    done = finish(start(folder, "train", *SHORT, "optim=muon", "out_dir=run"))
+    done = done_here(folder, "train", *SHORT, "optim=muon", "out_dir=run")
     assert done.status == 0, done.error
     return folder
 
