@@ -49,6 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict]
 # The benchmark
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("op", "names"), [("timex", ["conv1d", "formula"]),
                                            ("wkv4", ["conv1d in one block", "formula", "reference"])])
 def test_a_benchmark_prints_a_table_and_ends_in_json(op: str, names: list[str], capsys: pytest.CaptureFixture[str],
@@ -70,6 +71,7 @@ def test_a_benchmark_prints_a_table_and_ends_in_json(op: str, names: list[str], 
     assert (report["dtype"], report["malloc"], report["sweep"]) == ("float32", "tuned", [])
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("op", ["timex", "wkv4"])
 def test_a_sweep_in_half_precision_with_the_default_allocator(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, report = run(capsys, op, "--shape", "2,9,16", "--sweep", "8,16,24", "--only", "conv1d", "--dtype", "bfloat16",

@@ -377,6 +377,7 @@ def test_causality(case: tuple[Any, Any], device: str) -> None:
     assert (y - other).abs().max() <= allowed
 
 
+@pytest.mark.compiles
 def test_opcheck(case: tuple[Any, Any], device: str) -> None:
     """Schema, fake and autograd registration: torch.compile relies on them."""
     of, operator = case
@@ -389,6 +390,7 @@ def test_opcheck(case: tuple[Any, Any], device: str) -> None:
     torch.library.opcheck(registered, inputs)
 
 
+@pytest.mark.compiles
 def test_compiles_without_a_graph_break(case: tuple[Any, Any], device: str) -> None:
     torch.compiler.reset()               # it compiles one function a limited number of times, and here comes each kernel
     of, operator = case

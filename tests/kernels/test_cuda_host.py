@@ -32,7 +32,7 @@ def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
         yield TimeX(request.param)
 
 
-@pytest.mark.parametrize(("shape", "order"), zip(SHAPES, cycle(ORDERS[:2]), strict=False), ids=str)
+@pytest.mark.parametrize(("shape", "order"), list(zip(SHAPES, cycle(ORDERS[:2]), strict=False)), ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_output_and_gradients(name: str, shape: tuple[int, int, int], order: str, host: Host) -> None:
     with on_the_cpu(host, order):

@@ -138,7 +138,8 @@ def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) ->
     assert_equal(gradients(task, task.training_step(steps[1], 0)), gradients(task, cut), 1e-5)
 
 
-@pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), ("rwkv4", True), ("rwkv7", False)])
+@pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), pytest.param("rwkv4", True, marks=pytest.mark.compiles),
+                                                       ("rwkv7", False)])
 @pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
 def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
@@ -238,6 +239,7 @@ class Saving(lightning.Callback):
             trainer.save_checkpoint(Path(str(trainer.default_root_dir)) / "third.ckpt")
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("generation", "precision"), [
     ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed")])
 @pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
