@@ -64,6 +64,7 @@ def test_the_ends_of_the_range_of_decay_and_zeros(wkv7: WKV7) -> None:
         assert not misses(errors(*of_head), cases.tolerance()), head
 
 
+@pytest.mark.parametrize("wkv7", [*(pytest.param(name, marks=pytest.mark.soak) for name in CUDA[:-1]), CUDA[-1]], indirect=True)
 def test_bfloat16_in_heads_that_are_padded(wkv7: WKV7) -> None:
     inputs = OF.inputs((1, SHORT[wkv7.name], 2, 20), torch.bfloat16, "cpu")
     results = cases.results(wkv7, inputs)
