@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from cuda_host import Host
 
+    from kernels.registry import Requires
+
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -38,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the tests of an implementation that cannot run here the first is kept, which is skipped with the reason.
 
-    Those of an implementation that torch.compile makes, for seconds, get the mark `compiles`.
+    Those of an implementation that a compiler makes, for seconds, torch's or another package's, get the mark `compiles`.
     """
     from kernels.registry import load, why_not
 
@@ -46,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("implementation")
         reason = mark and why_not(*mark.args, mark.kwargs.get("device", config.getoption("--device")))
-        if mark and not reason and load(*mark.args).REQUIRES.compiled:
+        if mark and not reason and _is_compiled(load(*mark.args).REQUIRES):
             item.add_marker(pytest.mark.compiles)
         if reason and mark.args in unavailable:
             left_out.append(item)
@@ -57,6 +59,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen.append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
+
+
+def _is_compiled(requires: "Requires") -> bool:
+    return requires.compiled or bool(requires.packages)
 
 
 @pytest.fixture(scope="session")

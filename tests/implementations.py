@@ -22,3 +22,13 @@ def implementations(operator: str) -> list[Any]:
 def kernels(operator: str) -> list[Any]:
     """Every name that select takes for the operator: with files of another folder that it is made of."""
     return [implementation(operator, name) for name in selectable(operator)]
+
+
+def compiled_in_soak(parameters: list[Any]) -> list[Any]:
+    """The parameters; those that torch.compile makes take seconds to be made, and wait for make soak."""
+    return [pytest.param(*each.values, id=each.id, marks=[*each.marks, *([pytest.mark.soak] if is_compiled(each) else [])])
+            for each in parameters]
+
+
+def is_compiled(parameter: Any) -> bool:
+    return any("torch_compile" in str(value) for value in parameter.values)

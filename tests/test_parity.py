@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from implementations import compiled_in_soak
 from models import kernels
 from numpy import ndarray
 from numpy_rwkv4 import NumpyRWKV4
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("kernel", compiled_in_soak(kernels()))
 def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: str, folder: Path) -> None:
     """Read whole, in chunks and token by token."""
     found, expected = ours(CASES[name], folder / f"{name}.pth", kernel), exact(CASES[name])

@@ -8,10 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from programs import PROGRAMS
+
+from rwkv import cli
 
 ROOT = Path(__file__).parent.parent
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
@@ -32,6 +38,23 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False) -> s
     return subprocess.Popen([sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder, env=ENVIRONMENT,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
                             start_new_session=apart)
+
+
+def done_here(folder: Path, program: str, *arguments: str) -> Done:
+    """The same program within this process, which has torch and Lightning already; one thread, as in `start`."""
+    main, schema = PROGRAMS[program]
+    output, error, threads = StringIO(), StringIO(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(error):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [f"{program}.py", *arguments])
+        status = 0
+        try:
+            cli.run(main, schema, program, None)
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    torch.set_num_threads(threads)
+    return Done(status, output.getvalue(), error.getvalue())
 
 
 def finish(process: subprocess.Popen[str]) -> Done:

@@ -75,7 +75,7 @@ def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | No
     """All parts; each runs in a process of its own, because Taichi has one arch per process and a kernel may crash it."""
     python = sys.executable
     results = out_dir.absolute()
-    tests = [python, "-m", "pytest", "tests/kernels", "--device", device]
+    tests = [python, "-m", "pytest", "tests/kernels", "--device", device, "-m", "not soak or implementation"]
     yield Part("tests", [*tests, "-W", "default"], 560)          # other versions of torch may warn where ours does not
     for op in operators():
         small = ["--shape", shape] if shape and case_of(op).AXES == OVER_TIME else []

@@ -67,6 +67,7 @@ def test_a_ckpt_carries_configuration_and_tokenizer(tokenizer: Tokenizer, tmp_pa
     assert Tokenizer.from_dict(read.tokenizer).hash == tokenizer.hash
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kernel", ["auto", "conv1d", "torch_scan"])
 @torch.no_grad()
 def test_a_checkpoint_runs_under_any_kernel(kernel: str, model: RWKV, saved: Path) -> None:

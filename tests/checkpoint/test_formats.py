@@ -408,6 +408,7 @@ while True:
 """
 
 
+@pytest.mark.programs
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     paths = [str(tmp_path / NAMES["pth"]), str(tmp_path / NAMES["safetensors"])]

@@ -240,6 +240,7 @@ def wait_for(condition) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_run_leaves_its_finished_shards(library: DataConfig, tmp_path: Path, number: int) -> None:
     whole = dataclasses.replace(library, cache_dir=str(tmp_path / "whole"))
@@ -258,6 +259,7 @@ def test_an_interrupted_run_leaves_its_finished_shards(library: DataConfig, tmp_
     assert not list(cache.glob("tokens-*/.*"))
 
 
+@pytest.mark.programs
 def test_two_runs_may_start_at_once(library: DataConfig, tmp_path: Path) -> None:
     ready, go = [tmp_path / "ready0", tmp_path / "ready1"], tmp_path / "go"
     runs = [start(library, mark, go, slowly=True) for mark in ready]

@@ -49,6 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict]
 # The benchmark
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("op", "names"), [("timex", ["conv1d", "formula"]),
                                            ("wkv4", ["conv1d in one block", "formula", "reference"])])
 def test_a_benchmark_prints_a_table_and_ends_in_json(op: str, names: list[str], capsys: pytest.CaptureFixture[str],
@@ -70,6 +71,7 @@ def test_a_benchmark_prints_a_table_and_ends_in_json(op: str, names: list[str], 
     assert (report["dtype"], report["malloc"], report["sweep"]) == ("float32", "tuned", [])
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("op", ["timex", "wkv4"])
 def test_a_sweep_in_half_precision_with_the_default_allocator(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, report = run(capsys, op, "--shape", "2,9,16", "--sweep", "8,16,24", "--only", "conv1d", "--dtype", "bfloat16",
@@ -311,7 +313,9 @@ def test_a_file_that_is_missing_or_not_json_is_a_sentence(program, file: str, mo
 
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such pipes")
-@pytest.mark.parametrize("command", ["kernels", "kernels.bench pad --shape 1,2,2,1,1,1 --only torch_strips --seconds 0.001"])
+@pytest.mark.parametrize("command", [
+    "kernels", pytest.param("kernels.bench pad --shape 1,2,2,1,1,1 --only torch_strips --seconds 0.001",
+                            marks=pytest.mark.soak)])
 def test_a_closed_pipe_is_no_error(command: str) -> None:
     with subprocess.Popen([sys.executable, "-m", *command.split()], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import implementation
+from implementations import compiled_in_soak, implementation
 from torch import Tensor
 
 from kernels import compare
@@ -213,7 +213,10 @@ ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfW
 each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
 
 
-@pytest.fixture(params=[implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()])
+CASES = [implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()]
+
+
+@pytest.fixture(params=compiled_in_soak(CASES))
 def case(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """An adapter and one implementation of its operator."""
     of, name = request.param
@@ -242,8 +245,17 @@ def test_every_operator_has_an_adapter() -> None:
     assert set(operators()) <= set(ADAPTERS)
 
 
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_results_in_every_dtype(case: tuple[Any, Any], device: str) -> None:
+    """Outputs and gradients: the first dtype at every shape, the others at every third."""
+    of, operator = case
+    for dtype in of.dtypes:
+        for shape in of.shapes if dtype == of.dtypes[0] else of.shapes[1::3]:
+            assert not wrong(of, operator, of.inputs(shape, dtype, device), dtype), (shape, dtype)
+
+
+@pytest.mark.soak
 def test_results_in_every_dtype_at_every_shape(case: tuple[Any, Any], device: str) -> None:
-    """Outputs and gradients, whose dtypes are those of the inputs."""
     of, operator = case
     for shape in of.shapes:
         for dtype in of.dtypes:
@@ -365,6 +377,7 @@ def test_causality(case: tuple[Any, Any], device: str) -> None:
     assert (y - other).abs().max() <= allowed
 
 
+@pytest.mark.compiles
 def test_opcheck(case: tuple[Any, Any], device: str) -> None:
     """Schema, fake and autograd registration: torch.compile relies on them."""
     of, operator = case
@@ -377,6 +390,7 @@ def test_opcheck(case: tuple[Any, Any], device: str) -> None:
     torch.library.opcheck(registered, inputs)
 
 
+@pytest.mark.compiles
 def test_compiles_without_a_graph_break(case: tuple[Any, Any], device: str) -> None:
     torch.compiler.reset()               # it compiles one function a limited number of times, and here comes each kernel
     of, operator = case

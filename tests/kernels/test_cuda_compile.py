@@ -1,4 +1,6 @@
-"""Every CUDA source compiles for sm_80 and sm_90 and uses what cuda_resources.txt says (kernels/backends/cuda.py). No GPU."""
+"""Every CUDA source compiles for sm_80 and sm_90 and uses what cuda_resources.txt says (kernels/backends/cuda.py). No GPU.
+
+For sm_80, and by nvcc, in make soak."""
 
 import contextlib
 import shutil
@@ -9,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_resources import ARCHS, ROOT, TABLE, measure, name_of, read_table, sources
+from cuda_resources import ROOT, TABLE, measure, name_of, read_table, sources
 
 from kernels.backends import cuda
 from kernels.backends.cuda import Source, compile_cubin, compiler_version
 from kernels.registry import KernelUnavailable
 
 NVCC = shutil.which("nvcc") if shutil.which("g++") else None         # it does nothing without a host compiler
+pytestmark = pytest.mark.compiles
 WRITE = f"PYTHONPATH=. python tests/cuda_resources.py > tests/{TABLE.name}"
 
 
@@ -50,7 +53,7 @@ def test_every_file_belongs_to_an_implementation() -> None:
     assert {source.path for source in sources()} == set(ROOT.glob("kernels/*/csrc/*.cu"))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.soak), "sm_90"])
 @pytest.mark.parametrize("source", sources(), ids=name_of)
 def test_registers_shared_memory_and_spills(source: Source, arch: str, nvrtc: str) -> None:
     """No more than the table's, by the compiler that wrote it; what is not in it spills nothing."""
@@ -69,6 +72,7 @@ def test_the_table_has_no_kernel_that_is_not_there() -> None:
     assert {kernel.source for kernel in read_table()[1]} <= known, WRITE
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not NVCC, reason="needs nvcc and g++")
 @pytest.mark.parametrize("source", sources(), ids=name_of)
 def test_nvcc_agrees(source: Source, tmp_path: Path) -> None:

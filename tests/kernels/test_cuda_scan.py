@@ -12,10 +12,10 @@ from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
 from kernels.compare import errors
 from kernels.wkv4 import WKV, cases
 
-pytestmark = [pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
+pytestmark = [pytest.mark.compiles, pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
               pytest.mark.usefixtures("poisoned_memory")]
 SEGMENTS = ((2, 300, 3), (1, 131, 33), (1, 128, 64))     # (B, T, C): chunks of 128 steps, blocks of 32 channels, whole and not
-ALLOWED = {"+-5": 1e-5, "+-23": 1e-5, "+-43": 2e-5, "+-230": 3e-5}
+ALLOWED = {"+-5": 1e-5, "+-230": 3e-5}
 
 
 @pytest.fixture(params=ORDERS[:2])

@@ -10,7 +10,7 @@ from cuda_host import ORDERS, Host, on_the_cpu
 
 from kernels.softmax import Softmax, cases
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 OF = conformance.ADAPTERS["softmax"]
 BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # a warp's longest row; a block of 3 warps, of 32 that go round twice
 

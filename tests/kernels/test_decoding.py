@@ -12,6 +12,8 @@ from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 
+pytestmark = pytest.mark.compiles
+
 WHOLE = {"n_embd": 64, "n_ffn": 96}      # widths that every form takes
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from implementations import implementations, kernels
+from implementations import compiled_in_soak, implementations, kernels
 
 from kernels.compare import err_ratio, errors, misses
 from kernels.registry import names
@@ -21,12 +21,12 @@ shapes = st.tuples(st.integers(1, 9), st.integers(1, 40), st.integers(1, 50))
 seeds = st.integers(0, 1000)
 
 
-@pytest.fixture(scope="module", params=implementations("timex"))
+@pytest.fixture(scope="module", params=compiled_in_soak(implementations("timex")))
 def timex(request: pytest.FixtureRequest) -> TimeX:
     return TimeX(request.param)
 
 
-@pytest.fixture(scope="module", params=kernels("wkv4"))
+@pytest.fixture(scope="module", params=compiled_in_soak(kernels("wkv4")))
 def wkv(request: pytest.FixtureRequest) -> WKV:
     return WKV(request.param) if request.param in names("wkv4") else WKV("timex", timex=request.param, block=16)
 

@@ -179,11 +179,11 @@ def test_a_transform_survives_pickling() -> None:
 
 
 def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """What two workers, started by `method`, make of each of eight images, and the image."""
+    """What a worker, started by `method`, makes of each of eight images, and the image."""
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system does not {method}")
     images = [cases.tile((3, 8, 6), torch.uint8, seed=seed) for seed in range(8)]
-    loader = DataLoader(images, batch_size=None, collate_fn=transform, num_workers=2, multiprocessing_context=method,
+    loader = DataLoader(images, batch_size=None, collate_fn=transform, num_workers=1, multiprocessing_context=method,
                         timeout=200)
     return zip(loader, images, strict=True)
 

@@ -160,6 +160,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         TimeX("nonsense")
 
 
+@pytest.mark.programs
 def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path) -> None:
     """Only ModuleNotFoundError means that something is not installed; anything else must surface."""
     (tmp_path / "broken.py").write_text("import torch\nfrom torch import no_such_name\n")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from implementations import compiled_in_soak, kernels
 from stubs import stub
 
 from kernels import registry, select
@@ -37,7 +38,7 @@ def test_every_name_is_selectable_once() -> None:
     assert set(select.selectable("softmax")) == set(registry.names("softmax"))
 
 
-@pytest.mark.parametrize("name", runnable_here())
+@pytest.mark.parametrize("name", compiled_in_soak(kernels("wkv4")))
 def test_a_selected_kernel_is_that_kernel(name: str) -> None:
     wkv = select.select("wkv4", name)
     assert isinstance(wkv, WKV)

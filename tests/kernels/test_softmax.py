@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from implementations import implementations
+from implementations import compiled_in_soak, implementations
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
@@ -19,7 +19,7 @@ FORMULA = Softmax("formula")
 RTOL = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}      # on special rows, whose every element counts
 
 
-@pytest.fixture(params=implementations("softmax"))
+@pytest.fixture(params=compiled_in_soak(implementations("softmax")))
 def softmax(request: pytest.FixtureRequest) -> Softmax:
     return Softmax(request.param)
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from implementations import implementations
+from implementations import compiled_in_soak, implementations
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -21,7 +21,7 @@ FORMULA = TimeX("formula")
 EPS = 0.25
 
 
-@pytest.fixture(params=implementations("timex"))
+@pytest.fixture(params=compiled_in_soak(implementations("timex")))
 def timex(request: pytest.FixtureRequest) -> TimeX:
     return TimeX(request.param)
 

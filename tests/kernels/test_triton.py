@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: executed by Triton's interpreter, and compiled to cubins for two generations of GPUs.
 
-Each in a process of its own: the interpreter is chosen by an environment variable before the kernels are imported. All three
-run at the same time. What they do is in triton_interpreted.py and triton_cubins.py.
+Each in a process of its own: the interpreter is chosen by an environment variable before the kernels are imported. What they
+do is in triton_interpreted.py and triton_cubins.py. Cubins of every set of constants, and for older GPUs, are in make soak.
 """
 
 import importlib.util
@@ -9,71 +9,57 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                reason="Triton is not installed (pip install 'timemix[triton]')")
+pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec("triton") is None,
+                                                       reason="Triton is not installed (pip install 'timemix[triton]')")]
 
 TESTS = Path(__file__).parent
 SHARED = {80: 163 * 1024, 90: 227 * 1024}        # bytes that a block can have on an A100, an H100 ...
 SHARED_ANYWHERE = 99 * 1024                      # ... and on every GPU since
 REGISTERS = 65536                                # of a multiprocessor
-Cubins = tuple[int, dict[str, dict[str, Any]]]   # the architecture; by kernel and constants, what the cubin needs
+# The architecture; whether each kernel was compiled once; by kernel and constants, what the cubin needs
+Cubins = tuple[int, bool, dict[str, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """The interpreter's tests, and a compilation per architecture: started together, with a cache that is thrown away."""
-    folder = tmp_path_factory.mktemp("triton")
-    commands: dict[str, list[Any]] = {f"sm_{arch}": [TESTS / "triton_cubins.py", arch] for arch in SHARED}
-    commands["interpreter"] = ["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"]
-    started = {name: start(command, folder / name, interpret=name == "interpreter") for name, command in commands.items()}
-    yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
-
-
-def start(command: list[Any], folder: Path, interpret: bool) -> subprocess.Popen[str]:
-    folder.mkdir()
+def finished(command: list[Any], folder: Path, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    """With a cache that is thrown away."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
-    return subprocess.Popen([sys.executable, *map(str, command)], cwd=TESTS.parent.parent, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parent.parent, env=environment, text=True,
+                          capture_output=True, check=False)
 
 
-@pytest.fixture(scope="module", params=SHARED, ids=lambda arch: f"sm_{arch}")
-def cubins(processes: dict[str, subprocess.Popen[str]], request: pytest.FixtureRequest) -> Cubins:
-    process = processes[f"sm_{request.param}"]
-    output, problems = process.communicate()
-    assert process.returncode == 0, problems
-    return request.param, json.loads(output)
+@pytest.fixture(scope="module", params=[(90, True), *(pytest.param((arch, False), marks=pytest.mark.soak) for arch in SHARED)],
+                ids=str)
+def cubins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Cubins:
+    arch, once = request.param
+    done = finished([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], tmp_path_factory.mktemp("cubins"))
+    assert done.returncode == 0, done.stderr
+    return arch, once, json.loads(done.stdout)
 
 
-@pytest.mark.programs
-@pytest.mark.timeout(900)                # 140 seconds of one core, more where others compute
-def test_under_the_interpreter(processes: dict[str, subprocess.Popen[str]]) -> None:
-    output, problems = processes["interpreter"].communicate()
-    assert processes["interpreter"].returncode == 0, output + problems
-    assert " passed" in output.splitlines()[-1], output
+def test_under_the_interpreter(tmp_path: Path) -> None:
+    done = finished(["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"], tmp_path, interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout.splitlines()[-1], done.stdout
 
 
 def test_every_kernel_compiles(cubins: Cubins) -> None:
-    arch, found = cubins
+    arch, once, found = cubins
     kernels = [name.split()[0] for name in found]
     widths = 2 if arch == 90 else 1
-    assert {name: kernels.count(name) for name in set(kernels)} == {
-        "convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
-        "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
-        "recurrence": 4, "rows": 2, "keys": 2}
+    constants = {"convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
+                 "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
+                 "recurrence": 4, "rows": 2, "keys": 2}
+    assert {name: kernels.count(name) for name in set(kernels)} == (dict.fromkeys(constants, 1) if once else constants)
 
 
 def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:
-    arch, found = cubins
+    arch, _, found = cubins
     for name, needs in found.items():
         assert needs["spilled"] <= 16, f"{name}: {needs}"            # bytes a thread: two or three words are no matter
         assert needs["shared"] <= min(SHARED_ANYWHERE, SHARED[arch]), f"{name}: {needs}"
@@ -82,7 +68,7 @@ def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:
 
 def test_a_scan_has_blocks_enough_to_hide_its_loads(cubins: Cubins) -> None:
     """At B = 32, C = 768 there are 768 blocks for an H200's 132 multiprocessors: 3 of each at once are two even rounds."""
-    _, found = cubins
+    *_, found = cubins
     for name, needs in found.items():
         if name.startswith(("forward", "backward")):
             assert 3 * needs["registers"] * needs["warps"] * 32 <= REGISTERS, f"{name}: {needs}"
@@ -90,7 +76,7 @@ def test_a_scan_has_blocks_enough_to_hide_its_loads(cubins: Cubins) -> None:
 
 def test_the_sums_of_tensor_cores_are_short(cubins: Cubins) -> None:
     """Three products in a row for float32's accuracy, the first onto zeros: no sum is carried through a loop, truncated."""
-    _, found = cubins
+    *_, found = cubins
     for name, needs in found.items():
         if name.startswith(("convolve", "correlate")):
             assert needs["dots"] == ["zeros", "product", "product"], f"{name}: {needs}"

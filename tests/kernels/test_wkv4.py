@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from implementations import implementation, kernels
+from implementations import compiled_in_soak, implementation, kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -27,13 +27,13 @@ ROOT = Path(__file__).parent.parent.parent
 REFERENCE = WKV("reference")
 
 
-@pytest.fixture(params=kernels("wkv4"))
+@pytest.fixture(params=compiled_in_soak(kernels("wkv4")))
 def wkv(request: pytest.FixtureRequest) -> WKV:
     name = request.param
     return WKV(name) if name in names("wkv4") else WKV("timex", timex=name)
 
 
-@pytest.fixture(params=[implementation("wkv4", name) for name in names("wkv4") if name != "timex"])
+@pytest.fixture(params=compiled_in_soak([implementation("wkv4", name) for name in names("wkv4") if name != "timex"]))
 def scan(request: pytest.FixtureRequest) -> WKV:
     """The implementations that claim to be exact for any k."""
     return WKV(request.param)
@@ -109,7 +109,7 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
 
 @pytest.mark.programs
 @pytest.mark.implementation("wkv4", "taichi_scan", device="cpu")
-@pytest.mark.parametrize("name", ["home", "home/file"], ids=["missing", "impossible"])
+@pytest.mark.parametrize("name", [pytest.param("home", marks=pytest.mark.soak), "home/file"], ids=["missing", "impossible"])
 def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_not(name: str, tmp_path: Path) -> None:
     """As in a container without a home, where what a process did was done well, and its exit status said that it crashed."""
     (tmp_path / "home").mkdir()
@@ -324,6 +324,7 @@ def test_gradcheck_over_several_blocks(wkv: WKV, device: str) -> None:
 
 
 @pytest.mark.implementation("wkv4", "torch_compile_scan")
+@pytest.mark.soak
 def test_one_compilation_serves_every_size(device: str) -> None:
     """Any B, C and T; the steps that are left over are not compiled."""
     scan = WKV("torch_compile_scan")

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import implementations
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
-from kernels.registry import names, why_not
 from kernels.wkv7 import WKV7, cases, empty_state
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(params=names("wkv7"))
-def wkv7(request: pytest.FixtureRequest, device: str) -> WKV7:
-    reason = why_not("wkv7", request.param, device)
-    if reason:
-        pytest.skip(reason)
+@pytest.fixture(params=implementations("wkv7"))
+def wkv7(request: pytest.FixtureRequest) -> WKV7:
     return WKV7(request.param)
 
 

@@ -1,5 +1,7 @@
 """The Triton kernels as they are launched, compiled to cubins without a GPU: `python triton_cubins.py 90` for sm_90.
 
+`python triton_cubins.py 90 once` compiles each kernel with one set of constants, in a third of the time.
+
 Each launch of the launchers in kernels/ is compiled instead, with its own constants and options. Prints JSON: by kernel and
 constants, what Triton and cuobjdump say of the cubin. For test_triton.py, in a process without TRITON_INTERPRET.
 """
@@ -27,14 +29,16 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 BY_16 = [["tt.divisibility", 16]]
 
 
-def main(arch: int) -> None:
+def main(arch: int, once: bool) -> None:
     found: dict[str, dict[str, Any]] = {}
+    compiled: set[JITFunction] = set()
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         constants = {param.name: arg for param, arg in zip(kernel.params, args, strict=True) if is_constant(param, arg)}
         narrow = ["bfloat16"] if any(isinstance(arg, Tensor) and arg.dtype == torch.bfloat16 for arg in args) else []
         name = " ".join([kernel.__name__.lstrip("_"), *(f"{key}={value}" for key, value in constants.items()), *narrow])
-        if name not in found:
+        if name not in found and not (once and kernel in compiled):
+            compiled.add(kernel)
             source = ASTSource(kernel, *signature(kernel, args, constants))
             found[name] = facts(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
@@ -110,4 +114,4 @@ def dots(ttgir: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "once" in sys.argv)

@@ -181,6 +181,7 @@ def test_a_global_hook_sees_all_layers() -> None:
         assert {*layers} <= {*seen}, type(module)
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # torch.compile does
 def test_a_compiler_sees_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()

@@ -111,7 +111,7 @@ def run_of_two(folder: Path) -> None:
         fit.train(processes.broadcast_from_rank0(lambda: open_run(config(folder, "fsdp"))))
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_run_of_two_processes_comes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                  capfd: pytest.CaptureFixture[str]) -> None:
     """Through validation, where the last batch is one process's alone, checkpoints, the sample and the report."""

@@ -72,6 +72,7 @@ def saved_for_backward(task: LanguageModel) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
 @each_generation
 def test_compiled_blocks_give_the_same_gradients_and_loss(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:

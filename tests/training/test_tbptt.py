@@ -11,6 +11,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from implementations import compiled_in_soak
 from models import assert_same_state, each_generation, every_kernel, small_model
 from programs import Run
 from token_arrays import token_array_of
@@ -62,14 +63,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: f
 # Gradients
 
 
-def quick_kernels() -> list[Any]:
-    """Those that torch.compile makes take seconds to be made: in make soak."""
-    return [pytest.param(*kernel.values, id=kernel.id,
-                         marks=[*kernel.marks, *([pytest.mark.soak] if "compile" in kernel.values[1] else [])])
-            for kernel in every_kernel()]
-
-
-@pytest.mark.parametrize(("generation", "kernel"), quick_kernels())
+@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel, generation=generation), batch()
@@ -144,7 +138,8 @@ def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) ->
     assert_equal(gradients(task, task.training_step(steps[1], 0)), gradients(task, cut), 1e-5)
 
 
-@pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), ("rwkv4", True), ("rwkv7", False)])
+@pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), pytest.param("rwkv4", True, marks=pytest.mark.compiles),
+                                                       ("rwkv7", False)])
 @pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
 def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
@@ -244,6 +239,7 @@ class Saving(lightning.Callback):
             trainer.save_checkpoint(Path(str(trainer.default_root_dir)) / "third.ckpt")
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("generation", "precision"), [
     ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed")])
 @pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from programs import Run
-from training_runs import OWN, SMALL, TEXT, Done, content, finish, losses, rows, same, start, wait_for
+from training_runs import OWN, SMALL, TEXT, Done, content, done_here, finish, losses, rows, same, start, wait_for
 
 from rwkv import cli
 from rwkv.checkpoint.files import locate, read_checkpoint
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Done:
     """A run from beginning to end, in folder/whole."""
-    return finish(start(folder, "train", *LONG, "out_dir=whole", "resume=auto"))
+    return done_here(folder, "train", *LONG, "out_dir=whole", "resume=auto")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def stopped_at(folder: Path, interrupted: Done) -> int:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path, stopped_at: int) -> Done:
-    return finish(start(folder, "train", "resume=auto"))
+    return done_here(folder, "train", "resume=auto")
 
 
 @pytest.mark.parametrize(("stream", "nobody"), [("stderr", "pipe"), ("stderr", "terminal"), ("stderr", "none"),
@@ -133,7 +133,7 @@ def test_standard_output_is_the_sample_alone(folder: Path, whole: Done) -> None:
 def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_path: Path) -> None:
     """From another directory, to standard output alone, with a prompt that Hydra's grammar would refuse."""
     prompt = "line 7: the ${quick}, 'brown' = fox\n"
-    done = finish(start(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30"))
+    done = done_here(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30")
     assert done.status == 0
     assert done.error.startswith("read ")
     assert done.error.count("\n") == 1
@@ -198,6 +198,7 @@ def sweep(folder: Path, resumed: Done) -> Done:
     return finish(start(folder, "train", "-m", "kernel=conv1d,taichi_v3", *SMALL, "logger=wandb", "out_dir=sweep"))
 
 
+@pytest.mark.soak
 def test_a_sweep_over_kernels_is_two_runs_of_the_same_losses(folder: Path, sweep: Done) -> None:
     assert sweep.status == 0, sweep.error
     runs = sorted((folder / "sweep").glob("kernel=*"))
@@ -207,6 +208,7 @@ def test_a_sweep_over_kernels_is_two_runs_of_the_same_losses(folder: Path, sweep
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=1e-4)
 
 
+@pytest.mark.soak
 def test_wandb_without_an_account_is_offline(folder: Path, sweep: Done) -> None:
     for run in sorted((folder / "sweep").glob("kernel=*")):
         offline = list((run / "wandb").glob("offline-run-*"))
@@ -218,6 +220,7 @@ def test_wandb_without_an_account_is_offline(folder: Path, sweep: Done) -> None:
         assert (saved["logger"]["group"], saved["logger"]["run_name"]) == ("sweep", f"{run.name.removeprefix('kernel=')}-seed0")
 
 
+@pytest.mark.soak
 def test_wandb_has_the_report_of_a_sweep_too(folder: Path, sweep: Done) -> None:
     media = folder / "sweep" / "wandb" / "latest-run" / "files" / "media"
     assert [path.read_text() for path in media.glob("html/*.html")] == [(folder / "sweep" / "report.html").read_text()]
@@ -227,7 +230,7 @@ def test_wandb_has_the_report_of_a_sweep_too(folder: Path, sweep: Done) -> None:
     assert [row[:3] for row in table["data"][:2]] == [["run", "value", "conv1d"], ["kernel", "median", "conv1d"]]
 
 
-def test_accumulation_bf16_and_a_char_vocabulary_train(folder: Path, sweep: Done) -> None:
+def test_accumulation_bf16_and_a_char_vocabulary_train(folder: Path) -> None:
     done = finish(start(folder, "train", *SMALL, "kernel=taichi_v3", "data.tokenizer=char", "trainer.precision=bf16-mixed",
                         "trainer.accumulate=2", "trainer.malloc=default", "trainer.val_every=4", "logger=csv", "out_dir=char"))
     assert done.status == 0, done.error
