@@ -223,10 +223,36 @@ def test_the_cache_forgets_what_was_used_longest_ago() -> None:
     one = sum(part.nbytes for part in (context.logits, *context.state))
     cache = PrefixCache(2 * one)
     for key in ((1,), (2,)):
-        cache.put(key, context)
-    assert cache.longest((1, 5))[0] == 1
-    cache.put((3,), context)
-    assert [cache.longest(key)[0] for key in ((1,), (2,), (3,))] == [1, 0, 1]
+        cache.put(cache.key(key), context)
+    assert cache.longest((1, 5))[0] == cache.key((1,))
+    cache.put(cache.key((3,)), context)
+    assert [cache.longest(key)[0].length for key in ((1,), (2,), (3,))] == [1, 0, 1]
+
+
+class Counted(int):
+    """A token that counts how often any of its kind is added to a number, as hashing does."""
+
+    additions = 0
+
+    def __radd__(self, other: int) -> int:
+        Counted.additions += 1
+        return other + int(self)
+
+
+@pytest.mark.parametrize("entries", [0, 1000])
+def test_a_prompt_of_many_slices_is_hashed_twice(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to find its longest prefix and once as its slices are kept, however many slices and entries there are."""
+    monkeypatch.setattr(prefill_module, "SLICE", 4)
+    model, cache = MODELS["reference"], PrefixCache()
+    tokens = [Counted(1 + number % 200) for number in range(40)]
+    other = prefill(model, torch.tensor([[1]]))
+    for number in range(entries):
+        cache.put(cache.key([255, number]), other)
+    monkeypatch.setattr(Counted, "additions", 0)
+    read_prompts(model, [tokens], cache=cache)
+    assert Counted.additions == 2 * len(tokens)
+    assert len(cache) == entries + 10
+    assert [cache.longest(tokens[:length])[0].length for length in (3, 4, 39, 40)] == [0, 4, 36, 40]
 
 
 def test_threads_may_share_a_cache() -> None:
@@ -236,8 +262,8 @@ def test_threads_may_share_a_cache() -> None:
 
     def use(thread: int) -> None:
         for number in range(300):
-            cache.put((thread, number), context)
-            assert cache.longest((thread, number, 0))[0] in (0, 2)
+            cache.put(cache.key((thread, number)), context)
+            assert cache.longest((thread, number, 0))[0].length in (0, 2)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
