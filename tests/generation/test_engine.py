@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch import nn
 from rwkv.errors import UserError
 from rwkv.generation import engine as engine_module
 from rwkv.generation import prefill as prefill_module
+from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, Row, Sample, generate, generate_batch
 from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
-from rwkv.generation.sampling import Sampling, next_tokens
+from rwkv.generation.sampling import Sampling, adjusted, distribution, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
@@ -327,6 +329,40 @@ def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.Monk
 def _finished(engine: Engine, row: Row) -> Sample:
     list(engine)
     return row.sample
+
+
+@pytest.mark.soak                        # many hundred steps
+@pytest.mark.parametrize("sizes", [{"n_embd": 256}, {"n_embd": 512}], ids=["products of torch", "a program, up to 8 rows"])
+def test_a_text_in_company_differs_from_the_text_alone_only_at_a_boundary(sizes: dict[str, int]) -> None:
+    """In float32 the products of several rows are others than those of one in their last bits. So a draw may fall on the other
+    side of a boundary between two tokens where it lies within 1e-4 of it: from there on the texts differ; before, in no token.
+    """
+    model = small_model("reference", vocab_size=256, n_layer=2 + (sizes["n_embd"] > 256), **sizes)
+    options, engine = Sampling(1.0, top_p=1.0, banned=(0,)), Engine(model, BYTES)
+    rows = [engine.add(f"text {seed}: ", seed, StoppingCriteria(10 + 4 * seed), options) for seed in range(12)]
+    list(engine)
+    distances = []
+    for row in rows:
+        ids, seed, together = row.prompt_ids, row.sample.seed, row.sample.tokens
+        alone = Engine(model, BYTES, alone=True)
+        text = _finished(alone, alone.add(ids, seed, StoppingCriteria(len(together)), options)).tokens
+        differs = next((at for at, pair in enumerate(zip(text, together, strict=True)) if len({*pair}) == 2), None)
+        assert differs is None or distance_to_a_boundary(model, ids, text[:differs + 1], seed, options) <= 1e-4
+        distances.append(distance_to_a_boundary(model, ids, text[:1], seed, options))
+    assert median(distances) > 1e-4, "most draws lie elsewhere"
+
+
+def distance_to_a_boundary(model: RWKV, ids: list[int], written: list[int], seed: int, options: Sampling) -> float:
+    """How far the draw of the last token written lay from the nearest end of a token's share of [0, 1), in the text alone."""
+    generator, start = torch.Generator().manual_seed(seed), prefill(model, torch.tensor([ids]))
+    decoder, logits = decoder_of(model, start.state, alone=True), start.logits
+    draws = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for _ in written])
+    for token in written[:-1]:
+        logits = decoder.step(torch.tensor([token]))
+    assert int(next_tokens(logits, draws[-1:], options)) == written[-1]
+    candidates, probabilities = distribution(adjusted(logits, options, None), options)
+    assert candidates is None
+    return float((probabilities[0].double().cumsum(-1) - draws[-1]).abs().min())
 
 
 def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
