@@ -120,8 +120,8 @@ def test_chat(client: openai.OpenAI, model: RWKV) -> None:
 
 
 def test_each_turn_of_a_chat_reads_only_what_is_new(client: openai.OpenAI) -> None:
-    """After the last turn's prompt and answer, without the answer's last token, which was drawn and not read. Where the template
-    shows the answer in another way, as by the space that it sets before each, the prompt alone is there.
+    """What the last turn has read is cached: its prompt and its answer, but not the answer's last token, which was only drawn.
+    Where the template shows the answer in another way, as by the space that it sets before each, the prompt alone is of use.
     """
     messages: list[dict[str, str]] = []
     shown, prompt, read = "", "", ""
