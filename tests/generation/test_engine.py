@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import assert_same_state, small_model, tokens
+from models import assert_same_state, saying, small_model, tokens
 from torch import nn
 
 from rwkv.errors import UserError
@@ -47,24 +47,6 @@ def constant(model: RWKV, token: int) -> RWKV:
         model.ln_out.bias.fill_(1)
         model.head.weight.zero_()
         model.head.weight[token] = 100
-    return model
-
-
-def saying(*rows: str) -> RWKV:
-    """A byte model that predicts, after each character of a row, the next one."""
-    model = constant(model_for(BYTES), ord("."))
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.ln_out.weight.fill_(1)
-        model.ln_out.bias.zero_()
-        for block in model.blocks:
-            block.att.output.weight.zero_()
-            block.ffn.value.weight.zero_()
-        model.emb.weight.normal_(generator=torch.Generator().manual_seed(0))
-        hidden = model.hidden(torch.arange(256)[:, None])[0][:, 0]
-        for row in rows:
-            for here, following in zip(row.encode(), row.encode()[1:], strict=False):
-                model.head.weight[following] += 10 * hidden[here]
     return model
 
 

@@ -100,6 +100,10 @@ def test_echo_and_logprobs(client: openai.OpenAI, model: RWKV) -> None:
     assert (only.text, len(only.logprobs.tokens)) == ("abc", 3)
     long = client.completions.create(model=MODEL, prompt="abc" * 150, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert (long.text, len(long.logprobs.tokens)) == ("abc" * 150, 450)
+    ended = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=1, max_tokens=1, logit_bias={"0": 100})
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("abc", "stop")
+    assert ended.choices[0].logprobs.token_logprobs[:3] == only.logprobs.token_logprobs
+    assert len(ended.choices[0].logprobs.tokens) == 4, "the token that ended the text is the last"
 
 
 def test_chat(client: openai.OpenAI, model: RWKV) -> None:
