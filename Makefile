@@ -13,7 +13,7 @@ GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: bench-peers train test quick soak lint bench peers parity gpu-check clean
+.PHONY: llama-server bench-peers train test quick soak lint bench peers parity gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -49,6 +49,7 @@ bench-peers: $(READY_TO_TEST) peers      ## reading and writing, beside the peer
 	$(GENERATION) --generation rwkv7 --llama $(LLAMA)/bin/python --json $(RESULTS)/generation-rwkv7-cpu.json
 	$(BIN)/python -m benchmarks.tables
 
+llama-server: $(LLAMA)/llama-server      ## llama.cpp's own server, for benchmarks/serving.py peers --llama-server: minutes
 
 parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
@@ -70,6 +71,17 @@ $(LLAMA)/installed: constraints.txt      # llama.cpp is built from source: minut
 	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" $(LLAMA)/bin/python -m pip install -q --disable-pip-version-check \
 		-c constraints.txt --no-binary llama-cpp-python llama-cpp-python
 	touch $@
+
+$(LLAMA)/llama-server: $(LLAMA)/installed        # from the same source, without its page, which it would download
+	mkdir -p $(LLAMA)/source
+	$(LLAMA)/bin/python -m pip download -q --disable-pip-version-check -c constraints.txt --no-deps \
+		--no-binary llama-cpp-python -d $(LLAMA)/source llama-cpp-python
+	tar -xzf $(LLAMA)/source/llama_cpp_python-*.tar.gz -C $(LLAMA)/source --strip-components 1
+	cmake -S $(LLAMA)/source/vendor/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+		-DLLAMA_OPENSSL=OFF
+	cmake --build $(LLAMA)/build --target llama-server --parallel 2
+	cp $(LLAMA)/build/bin/llama-server $@
 
 $(PEERS)/installed: constraints.txt
 	$(PYTHON) -m venv $(PEERS)

@@ -3,24 +3,29 @@
 share     streams past their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
 arrivals  64 clients that come, read texts of random lengths, and go, 30 % in the middle; gaps at 8 streams
 short     many short requests: memory and open files before and after; how soon a 429 comes
+peers     RWKV-7: streams past their prompts, quiet and beside one busy process, in turns with llama.cpp's own server on the
+          same weights and requests, where --llama-server names that program (make llama-server); two threads each
 
-The server is `python serve.py` with random weights in RWKV-4's 169M shape, and a vocabulary of whole characters, so that each
-token is an event (50,304 of them: a World vocabulary has a multiple of 64). The client reads with one selector and counts
-events; its share of a core is printed. Each part takes less than three minutes with these defaults. The last line of standard
-output is the result as JSON.
+The server is `python serve.py` with random weights in RWKV-4's 169M shape (peers: RWKV-7's 0.1b), and a vocabulary of whole
+characters, so that each token is an event (50,304 of them: a World vocabulary has a multiple of 64). The client reads with one
+selector and counts events; its share of a core is printed. Each part takes less than three minutes with these defaults. The
+last line of standard output is the result as JSON.
 """
 
 import argparse
 import json
+import os
 import random
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,28 +37,34 @@ PROMPT = "A prompt of some words, "
 SETTLE_S = 1.0                           # seconds before counting begins
 HANG_UP = 0.3                            # share of clients
 VOCABULARY = "vocabulary.txt"
+LLAMA_FORMATS = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"]}
+LLAMA_CONTEXT = 2**15                    # tokens of a slot; a recurrent model needs no memory for them
+LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that is to go on
 MIB = 2**20
 
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    from benchmarks.generation import write_checkpoint  # with torch, which _serving_engine.py imports in its own time
+    from benchmarks.generation import SHAPES, write_checkpoint  # with torch, which _serving_engine.py imports in its own time
     from kernels.bench import hardware
 
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_checkpoint(Path(folder), "rwkv4", args.shape)
-        write_vocabulary(checkpoint.with_name(VOCABULARY), args.shape[-1])
+        generation = "rwkv7" if args.part == "peers" else "rwkv4"
+        shape = args.shape or (SHAPES["rwkv7"] if args.part == "peers" else [12, 768, 50304])
+        checkpoint = write_checkpoint(Path(folder), generation, shape)
+        write_vocabulary(checkpoint.with_name(VOCABULARY), shape[-1])
         rows = [row for dtype in args.dtype for row in PARTS[args.part](checkpoint, dtype, args)]
     publish({"part": args.part, "machine": hardware.describe("cpu"), "rows": rows}, args.json)
 
 
 def write_vocabulary(path: Path, most: int) -> None:
-    """A vocabulary in the World format of the 256 bytes and as many characters of 3 bytes as there is room for."""
+    """A vocabulary in the World format of the 256 bytes and as many characters of 3 or 4 bytes as there is room for."""
     singles = [bytes([value]) for value in range(256)]
-    letters = range(0x800, 0x800 + most - 1 - len(singles))
+    characters = (chr(code) for code in range(0x800, 0x110000) if not 0xD800 <= code < 0xE000)     # all but surrogates
+    letters = list(islice(characters, most - 1 - len(singles)))
     tokens = [repr(single.decode()) if single < b"\x80" else repr(single) for single in singles]
-    tokens += [repr(chr(letter)) for letter in letters]
-    lengths = [1] * len(singles) + [3] * len(letters)
+    tokens += [repr(letter) for letter in letters]
+    lengths = [1] * len(singles) + [len(letter.encode()) for letter in letters]
     lines = (f"{index} {token} {length}\n" for index, (token, length) in enumerate(zip(tokens, lengths, strict=True), start=1))
     path.write_text("".join(lines), encoding="utf-8")
 
@@ -78,6 +89,10 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.pids = [self.process.pid, *map(int, children)]
 
+    def signal(self, number: signal.Signals) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+
     def resident(self) -> int:
         """Bytes of both processes that are not mapped files."""
         return sum(1024 * int(line.split()[1]) for pid in self.pids
@@ -98,19 +113,52 @@ class Server:
         return made
 
 
+class LlamaServer(Server):
+    """llama.cpp's own server, with as many slots as there are streams."""
+
+    def __init__(self, program: Path, weights: Path, slots: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        threads = str(min(2, os.cpu_count() or 1))
+        self.process = subprocess.Popen([program, "--model", weights, "--port", str(self.port), "--parallel", str(slots),
+                                         "--ctx-size", str(slots * LLAMA_CONTEXT), "--threads", threads, "--no-ui",
+                                         "--threads-batch", threads, "--log-disable"])
+        self.pids = [self.process.pid]
+        while not self._ready():
+            if self.process.poll() is not None:
+                sys.exit("llama.cpp's server did not start")
+            time.sleep(0.2)
+
+    def _ready(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port)) as made:
+                made.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                return made.recv(4096).startswith(b"HTTP/1.1 200")
+        except OSError:
+            return False
+
+
 @contextmanager
 def serving(checkpoint: Path, dtype: str, *options: str) -> Iterator[Server]:
-    server = Server(checkpoint, dtype, *options)
+    with ended(Server(checkpoint, dtype, *options)) as server:
+        yield server
+
+
+@contextmanager
+def ended(server: Server) -> Iterator[Server]:
+    """The server, which ends with the block."""
     try:
         yield server
     finally:
+        server.signal(signal.SIGCONT)
         server.process.terminate()
         server.process.wait()
 
 
 def stream_of(n: int, seed: int, prompt: str = PROMPT) -> dict[str, Any]:
-    """A body; token 0, which would end the text, is out of reach."""
-    return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}}
+    """A body; token 0, which would end the text, is out of reach. What llama.cpp's server has by default is said."""
+    return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}, "temperature": 1,
+            "top_p": 1, "top_k": 0, "min_p": 0}
 
 
 class Client:
@@ -187,11 +235,12 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
     """Events per second of all streams past their prompts, and the client's share of a core."""
     with selectors.DefaultSelector() as selector:
-        clients = [Client(server, 1_000_000, 1000 * turn + seed) for seed in range(texts)]
+        clients = [Client(server, LONGEST, 1000 * turn + seed) for seed in range(texts)]
         for client in clients:
             selector.register(client.socket, selectors.EVENT_READ, client)
         while not all(client.times for client in clients):
-            read_for(selector, 0.1)
+            if read_for(selector, 0.1):
+                sys.exit(f"a stream ended early, with status {clients[0].status.decode()}")
         read_for(selector, SETTLE_S)
         counted, cpu, began = sum(len(client.times) for client in clients), time.process_time(), time.perf_counter()
         read_for(selector, seconds)
@@ -303,7 +352,47 @@ def _delay_of_429(server: Server) -> float:
     return time.perf_counter() - began
 
 
-PARTS = {"share": share, "arrivals": arrivals, "short": short}
+def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All servers of a width are loaded; each is suspended while another is measured, and the busy process while none is."""
+    with ExitStack() as running:
+        servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
+        for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
+            weights = _gguf(checkpoint, name)
+            servers["llama.cpp", name] = running.enter_context(ended(LlamaServer(args.llama_server, weights, max(args.texts))))
+        company = running.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        running.callback(company.kill)
+        company.send_signal(signal.SIGSTOP)
+        for server in servers.values():
+            server.signal(signal.SIGSTOP)
+        for texts in args.texts:
+            rates: dict[tuple[str, str], dict[str, list[float]]] = {key: {"quiet": [], "busy": []} for key in servers}
+            for turn in range(args.turns):
+                for key, server in servers.items():
+                    server.signal(signal.SIGCONT)
+                    rates[key]["quiet"].append(_rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
+                    company.send_signal(signal.SIGCONT)
+                    rates[key]["busy"].append(_rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
+                    company.send_signal(signal.SIGSTOP)
+                    server.signal(signal.SIGSTOP)
+            for (of, form), found in rates.items():
+                row = {"of": of, "dtype": form, "texts": texts, **{name: median(each) for name, each in found.items()}}
+                print(f"{of:10}{form:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
+                      f"({row['busy'] / row['quiet']:.0%})", flush=True)
+                yield row
+
+
+def _gguf(checkpoint: Path, name: str) -> Path:
+    """The checkpoint with its vocabulary in llama.cpp's format."""
+    from benchmarks.generation import GGUF
+    from rwkv.pretrained import RWKV
+    from rwkv.tokenizer.tokenizers import Tokenizer
+
+    path = checkpoint.with_name(f"{name}.gguf")
+    RWKV.from_pretrained(checkpoint).save_pretrained(path, Tokenizer.named(str(checkpoint.with_name(VOCABULARY))), GGUF[name])
+    return path
+
+
+PARTS = {"share": share, "arrivals": arrivals, "short": short, "peers": peers}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -314,7 +403,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=12, help="of each of HTTP and the engine alone, over all turns")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--shape", type=lambda text: [int(part) for part in text.split(",")], default=[12, 768, 50304])
+    parser.add_argument("--shape", type=lambda text: [int(part) for part in text.split(",")], metavar="L,C,V")
+    parser.add_argument("--llama-server", type=Path, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
     parser.add_argument("--json", type=output_file)
     return parser.parse_args(argv)
 

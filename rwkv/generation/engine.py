@@ -167,7 +167,7 @@ class Engine:
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
-                row.cache.put(row.tokens_read(), self._result(position))
+                row.cache.put(row.cache.key(row.tokens_read()), self._result(position))
         return pieces
 
     def context(self) -> PrefillResult:

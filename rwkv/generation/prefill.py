@@ -9,8 +9,8 @@ one, or with an earlier prompt and its answer, is read from the end of that one 
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
 from threading import Lock
 from typing import NamedTuple
 
@@ -44,13 +44,23 @@ class PrefillResult(NamedTuple):
         return PrefillResult(torch.cat([result.logits for result in results]), State.cat([result.state for result in results]))
 
 
+class Key(NamedTuple):
+    """Of a text in a PrefixCache: the number of its tokens and their hash."""
+
+    length: int = 0
+    hash: int = 0
+
+
+EMPTY = Key()
+
+
 class PrefixCache:
     """The prefill results that were used last, by the tokens read, in at most max_bytes.
 
     Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
-    longest match takes one look-up for each token of the prompt, however many entries there are; two prefixes that came up
-    share a hash with a probability of about their length / 2^127. A cache is for one model only; threads may share it. Raises
-    UserError for a max_bytes below 0.
+    longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
+    follows from that of its beginning; two prefixes that came up share a hash with a probability of about their length / 2^127.
+    A cache is for one model only; threads may share it. Raises UserError for a max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -61,26 +71,30 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.bytes = 0                   # of all entries
         self._point = secrets.randbelow(self._PRIME)
-        self._entries: OrderedDict[tuple[int, int], PrefillResult] = OrderedDict()       # most recently used last
+        self._entries: OrderedDict[Key, PrefillResult] = OrderedDict()       # most recently used last
         self._lock = Lock()              # guards _entries and bytes
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def longest(self, tokens: Sequence[int]) -> tuple[int, PrefillResult | None]:
-        """The length of the longest prefix of `tokens` in the cache and the result after it; (0, None) where there is none."""
-        keys = list(enumerate(self._hashes(tokens)))
+    def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
+        """The key of a text that ends with `tokens`, after what `after` is the key of."""
+        *_, last = self._keys(tokens, after)
+        return last
+
+    def longest(self, tokens: Sequence[int]) -> tuple[Key, PrefillResult | None]:
+        """The key of the longest prefix of `tokens` in the cache and the result after it; (EMPTY, None) where there is none."""
+        keys = list(self._keys(tokens))
         with self._lock:
             found = next((key for key in reversed(keys) if key in self._entries), None)
             if found is None:
-                return 0, None
+                return EMPTY, None
             self._entries.move_to_end(found)
-            return found[0], self._entries[found]
+            return found, self._entries[found]
 
-    def put(self, tokens: Sequence[int], result: PrefillResult) -> None:
-        """Adds the result after `tokens`; removes the least recently used ones where there is no room."""
-        *_, last = self._hashes(tokens)
-        key, size = (len(tokens), last), result.nbytes()
+    def put(self, key: Key, result: PrefillResult) -> None:
+        """Adds the result after the tokens of `key`; removes the least recently used ones where there is no room."""
+        size = result.nbytes()
         with self._lock:
             if key in self._entries:
                 self._remove(key)
@@ -91,11 +105,12 @@ class PrefixCache:
             self._entries[key] = result
             self.bytes += size
 
-    def _hashes(self, tokens: Sequence[int]) -> "accumulate[int]":
-        """The hash of each prefix, from the empty one on."""
-        return accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=0)
+    def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
+        """The key of each prefix, from the empty one on, each after what `after` is the key of."""
+        hashes = accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=after.hash)
+        return map(Key, count(after.length), hashes)
 
-    def _remove(self, key: tuple[int, int]) -> None:
+    def _remove(self, key: Key) -> None:
         self.bytes -= self._entries.pop(key).nbytes()
 
 
@@ -114,9 +129,10 @@ class Reading:
             cache = None
         self._model, self._cache, self._n_logprobs, self._vocab_size = model, cache, n_logprobs, vocab_size
         self.tokens = list(tokens)
-        self._position, self._so_far = 0, start
+        self._so_far, self._key = start, EMPTY                   # what is read, and its key in the cache
         if cache is not None and n_logprobs is None:
-            self._position, self._so_far = cache.longest(self.tokens)
+            self._key, self._so_far = cache.longest(self.tokens)
+        self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after each slice's
 
@@ -139,9 +155,10 @@ class Reading:
             self._so_far = PrefillResult(*self._model.prefill(ids, state))
         else:
             self._so_far = self._read_with_logprobs(ids, state, self.tokens[self._position + 1:end + 1], self._n_logprobs)
-        self._position = end
         if self._cache is not None:
-            self._cache.put(self.tokens[:end], self._so_far)
+            self._key = self._cache.key(self.tokens[self._position:end], self._key)
+            self._cache.put(self._key, self._so_far)
+        self._position = end
 
     @torch.no_grad()
     def _read_with_logprobs(self, ids: Tensor, state: State | None, following: list[int], n: int) -> PrefillResult:

@@ -92,7 +92,9 @@ def _field_in(message: str) -> str | None:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        return ApiError(405, f"{request.url.path} has no method {request.method}").response()
+        answer = ApiError(405, f"{request.url.path} has no method {request.method}").response()
+        answer.headers.update(error.headers or {})               # Allow
+        return answer
     if error.status_code == 404:
         return ApiError(404, f"there is nothing at {request.url.path[:200]}").response()
     return ApiError(error.status_code, error.detail).response()

@@ -73,9 +73,10 @@ class Protocol(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the request did not come within {self.receive_s:g} seconds"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers without the application, unless it has begun to answer, and closes the connection."""
+        """Answers without the application, unless it has begun to answer this request, and closes the connection."""
         self._stop_deadline()
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
+        if self.cycle is None or between_requests or not self.cycle.response_started:
             content = msgspec.json.encode(error.body)
             head = f"HTTP/1.1 {error.status} {REASONS[error.status]}\r\ncontent-type: application/json\r\n" \
                    f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"

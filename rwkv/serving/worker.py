@@ -75,7 +75,9 @@ class _Job:
         sample, finished = self.row.sample, self.row.complete
         if not finished and not self.request.stream:
             return None
-        logprobs = sample.logprobs[self._logprobs_sent:len(sample.tokens)]
+        # lm-evaluation-harness, which alone asks for a prompt's, takes the last entry for that of a token after the prompt
+        shown = len(sample.logprobs) if self.request.prompt_logprobs else len(sample.tokens)
+        logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
         event = Event(self.request.id, self.text, logprobs)

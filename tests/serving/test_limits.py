@@ -12,7 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_runs import Running, post, wait_until
+from serving_runs import Running, post, reset, wait_until
 
 pytestmark = pytest.mark.programs
 
@@ -94,10 +94,13 @@ def test_another_method_or_path_is_an_error_of_the_interface(server: Running, me
     answer = httpx.request(method, server.url + path)
     refused(answer)
     assert answer.status_code == status
+    assert ("allow" in answer.headers) == (status == 405)
 
 
 def test_a_large_body_is_refused(server: Running) -> None:
-    assert b" 413 " in server.exchange(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+    announced = server.exchange(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+    assert b" 413 " in announced
+    assert announced.count(b"HTTP/1.1 ") == 1, "the deadline for the rest is no second answer"
     chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"20000\r\n" + b" " * 0x20000
     assert b" 413 " in server.exchange(chunked + (b"\r\n20000\r\n" + b" " * 0x20000) * 10)
 
@@ -119,8 +122,7 @@ def test_many_half_requests_stop_nobody(server: Running) -> None:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
     assert httpx.post(f"{server.url}/v1/completions", json=OK).status_code == 200
     for half in halves[:100]:
-        half.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")        # closing resets the connection
-        half.close()
+        reset(half)
     wait_until(lambda: server.open_files() <= before + 5)
     for half in halves[100:]:
         half.close()
