@@ -1,11 +1,13 @@
 """tune=lora and tune=state as runs: what their checkpoints hold, how they are read, continued, converted and refused."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from models import small_model, tokens
+from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, caller, one_sentence
 from safetensors.torch import load_file
 from training_runs import assert_same_training, finish, kill_after, killed_and_continued, start
@@ -76,6 +78,31 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
     torch.testing.assert_close(merged(ids)[0], apart, rtol=0, atol=1e-5)
     torch.testing.assert_close(RWKV.from_pretrained(out)(ids)[0], merged(ids)[0], rtol=0, atol=0)
     assert not torch.allclose(apart, before, atol=1e-4)
+
+
+@pytest.fixture
+def peft() -> None:
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import peft"], capture_output=True).returncode:
+        pytest.skip(f"no peft in {PYTHON.parent.parent.name}: `make peers` installs it")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("base", "options"), [
+    ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]", "tune.alpha=5")),
+    ("base7.safetensors", ("tune.base=int8",)),
+])
+def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft: None, base: str,
+                                                   options: tuple[str, ...]) -> None:
+    out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
+    convert(folder / base, folder / "base.pth")
+    convert(out, folder / "ours.pth")
+    in_peers_environment(str(Path(__file__).with_name("peft_reader.py")), "base.pth", f"{out}/adapter", "theirs.pth", cwd=folder)
+    before, ours, theirs = (torch.load(f"{name}.pth", weights_only=True) for name in ("base", "ours", "theirs"))
+    changed = {name for name in ours if not torch.equal(ours[name], before[name])}
+    assert changed
+    assert changed <= theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.programs
