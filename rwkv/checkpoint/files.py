@@ -46,7 +46,10 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them."""
+    """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them.
+
+    Another process that it is sent to reads the file again.
+    """
 
     path: Path
     config: ModelConfig
@@ -57,6 +60,9 @@ class Checkpoint:
     step: int = 0
     tokenizer_hash: str | None = None
     time_states: list[Stored] | None = None      # of each layer (H,N,N), the state before the first token, where it is learnt
+
+    def __reduce__(self) -> Any:
+        return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
         """The tensors in `dtype`, those that the generation keeps in float32 excepted; None: as the file has them."""

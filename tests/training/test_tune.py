@@ -10,7 +10,7 @@ from models import small_model, tokens
 from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, caller, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, finish, kill_after, killed_and_continued, start
+from training_runs import assert_same_training, finish, kill_after, killed_and_continued, losses, start
 
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TuneConfig
@@ -129,6 +129,22 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
     assert run("generate", f"checkpoint={out}", *common)[1] == text
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [("tune=lora", "tune.rank=2"), ("tune=state",),
+                                     ("tune=lora", "tune.base=int8", "trainer.tbptt=2")])
+def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...]) -> None:
+    arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
+    for name, more in (("one", ()), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
+        done = finish(start(folder, "train", *arguments, *more, f"out_dir={name}"))
+        assert done.status == 0, done.error
+    for name in ("train/loss", "val/loss"):
+        assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
+    one, two = (torch.load(folder / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4)
+
+
 @pytest.mark.programs
 def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
     common = (*OPTIONS, "trainer.max_steps=3")
@@ -165,7 +181,7 @@ def test_memory_of_tuning() -> None:
     full, lora, state = (TrainConfig(model=sizes, data=data, tune=TuneConfig(method=method, base=base))
                          for method, base in (("full", "float32"), ("lora", "int8"), ("state", "int8")))
     assert n_trained(state, 65536) == 24 * 32 * 64 * 64
-    assert frozen_bytes(lora, 65536) < 0.4 * frozen_bytes(full, 65536)
+    assert frozen_bytes(lora, 65536) < 0.6 * frozen_bytes(full, 65536)
     assert estimate(state, 65536).fixed < estimate(lora, 65536).fixed < 0.2 * estimate(full, 65536).fixed
     assert generation(sizes).OPERATOR == "wkv7"
 
