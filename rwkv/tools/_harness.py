@@ -93,7 +93,8 @@ class Timemix(TemplateLM):
                 options = _generation(requests[indices[0]].args[1])
                 for batch in _batches(indices, lambda index: len(requests[index].args[0]), self._rows):
                     prompts = [requests[index].args[0] for index in batch]
-                    for index, sample in zip(batch, generate_batch(self._model, self._tokenizer, prompts, **options), strict=True):
+                    samples = generate_batch(self._model, self._tokenizer, prompts, **options)
+                    for index, sample in zip(batch, samples, strict=True):
                         found[index] = sample.text
                     bar.update(len(batch))
         for request, text in zip(requests, found, strict=True):

@@ -12,8 +12,9 @@ operator works with (operator_work), S that a state has for each row:
                                                        last three of what is trained alone, and in int8 the blocks' matrices
                                                        take 2 bytes a value, one for a single row and one for many, the
                                                        embedding 2
-    activations kept for the backward pass             N L K; with tune=, without the inputs of frozen matrices, and with
-                                                       copies of the operator's inputs for texts that share a row
+    activations kept for the backward pass             N L K; with tune=, without the inputs of frozen matrices, with
+                                                       copies of the operator's inputs for texts that share a row, and on a
+                                                       CPU times HOLES
       in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
@@ -44,11 +45,14 @@ from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
 from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once
 from rwkv.training.checkpoints import FOLDER
+from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
 INT8 = 2                                 # bytes of a value of a matrix in int8, and of the embedding beside it
 MOMENTS = 2                              # Adam's
 LOGITS = 3                               # live copies of one chunk of logits at the peak
+HOLES = 2.4                              # memory that tuning's activations take on a CPU, over their bytes; measured, with
+                                         # small tensors and glibc 2.36
 PACKED = 5                               # times n_embd: values per token of the operator's inputs, copied text by text
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
@@ -109,6 +113,8 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     else:
         kept = L * block
     activations = kept + max(0, backward - loss - weights)
+    if tuned and device_for(trainer.accelerator).type == "cpu":
+        activations = round(HOLES * activations)
     if half:
         activations += FLOAT * vocab_size * C // 2 if int8 else weights // 2
     if trainer.tbptt:

@@ -21,12 +21,14 @@ from rwkv.tools.lm_eval import command_line
 
 ROOT = Path(__file__).parent.parent.parent
 END = "<|endoftext|>"
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box in silence and nobody knows why".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box", "in",
+         "silence", "and", "nobody", "knows", "why"]
 COMMON = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
 TASKS: dict[str, dict[str, Any]] = {
     "choice": {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
                "doc_to_target": "{{answer}}",
-               "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]},
+               "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True}
+                               for name in ("acc", "acc_norm")]},
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
                 "metric_list": [{"metric": "bits_per_byte"}]},
     "until": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
@@ -119,8 +121,8 @@ def test_the_numbers_are_those_of_the_harness_s_own_model(harness: None, folder:
     done = subprocess.run([sys.executable, "-m", "rwkv.tools.lm_eval", "--model_args", f"checkpoint={folder / 'model'}",
                            "--batch_size", "5", *arguments(folder, "ours")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    in_peers_environment("-m", "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={folder / 'model'},dtype=float32",
-                         "--batch_size", "1", *arguments(folder, "theirs"), cwd=folder)
+    in_peers_environment("-m", "lm_eval", "run", "--model", "hf", "--batch_size", "1", "--model_args",
+                         f"pretrained={folder / 'model'},dtype=float32", *arguments(folder, "theirs"), cwd=folder)
     (ours, our_answers), (theirs, their_answers) = found(folder / "ours"), found(folder / "theirs")
     for name in TASKS:
         for metric, value in theirs[name].items():

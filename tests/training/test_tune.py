@@ -96,7 +96,8 @@ def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft:
     out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
     convert(folder / base, folder / "base.pth")
     convert(out, folder / "ours.pth")
-    in_peers_environment(str(Path(__file__).with_name("peft_reader.py")), "base.pth", f"{out}/adapter", "theirs.pth", cwd=folder)
+    reader = Path(__file__).with_name("peft_reader.py")
+    in_peers_environment(str(reader), "base.pth", f"{out}/adapter", "theirs.pth", cwd=folder)
     before, ours, theirs = (torch.load(f"{name}.pth", weights_only=True) for name in ("base", "ours", "theirs"))
     changed = {name for name in ours if not torch.equal(ours[name], before[name])}
     assert changed
