@@ -59,10 +59,10 @@ class Timemix(TemplateLM):
                 scored = [_scored(*requests[index][1:]) for index in batch]
                 found |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
                 bar.update(len(batch))
-            for context, indices in by_context.items():
+            for shared, indices in by_context.items():
                 if len(indices) > 1:
                     endings = [requests[index][2] for index in indices]
-                    nats, right = score_together(self._model, context, endings, self._chunk_len, self._rows)
+                    nats, right = score_together(self._model, shared, endings, self._chunk_len, self._rows)
                     found |= zip(indices, _results(nats, right), strict=True)
                     bar.update(len(indices))
         for index, (texts, _context, _ids) in enumerate(requests):

@@ -62,7 +62,7 @@ def harness() -> None:
         pytest.skip("no lm_eval here: pip install '.[lm-eval]'")
     if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import lm_eval.models.huggingface"],
                                              capture_output=True).returncode:
-        pytest.skip(f"no lm_eval[hf] in {PYTHON.parent.parent.name}")
+        pytest.skip(f"no lm_eval in {PYTHON.parent.parent.name}: pip install 'lm-eval[hf]' there")
 
 
 @pytest.fixture
