@@ -42,7 +42,7 @@ bench: $(READY_TO_TEST)                  ## verify and time every kernel; rewrit
 	$(BIN)/python -m kernels.bench.tables
 	$(BIN)/python -m kernels.bench.plot benchmarks/plots
 
-peers: $(PEERS)/installed $(LLAMA)/installed     ## PyPI's rwkv and transformers, and llama.cpp, apart: they have names of ours
+peers: $(PEERS)/installed $(LLAMA)/installed     ## PyPI's rwkv, transformers and peft, and llama.cpp, apart: they have names of ours
 
 bench-peers: $(READY_TO_TEST) peers      ## reading and writing, beside the peers on the same weights; RWKV_CPP=FOLDER adds rwkv.cpp
 	$(GENERATION) --json $(RESULTS)/generation-cpu.json
@@ -85,7 +85,7 @@ $(LLAMA)/llama-server: $(LLAMA)/installed        # from the same source, without
 
 $(PEERS)/installed: constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers peft
 	touch $@
 
 clean:

@@ -27,6 +27,7 @@ from rwkv.data.sources.jsonl import lines
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
+from rwkv.model.state import State
 from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -136,7 +137,7 @@ def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, c
     """Yields the score of each batch; texts of similar length are in one batch."""
     ordered = sorted(words, key=lambda word: len(word.context) + len(word.word))
     for first in range(0, len(ordered), batch_size):
-        nats, right = _score_batch(model, [word.scored() for word in ordered[first:first + batch_size]], chunk_len)
+        nats, right = score_batch(model, [word.scored() for word in ordered[first:first + batch_size]], chunk_len)
         yield WordScore(len(nats), int(right.sum()), nats.sum().item())
 
 
@@ -168,7 +169,7 @@ def score_answers(model: Model, conversations: Sequence[Scored], batch_size: int
     ordered = sorted(conversations, key=lambda conversation: len(conversation.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
-        nats, _ = _score_batch(model, batch, chunk_len)
+        nats, _ = score_batch(model, batch, chunk_len)
         yield AnswerScore(len(batch), sum(sum(conversation.counts) for conversation in batch), nats.sum().item())
 
 
@@ -187,17 +188,34 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 @torch.no_grad()
-def _score_batch(model: Model, texts: Sequence[Scored], chunk_len: int) -> tuple[Tensor, Tensor]:
+def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
+                   batch_size: int) -> tuple[Tensor, Tensor]:
+    """The nats of each of the endings (N,) of one context, which is read once, and whether all of it is right (N,)."""
+    before = None
+    for first in range(0, len(context) - 1, chunk_len):
+        part = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
+        _, before = model.hidden(part, before)
+    found = []
+    for first in range(0, len(endings), batch_size):
+        texts = [Scored([context[-1], *ending], [False] + [True] * len(ending)) for ending in endings[first:first + batch_size]]
+        state = None if before is None else before.rows([0] * len(texts))
+        found.append(score_batch(model, texts, chunk_len, state))
+    nats, right = zip(*found, strict=True)
+    return torch.cat(nats), torch.cat(right)
+
+
+@torch.no_grad()
+def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
     """The nats of what counts in each text (B,), and whether all of it is right (B,). A pass reads at most chunk_len positions.
 
-    Rows are padded on the right, which changes nothing before it: the model is causal.
+    state: after what precedes each text; None for nothing. Rows are padded on the right, which changes nothing before it: the
+    model is causal.
     """
     device = model.emb.weight.device
     tokens, counts = _padded(texts)
     targets = tokens[:, 1:]
     nats = torch.zeros(targets.shape, dtype=torch.float64)
     right = torch.ones(targets.shape, dtype=torch.bool)
-    state = None
     for first in range(0, targets.shape[1], chunk_len):
         part = slice(first, min(first + chunk_len, targets.shape[1]))
         hidden, state = model.hidden(tokens[:, part].to(device), state)

@@ -13,3 +13,11 @@ def keep_large_blocks() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGE)) and bool(mallopt(M_TRIM_THRESHOLD, LARGE))
+
+
+def give_back_free_blocks() -> None:
+    """Returns the memory of freed blocks to the system where the C library can (glibc)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return

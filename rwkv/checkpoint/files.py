@@ -50,6 +50,7 @@ class Checkpoint:
     """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them.
 
     packed: reads the matrices that the file holds in int4. fingerprint: Model.fingerprint of the weights before that.
+    Another process that it is sent to reads the file again.
     """
 
     path: Path
@@ -63,6 +64,9 @@ class Checkpoint:
     time_states: list[Stored] | None = None      # of each layer (H,N,N), the state before the first token, where it is learnt
     packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
     fingerprint: str | None = None
+
+    def __reduce__(self) -> Any:
+        return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
         """The tensors in `dtype`, those that the generation keeps in float32 excepted; None: as the file has them."""

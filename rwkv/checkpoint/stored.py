@@ -104,6 +104,11 @@ class Stored:
         use(self._converted(held))
         self._release(held)
 
+    def drop_pages(self) -> None:
+        """Releases the pages of a mapped tensor, which are read again on access. Nobody may have written into the tensor."""
+        if self.mapped:
+            release(self.data())
+
     def _converted(self, held: Tensor) -> Tensor:
         result = held.cpu().to(self.dtype).contiguous().view(self.shape)
         self._require_finite(held, result)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from rwkv.config import ModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import Model
+from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.quantized import Int8Linear
 
 
@@ -33,29 +34,30 @@ class LoraLinear(nn.Module):
         return base + self.scale * added.to(base.dtype)
 
 
-def adaptable(model: Model) -> list[str]:
+def adaptable(config: ModelConfig) -> list[str]:
     """The linear layers of a block, as att.key."""
-    return [f"{part}.{name}" for part, mixing in model.blocks[0].named_children() for name, layer in mixing.named_children()
-            if isinstance(layer, (nn.Linear, Int8Linear, LoraLinear))]
+    module, first = generation(config), "blocks.0."
+    return [name.removeprefix(first).removesuffix(".weight") for name in module.shapes(config, 1)
+            if name.startswith(first) and module.group(name) in MATRICES]
 
 
-def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> list[str]:
-    """Freezes the model and gives these layers of each block an adapter, from torch's global generator.
-
-    modules: names as adaptable() gives them; none for all. Returns the names. Raises UserError for another name.
-    """
-    known = adaptable(model)
+def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
+    """The layers of a block that get an adapter: those named, all where none is. Raises UserError for an unknown name."""
+    known = adaptable(config)
     for name in modules:
         if name not in known:
-            raise UserError(f"tune.modules has {name!r}, and a block of {model.generation.NAME} has {', '.join(known)}")
-    chosen = [name for name in known if not modules or name in modules]
+            raise UserError(f"tune.modules has {name!r}, and a block of {generation(config).NAME} has {', '.join(known)}")
+    return [name for name in known if not modules or name in modules]
+
+
+def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
+    """Freezes the model and gives the layers of each block that `chosen` names an adapter, from torch's global generator."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):
-        for name in chosen:
+        for name in chosen(model.config, modules):
             out_features = shapes[f"blocks.{layer}.{name}.weight"][0]
             block.set_submodule(name, LoraLinear(block.get_submodule(name), out_features, rank, alpha, dropout))
-    return chosen
 
 
 def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ which uses VNNI instructions where the CPU has them). Everything else is compute
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -95,11 +95,11 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def to_int8(model: M, head: bool = True) -> M:
+def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None) -> M:
     """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
 
-    head: that of the head too. The model can then generate; its weights cannot be trained or saved. Raises UserError where
-    this build of torch has no FBGEMM.
+    head: that of the head too. replaced(name): called after each layer has been replaced. The model can then generate; its
+    weights cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
     """
     if torch.backends.quantized.engine not in ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
@@ -108,6 +108,8 @@ def to_int8(model: M, head: bool = True) -> M:
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
+            del layer
+            replaced(name)
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
 

@@ -17,7 +17,7 @@ from rwkv.training.callbacks import Interrupted
 from rwkv.training.device import device_for, process_count, share
 from rwkv.training.divergence import Diverged
 from rwkv.training.loggers import loggers, require
-from rwkv.training.plan import announce
+from rwkv.training.plan import announce_needs, announce_training
 from rwkv.training.run import Run, as_plain, create, open_run
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
@@ -55,6 +55,7 @@ def train(run: Run) -> None:
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)
+    announce_needs(run, kernel, device, data)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
@@ -63,7 +64,7 @@ def train(run: Run) -> None:
     task.describe(resolved, data.tokenizer)
     if config.tune.method != "full" and run.init_checkpoint is not None:
         task.entry["base"] = identity(run.init_checkpoint)
-    announce(run, kernel, device, task, data)
+    announce_training(run, device, task, data)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)

@@ -11,6 +11,7 @@ from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
+from rwkv.model.lora import chosen
 from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -41,6 +42,8 @@ def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     if checkpoint.time_states:
         raise UserError(f"{checkpoint.path} has a learnt state before the first token beside its weights: tune the weights "
                         "that it was trained with")
+    if config.tune.method == "lora":
+        chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and config.model.generation != "rwkv7":
         raise UserError(f"tune=state learns the state of RWKV-7, and {checkpoint.path} is {generation(config.model).NAME}: use "
                         "tune=lora")

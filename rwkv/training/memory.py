@@ -9,8 +9,12 @@ generation, P parameters (the sum of its shapes), K numbers that a block keeps f
 operator works with (operator_work), S that a state has for each row:
 
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
-                                                       last three of what is trained alone
-    activations kept for the backward pass             N L K
+                                                       last three of what is trained alone, and in int8 the blocks' matrices
+                                                       take 2 bytes a value, one for a single row and one for many, the
+                                                       embedding 2
+    activations kept for the backward pass             N L K; with tune=, without the inputs of frozen matrices, with
+                                                       copies of the operator's inputs for texts that share a row, and on a
+                                                       CPU times HOLES
       in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
@@ -38,12 +42,18 @@ from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
+from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once
 from rwkv.training.checkpoints import FOLDER
+from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
+INT8 = 2                                 # bytes of a value of a matrix in int8, and of the embedding beside it
 MOMENTS = 2                              # Adam's
 LOGITS = 3                               # live copies of one chunk of logits at the peak
+HOLES = 2.4                              # memory that tuning's activations take on a CPU, over their bytes; measured, with
+                                         # small tensors and glibc 2.36
+PACKED = 5                               # times n_embd: values per token of the operator's inputs, copied text by text
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
@@ -81,20 +91,21 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     """The memory of each of `processes` that share data.batch_size."""
     trainer = config.trainer
     model = generation(config.model)
-    half = trainer.precision != "32-true"
+    half, int8 = trainer.precision != "32-true", config.tune.base == "int8"
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
     weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
     trained = weights
-    if config.tune.method != "full":
+    tuned = config.tune.method != "full"
+    if tuned:
         trained = FLOAT * n_trained(config, vocab_size)
         weights = frozen_bytes(config, vocab_size) + trained
 
-    head = FLOAT * vocab_size * C if config.tune.method == "full" else 0         # its gradient
+    head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
     loss = LOGITS * FLOAT * vocab_size * min(N, rows_at_once(vocab_size)) + (2 if half else 1) * head
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
-    block = int(FLOAT * n * model.kept_for_backward(config.model, half))
+    block = int(FLOAT * n * _kept(config, vocab_size))
     backward = FLOAT * n * model.operator_work(config.model) + 2 * head
     if trainer.activation_checkpointing:
         kept = L * FLOAT * n * C
@@ -102,11 +113,25 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     else:
         kept = L * block
     activations = kept + max(0, backward - loss - weights)
+    if tuned and device_for(trainer.accelerator).type == "cpu":
+        activations = round(HOLES * activations)
     if half:
-        activations += weights // 2
+        activations += FLOAT * vocab_size * C // 2 if int8 else weights // 2
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
     return Memory(weights, trained, MOMENTS * trained, activations, loss, config.data.num_workers * DATA_WORKER)
+
+
+def _kept(config: TrainConfig, vocab_size: int) -> float:
+    """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
+    model, half = generation(config.model), config.trainer.precision != "32-true" and config.tune.base != "int8"
+    kept: float = model.kept_for_backward(config.model, half)
+    if config.tune.method == "full":
+        return kept
+    matrices, adapted = (sum(shape[1] for shape in shapes) // config.model.n_layer
+                         for shapes in (_matrices(config, vocab_size).values(), _adapted(config, vocab_size)))
+    copies = PACKED * config.model.n_embd if config.data.name == "chat" and not config.trainer.tbptt else 0
+    return kept - (matrices - adapted) / (2 if half else 1) + copies / (2 if half else 1)
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:
@@ -121,26 +146,28 @@ def n_trained(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The memory of the frozen weights. In int8, a value of the blocks' matrices takes a byte, one of the embedding two."""
+    """The memory of the frozen weights."""
     shapes = generation(config.model).shapes(config.model, vocab_size)
     if config.tune.base != "int8":
         return FLOAT * sum(map(math.prod, shapes.values()))
-    return sum(_bytes_each(name, config) * math.prod(shape) for name, shape in shapes.items())
+    small = {"emb.weight", *_matrices(config, vocab_size)}
+    return sum((INT8 if name in small else FLOAT) * math.prod(shape) for name, shape in shapes.items())
 
 
-def _bytes_each(name: str, config: TrainConfig) -> int:
-    if name == "emb.weight":
-        return 2
-    return 1 if generation(config.model).group(name) in MATRICES and name.startswith("blocks.") else FLOAT
+def _matrices(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the linear layers of all blocks."""
+    model = generation(config.model)
+    return {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
+            if name.startswith("blocks.") and model.group(name) in MATRICES}
 
 
 def _adapted(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
     """The shapes of the matrices that get an adapter."""
-    model, modules = generation(config.model), config.tune.modules
-    named = {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
-             if name.startswith("blocks.") and model.group(name) in MATRICES}
-    return [shape for name, shape in named.items()
-            if not modules or name.split(".", 2)[2].removesuffix(".weight") in modules]
+    if config.tune.method != "lora":
+        return []
+    layers = chosen(config.model, config.tune.modules)
+    return [shape for name, shape in _matrices(config, vocab_size).items()
+            if name.split(".", 2)[2].removesuffix(".weight") in layers]
 
 
 def n_checkpoints(config: TrainConfig) -> int:

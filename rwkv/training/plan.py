@@ -1,11 +1,12 @@
 """What a run will do and need, printed before it begins; plan=true ends the program there.
 
-Sizes come from formulas (rwkv/training/memory.py). The duration comes from two timed training steps, which change nothing.
+Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built. The duration comes from two timed
+training steps of it, which change nothing.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -15,7 +16,7 @@ from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
-from rwkv.model.base import n_parameters
+from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
     checkpoint_bytes,
@@ -37,21 +38,33 @@ FORWARD = 1 / 3                          # forward pass as a fraction of a train
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first of which it has two
 
 
-def announce(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> None:
-    """Prints the plan on standard error; with plan=true the program ends here."""
+def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> None:
+    """Prints on standard error what the run is and the memory and disk that it needs, before its model is built."""
+    if rank() > 0:
+        return
+    if run.config.resume == "auto" and run.resume_from is None:
+        log("resume=auto: no run to continue, starting a new one")
+    _show(_needs(run, kernel, device, data))
+
+
+def announce_training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> None:
+    """Prints how long the run will take; with plan=true the program ends here."""
     if rank() == 0:
-        if run.config.resume == "auto" and run.resume_from is None:
-            log("resume=auto: no run to continue, starting a new one")
-        for subject, text in _lines(run, kernel, device, task, data):
-            log(f"{subject:<11}{text}")
+        _show([("training", _training(run.config, run.resume_step or 0, device, task, data)),
+               ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
     if run.config.plan:
         sys.exit(0)
 
 
-def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
+def _show(lines: Iterable[tuple[str, str]]) -> None:
+    for subject, text in lines:
+        log(f"{subject:<11}{text}")
+
+
+def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
     config = run.config
-    V = task.model.vocab_size
-    used = resident_memory() if device.type == "cpu" else 0       # before the data's pages, which are read below, count too
+    V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
+    programs = resident_memory() if device.type == "cpu" else 0       # before the data's pages, which are read below, count too
     yield "data", data.describe()
     if data.val_share > config.data.val_fraction + EXCESS:
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
@@ -61,7 +74,7 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
         yield "streams", documents.describe(config, data)
     elif data.conversations:
         yield "rows", _rows(config, data).describe()
-    yield "model", (f"{task.model.generation.NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
+    yield "model", (f"{generation(config.model).NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
@@ -70,20 +83,17 @@ def _lines(run: Run, kernel: str, device: torch.device, task: LanguageModel, dat
                          f"{config.tune.base}; the blocks compute by their plain formulas, without the fused forms")
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
-    yield from _memory(config, V, device, used)
+    yield from _memory(config, V, device, programs)
     yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
-    yield "training", _training(config, run.resume_step or 0, device, task, data)
-    yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
 
 
-def _memory(config: TrainConfig, vocab_size: int, device: torch.device, used: int) -> Iterator[tuple[str, str]]:
-    """The memory of one process. `used`: the bytes of the device that it uses by now, its program and weights."""
+def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:
+    """The memory of one process. `programs`: the bytes that it uses by now, its program and libraries; 0 on a GPU."""
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
     other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
-    programs = max(0, used - need.weights)
-    already = f", of which {readable(used)} are in use already" if used else ""
+    already = f", of which {readable(programs)} are in use already" if programs else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")
     yield "", ((f"program and libraries {readable(programs)}, " if programs else "")

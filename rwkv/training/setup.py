@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from kernels.backends.allocator import give_back_free_blocks
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
+from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig, TrainConfig, TuneConfig
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.model.base import Model, generation
+from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import to_int8
@@ -59,12 +61,30 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
         return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))
-    model = Model.with_weights(config, wkv, init_checkpoint.tensors("float32", mmap=True)).requires_grad_(False)
-    if tune.base == "int8":
-        model = to_int8(model, head=False)
+    model = _int8(config, wkv, init_checkpoint) if tune.base == "int8" else Model.with_weights(
+        config, wkv, init_checkpoint.tensors("float32", mmap=True)).requires_grad_(False)
     if tune.method == "lora":
         add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
     else:
         empty = model.generation.empty_state(config, 1)
         model.set_time_states([layer.wkv[0].clone() for layer in empty.layers()])
     return model
+
+
+def _int8(config: ModelConfig, wkv: Any, checkpoint: Checkpoint) -> Model:
+    """The frozen model with its blocks' matrices in int8. What a conversion needed is given back before the next one."""
+    group = generation(config).group
+    stored = {name: tensor if group(name) in MATRICES and name != "head.weight" else tensor.cast(torch.float32)
+              for name, tensor in checkpoint.weights.stored.items()}
+
+    def read(tensor: Stored) -> torch.Tensor:
+        data = tensor.get()
+        tensor.drop_pages()
+        return data
+
+    def converted(name: str) -> None:
+        stored[f"{name}.weight"].drop_pages()
+        give_back_free_blocks()
+
+    model = Model.with_weights(config, wkv, {name: read(tensor) for name, tensor in stored.items()}).requires_grad_(False)
+    return to_int8(model, head=False, replaced=converted)

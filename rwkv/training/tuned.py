@@ -19,7 +19,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import save_context
 from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
-from rwkv.model.lora import adaptable, adapter_of
+from rwkv.model.lora import adapter_of, chosen
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -36,7 +36,7 @@ def _write_adapter(model: Model, config: TrainConfig, folder: Path) -> Path:
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous()
                for name, tensor in adapter_of(model.state_dict()).items()}
     described = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
-                 "target_modules": list(tune.modules) or adaptable(model), "fan_in_fan_out": False, "inference_mode": True,
+                 "target_modules": chosen(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
                  "base_model_name_or_path": config.init_from}
     write_file(folder / "adapter_model.safetensors", lambda file: file.write(save(tensors, {"format": "pt"})))
     write_file(folder / "adapter_config.json", lambda file: file.write(json.dumps(described, indent=2).encode() + b"\n"))

@@ -1,14 +1,16 @@
 """tune=lora and tune=state as runs: what their checkpoints hold, how they are read, continued, converted and refused."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from models import small_model, tokens
+from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, caller, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, finish, kill_after, killed_and_continued, start
+from training_runs import assert_same_training, finish, kill_after, killed_and_continued, losses, start
 
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TuneConfig
@@ -78,6 +80,32 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
     assert not torch.allclose(apart, before, atol=1e-4)
 
 
+@pytest.fixture
+def peft() -> None:
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import peft"], capture_output=True).returncode:
+        pytest.skip(f"no peft in {PYTHON.parent.parent.name}: `make peers` installs it")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("base", "options"), [
+    ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]", "tune.alpha=5")),
+    ("base7.safetensors", ("tune.base=int8",)),
+])
+def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft: None, base: str,
+                                                   options: tuple[str, ...]) -> None:
+    out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
+    convert(folder / base, folder / "base.pth")
+    convert(out, folder / "ours.pth")
+    reader = Path(__file__).with_name("peft_reader.py")
+    in_peers_environment(str(reader), "base.pth", f"{out}/adapter", "theirs.pth", cwd=folder)
+    before, ours, theirs = (torch.load(f"{name}.pth", weights_only=True) for name in ("base", "ours", "theirs"))
+    changed = {name for name in ours if not torch.equal(ours[name], before[name])}
+    assert changed
+    assert changed <= theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize("options", [(), ("trainer.tbptt=2",), ("tune.base=int8", "trainer.precision=bf16-mixed")])
 def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options: tuple[str, ...]) -> None:
@@ -100,6 +128,22 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
     status, text, _ = run("generate", "checkpoint=base7.safetensors", f"state={out}/state.safetensors", *common)
     assert status == 0
     assert run("generate", f"checkpoint={out}", *common)[1] == text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [("tune=lora", "tune.rank=2"), ("tune=state",),
+                                     ("tune=lora", "tune.base=int8", "trainer.tbptt=2")])
+def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...]) -> None:
+    arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
+    for name, more in (("one", ()), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
+        done = finish(start(folder, "train", *arguments, *more, f"out_dir={name}"))
+        assert done.status == 0, done.error
+    for name in ("train/loss", "val/loss"):
+        assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
+    one, two = (torch.load(folder / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4)
 
 
 @pytest.mark.programs
@@ -138,7 +182,7 @@ def test_memory_of_tuning() -> None:
     full, lora, state = (TrainConfig(model=sizes, data=data, tune=TuneConfig(method=method, base=base))
                          for method, base in (("full", "float32"), ("lora", "int8"), ("state", "int8")))
     assert n_trained(state, 65536) == 24 * 32 * 64 * 64
-    assert frozen_bytes(lora, 65536) < 0.4 * frozen_bytes(full, 65536)
+    assert frozen_bytes(lora, 65536) < 0.6 * frozen_bytes(full, 65536)
     assert estimate(state, 65536).fixed < estimate(lora, 65536).fixed < 0.2 * estimate(full, 65536).fixed
     assert generation(sizes).OPERATOR == "wkv7"
 

@@ -1,0 +1,138 @@
+"""A checkpoint as a model of EleutherAI's lm-evaluation-harness.
+
+A context that several continuations share, as in multiple choice, is read once. There is no longest context: what the harness
+splits into windows for other models is read whole here.
+Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (what a model offers) and lm_eval/models/huggingface.py (ids of a
+text before the first one, defaults of generation).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from tqdm import tqdm
+
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.errors import UserError
+from rwkv.evaluation import Scored, score_batch, score_together
+from rwkv.generation.engine import generate_batch
+from rwkv.pretrained import RWKV, tokenizer_of
+
+MAX_NEW_TOKENS = 256                     # where a task does not say: the harness's default
+Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context and of the continuation
+
+
+class Timemix(TemplateLM):
+    """Log-likelihoods are in nats; batch_size is the number of rows of a pass, chunk_len the tokens that one reads at most."""
+
+    def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
+                 dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
+                 max_batch_size: int | None = None) -> None:
+        super().__init__()
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer)
+        self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
+        self._chunk_len = int(chunk_len)
+        self._rows = _rows(batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.end_of_text
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokenizer.hash
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self._tokenizer.encode(string)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
+        by_context: dict[tuple[int, ...], list[int]] = {}
+        for index, (_texts, context, _ids) in enumerate(requests):
+            by_context.setdefault(tuple(context), []).append(index)
+        alone = [indices[0] for indices in by_context.values() if len(indices) == 1]
+        found: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
+            for batch in _batches(alone, lambda index: len(requests[index][1]) + len(requests[index][2]), self._rows):
+                scored = [_scored(*requests[index][1:]) for index in batch]
+                found |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
+                bar.update(len(batch))
+            for shared, indices in by_context.items():
+                if len(indices) > 1:
+                    endings = [requests[index][2] for index in indices]
+                    nats, right = score_together(self._model, shared, endings, self._chunk_len, self._rows)
+                    found |= zip(indices, _results(nats, right), strict=True)
+                    bar.update(len(indices))
+        for index, (texts, _context, _ids) in enumerate(requests):
+            self.cache_hook.add_partial("loglikelihood", texts, found[index])
+        return [found[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        texts = [request.args[0] for request in requests]
+        pairs = [((text,), [self.eot_token_id], self._tokenizer.encode(text)) for text in texts]
+        found: list[float] = [0.0] * len(pairs)
+        with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
+            for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
+                nats, _ = score_batch(self._model, [_scored(*pairs[index][1:]) for index in batch], self._chunk_len)
+                for index, value in zip(batch, nats.tolist(), strict=True):
+                    found[index] = -value
+                bar.update(len(batch))
+        for (args, _context, _ids), value in zip(pairs, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", args, value)
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        found: list[str] = [""] * len(requests)
+        by_options: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_options.setdefault(repr(request.args[1]), []).append(index)
+        with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
+            for indices in by_options.values():
+                options = _generation(requests[indices[0]].args[1])
+                for batch in _batches(indices, lambda index: len(requests[index].args[0]), self._rows):
+                    prompts = [requests[index].args[0] for index in batch]
+                    samples = generate_batch(self._model, self._tokenizer, prompts, **options)
+                    for index, sample in zip(batch, samples, strict=True):
+                        found[index] = sample.text
+                    bar.update(len(batch))
+        for request, text in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return found
+
+
+def register() -> None:
+    """Makes the model known to the harness as timemix; it discovers no plugins."""
+    register_model("timemix")(Timemix)
+
+
+def _rows(batch_size: int | str | None) -> int:
+    text = str(batch_size or 1)
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"--batch_size is a whole number from 1; got {text}")
+    return int(text)
+
+
+def _scored(context: list[int], continuation: list[int]) -> Scored:
+    return Scored(context + continuation, [False] * len(context) + [True] * len(continuation))
+
+
+def _results(nats: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[float, bool]]:
+    return zip((-nats).tolist(), right.tolist(), strict=True)
+
+
+def _batches(indices: Iterable[int], length: Any, rows: int) -> Iterator[list[int]]:
+    """The indices in batches of similar lengths."""
+    ordered = sorted(indices, key=length)
+    return (ordered[first:first + rows] for first in range(0, len(ordered), rows))
+
+
+def _generation(given: dict[str, Any]) -> dict[str, Any]:
+    """generate_batch's options for those of a task: greedy unless it samples."""
+    until = given.get("until") or []
+    stop = [until] if isinstance(until, str) else list(until)
+    options = {"max_new_tokens": given.get("max_gen_toks", MAX_NEW_TOKENS), "stop": [text for text in stop if text]}
+    sampled = given.get("do_sample", given.get("temperature", 0) > 0)
+    chosen = {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given} if sampled else {}
+    return options | ({"temperature": 1.0} | chosen if sampled else {"temperature": 0})

@@ -1,0 +1,50 @@
+"""Runs EleutherAI's lm-evaluation-harness on a checkpoint.
+
+  python -m rwkv.tools.lm_eval --model_args checkpoint=FILE.pth --tasks lambada_openai
+  python -m rwkv.tools.lm_eval --model_args checkpoint=DIRECTORY,dtype=int8 --tasks arc_easy piqa --batch_size 16
+  python -m rwkv.tools.lm_eval --help
+
+The arguments are those of the harness's own command line, `lm_eval run`; the
+model is named timemix, and its model_args are checkpoint=, tokenizer=, kernel=,
+dtype= and chunk_len=, as in evaluate. pip install '.[lm-eval]' adds the harness.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from kernels.backends import threads
+from rwkv.errors import UserError
+
+USER_ERROR = 2                           # exit status
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """The harness's arguments, with its command and our model where they name none."""
+    rest = list(arguments[1:] if arguments[:1] == ["run"] else arguments)
+    named = any(argument in ("-M", "--model") or argument.startswith("--model=") for argument in rest)
+    return ["run", *([] if named else ["--model", "timemix"]), *rest]
+
+
+def main() -> None:
+    threads.wait_briefly()               # before torch is imported
+    try:
+        import lm_eval.__main__ as harness
+    except ImportError as error:
+        sys.exit(_failed(f"the harness cannot be imported ({error}): pip install '.[lm-eval]'"))
+    from rwkv.tools import _harness
+
+    _harness.register()
+    sys.argv = ["lm_eval", *command_line(sys.argv[1:])]
+    try:
+        harness.cli_evaluate()
+    except UserError as error:
+        sys.exit(_failed(str(error)))
+
+
+def _failed(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return USER_ERROR
+
+
+if __name__ == "__main__":
+    main()

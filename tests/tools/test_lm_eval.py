@@ -1,0 +1,134 @@
+"""rwkv.tools.lm_eval: what it passes on, and the harness's numbers beside those of its own model `hf` on the same weights."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import each_generation, small_model, tokens
+from parity.exchange import ENVIRONMENT, PYTHON, in_peers_environment
+from tokenizers import Tokenizer as Definition
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from rwkv.evaluation import Scored, score_batch, score_together
+from rwkv.tokenizer.tokenizers import JsonTokenizer
+from rwkv.tools.lm_eval import command_line
+
+ROOT = Path(__file__).parent.parent.parent
+END = "<|endoftext|>"
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box", "in",
+         "silence", "and", "nobody", "knows", "why"]
+COMMON = {"dataset_path": "json", "test_split": "test", "num_fewshot": 0}
+TASKS: dict[str, dict[str, Any]] = {
+    "choice": {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+               "doc_to_target": "{{answer}}",
+               "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True}
+                               for name in ("acc", "acc_norm")]},
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+                "metric_list": [{"metric": "bits_per_byte"}]},
+    "until": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
+              "generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "do_sample": False},
+              "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]},
+}
+
+
+def test_the_model_is_ours_unless_another_is_named() -> None:
+    assert command_line(["--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
+    assert command_line(["run", "--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
+    assert command_line(["--model", "hf", "--tasks", "piqa"]) == ["run", "--model", "hf", "--tasks", "piqa"]
+
+
+@each_generation
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_endings_of_one_context_are_scored_as_each_alone(generation: str, length: int) -> None:
+    model = small_model(generation=generation)
+    context, *endings = [tokens(model, 1, T, seed)[0].tolist() for seed, T in enumerate((length, 3, 1, 5))]
+    nats, right = score_together(model, context, endings, chunk_len=4, batch_size=2)
+    for ending, one, whole in zip(endings, nats, right, strict=True):
+        text = Scored(context + ending, [False] * len(context) + [True] * len(ending))
+        alone, alone_right = score_batch(model, [text], chunk_len=100)
+        torch.testing.assert_close(one, alone[0], rtol=0, atol=1e-4)
+        assert whole == alone_right[0]
+
+
+@pytest.fixture
+def harness() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("no lm_eval here: pip install '.[lm-eval]'")
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import lm_eval.models.huggingface"],
+                                             capture_output=True).returncode:
+        pytest.skip(f"no lm_eval in {PYTHON.parent.parent.name}: pip install 'lm-eval[hf]' there")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An RWKV-4 with its tokenizer in transformers' form, a file of questions and the tasks on it."""
+    definition = Definition(models.BPE())
+    definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    definition.decoder = decoders.ByteLevel()
+    definition.train_from_iterator([" ".join(WORDS)] * 9, trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer = JsonTokenizer(definition.to_str())
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    model.save_pretrained(tmp_path / "model", tokenizer)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}))
+    questions = [{"question": " ".join(WORDS[start:start + 3 + start % 4]), "answer": start % 3,
+                  "choices": [f" {WORDS[start - other]} {WORDS[other]}" for other in (1, 2, 5)]} for start in range(12)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    for name, task in TASKS.items():
+        files = {"data_files": {"test": str(tmp_path / "questions.jsonl")}}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **COMMON, "dataset_kwargs": files, **task}))
+    return tmp_path
+
+
+def arguments(folder: Path, out: str) -> list[str]:
+    return ["--tasks", ",".join(TASKS), "--include_path", str(folder), "--output_path", str(folder / out), "--log_samples",
+            "--device", "cpu"]
+
+
+def found(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The results of each task, and the answers to each of its requests."""
+    (results,) = folder.rglob("results_*.json")
+    answers = {}
+    for name in TASKS:
+        (file,) = folder.rglob(f"samples_{name}_*.jsonl")
+        samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+        answers[name] = [sample["resps"] for sample in samples]
+    return json.loads(results.read_text())["results"], answers
+
+
+def numbers(value: Any) -> list[Any]:
+    """The leaves; the harness writes some numbers as texts."""
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in numbers(item)]
+    try:
+        return [float(value)]
+    except ValueError:
+        return [value]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_numbers_are_those_of_the_harness_s_own_model(harness: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
+    environment = os.environ | ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "rwkv.tools.lm_eval", "--model_args", f"checkpoint={folder / 'model'}",
+                           "--batch_size", "5", *arguments(folder, "ours")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    in_peers_environment("-m", "lm_eval", "run", "--model", "hf", "--batch_size", "1", "--model_args",
+                         f"pretrained={folder / 'model'},dtype=float32", *arguments(folder, "theirs"), cwd=folder)
+    (ours, our_answers), (theirs, their_answers) = found(folder / "ours"), found(folder / "theirs")
+    for name in TASKS:
+        for metric, value in theirs[name].items():
+            if isinstance(value, float):
+                assert ours[name][metric] == pytest.approx(value, abs=1e-4), (name, metric)
+        one, other = numbers(our_answers[name]), numbers(their_answers[name])
+        assert len(one) == len(other) >= 12
+        for mine, expected in zip(one, other, strict=True):
+            assert mine == (pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else expected)
