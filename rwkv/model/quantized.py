@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.backends.cpu import multiplies
 from kernels.matvec import MOST_ROWS, Packed, pack, unpacked
 from rwkv.errors import UserError
 from rwkv.model.base import Model
@@ -39,7 +40,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._non_negative = non_negative
-        levels: int = 2 ** (bits or (8 if torch.cpu._is_vnni_supported() else 7))
+        levels: int = 2 ** (bits or (8 if multiplies(torch.int8) else 7))
         self._zero = 0 if non_negative else levels // 2
         self._step = 1 / (levels - 1 - self._zero)
         self._packed = _pack(*_rounded(weight.detach()))
