@@ -10,8 +10,7 @@ operator works with (operator_work), S that a state has for each row:
 
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
                                                        last three of what is trained alone, and in int8 the blocks' matrices
-                                                       take 2 bytes a value, one for a single row and one for many, the
-                                                       embedding 2
+                                                       take 1 byte a value, the embedding 2
     activations kept for the backward pass             N L K; with tune=, without the inputs of frozen matrices, with
                                                        copies of the operator's inputs for texts that share a row, and on a
                                                        CPU times HOLES
@@ -48,7 +47,7 @@ from rwkv.training.checkpoints import FOLDER
 from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
-INT8 = 2                                 # bytes of a value of a matrix in int8, and of the embedding beside it
+INT8, EMBEDDING = 1, 2                   # bytes of a value of a matrix in int8, and of the embedding beside it
 MOMENTS = 2                              # Adam's
 LOGITS = 3                               # live copies of one chunk of logits at the peak
 HOLES = 2.4                              # memory that tuning's activations take on a CPU, over their bytes; measured, with
@@ -150,8 +149,8 @@ def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
     shapes = generation(config.model).shapes(config.model, vocab_size)
     if config.tune.base != "int8":
         return FLOAT * sum(map(math.prod, shapes.values()))
-    small = {"emb.weight", *_matrices(config, vocab_size)}
-    return sum((INT8 if name in small else FLOAT) * math.prod(shape) for name, shape in shapes.items())
+    sizes = {"emb.weight": EMBEDDING} | dict.fromkeys(_matrices(config, vocab_size), INT8)
+    return sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items())
 
 
 def _matrices(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
