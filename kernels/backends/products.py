@@ -12,6 +12,7 @@ LANES, CHAINS = 8, 4                     # of a vector; vectors that are summed 
 WHOLE = LANES * CHAINS
 CHUNK = 2048                             # k of int8 in one float sum: 127 * 127 * CHUNK / LANES < 2^24
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
+BYTES = GROUP // 2                       # of a group
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Halves = ti.types.ndarray(dtype=ti.i16, ndim=1)          # bfloat16, or integers
 MATRIX = {"float32": Floats, "bfloat16": Halves, "int8": ti.types.ndarray(dtype=ti.i8, ndim=1),
@@ -32,7 +33,7 @@ def _float_sums(read, convert=None, scaled=False):
              n, r, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
         """y[r,n]. w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin in the arrays.
 
-        step_at: where the sizes of steps are, each the first of a vector in the array of x. zero: 0, see sum_of.
+        step_at: in int8, where the sizes of steps are, each the first of a vector in the array of x. zero: 0, see sum_of.
         """
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(CHAINS))]
         for block in range(K // WHOLE):
@@ -64,11 +65,39 @@ def _from_integers(x):
 
 
 @ti.func
-def _read_int4(w: ti.template(), scale: ti.template(), shift: ti.template(), w_at, scale_at, n, K, block, c: ti.template()):
-    """Of a group's 16 bytes the low bits hold its first 16 elements."""
-    group = n * (K // GROUP) + block
-    integers = by_lane(ti.cast, vector(w, w_at + group * 16, c % 2 * LANES), ti.i32) >> ti.static(c // 2 * 4) & 15
-    return _from_integers(integers) * from_bfloat16(scale[scale_at + group]) + from_bfloat16(shift[scale_at + group])
+def _int4_sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
+               n, r, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
+    """The same for integers in groups: scale sum(q x) + shift sum(x). step_at: where the sums of x in each group (R,G) are."""
+    G = K // GROUP
+    w_n, scale_n, x_r, sums_r = w_at + n * G * BYTES, scale_at + n * G, x_at + r * K, step_at + r * G
+    even, odd, shifted = ti.Vector([0.0] * LANES), ti.Vector([0.0] * LANES), ti.Vector([0.0] * LANES)
+    for block in range(G // LANES):
+        group = block * LANES
+        scales = from_bfloat16(vector(scale, scale_n + group))
+        shifted += from_bfloat16(vector(shift, scale_n + group)) * vector(x, sums_r + group)
+        for lane in ti.static(range(LANES)):
+            part = _of_group(w, x, w_n + group * BYTES, x_r + group * GROUP, lane) * scales[lane]
+            if ti.static(lane % 2 == 0):
+                even += part
+            else:
+                odd += part
+    for group in range(G // LANES * LANES, G):
+        even += _of_group(w, x, w_n + group * BYTES, x_r + group * GROUP, 0) * from_bfloat16(scale[scale_n + group])
+    total = sum_of(_fixed(_fixed(even + odd, zero) + shifted, zero), zero)
+    for group in range(G // LANES * LANES, G):
+        total += from_bfloat16(shift[scale_n + group]) * x[sums_r + group]
+    y[y_at + r * N + n] = total
+
+
+@ti.func
+def _of_group(w: ti.template(), x: ti.template(), w_at, x_at, group: ti.template()):
+    """q x of the group after the one at w_at and x_at, in lanes. The low bits of its bytes hold the first 16 elements."""
+    first = by_lane(ti.cast, vector(w, w_at, group * BYTES), ti.i32)
+    second = by_lane(ti.cast, vector(w, w_at, group * BYTES + LANES), ti.i32)
+    at = ti.static(group * GROUP)
+    return (_from_integers(first & 15) * vector(x, x_at, at) + _from_integers(second & 15) * vector(x, x_at, at + LANES)
+            + _from_integers(first >> 4) * vector(x, x_at, at + 2 * LANES)
+            + _from_integers(second >> 4) * vector(x, x_at, at + 3 * LANES))
 
 
 @ti.func
@@ -117,5 +146,5 @@ def _fixed(x, zero):
 # By the form of W. A row of x is float32, but in int8 of SUMS it is whole numbers.
 FLOAT_SUMS = {"float32": _float_sums(_reader(as_it_is), as_it_is),
               "bfloat16": _float_sums(_reader(from_bfloat16), from_bfloat16),
-              "int8": _float_sums(_reader(_from_integers), _from_integers, scaled=True), "int4": _float_sums(_read_int4)}
+              "int8": _float_sums(_reader(_from_integers), _from_integers, scaled=True), "int4": _int4_sums}
 SUMS = {**FLOAT_SUMS, "int8": _int8_sums}

@@ -11,6 +11,7 @@ A register is a vector of float32 for each row of the batch; constants are share
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
     product   y = W x, with W packed in a form of kernels.matvec, or float32 among the constants
     round     before a product in int8: q = x in whole steps, as kernels.matvec rounds its inputs; the step's size is kept
+    sums      before a product in int4: the sum of x in each group of 32
     map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
     add       x += y, or x += sigmoid(gate) y
     wkv4      y = sigmoid(r) wkv(k, v), where wkv is kernels.wkv4's step for one token, whose state goes on
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.matvec import Packed
+from kernels.matvec import GROUP, Packed
 
 LANES = 8                                # all widths are multiples of this; but not the number of a product's outputs
 NONE = -1                                # in the place of a register or a constant that an instruction lacks
@@ -98,8 +99,7 @@ class Program:
     weights: list[Packed] = field(default_factory=list)
     _constants: list[Tensor] = field(default_factory=list)
     _constants_size: int = 0
-    _rounded: dict[int, int] = field(default_factory=dict)       # by the width: the register for x in whole steps
-    _step: int = NONE
+    _shared: dict[tuple[str, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
 
     def register(self, width: int) -> int:
         """The place of a new register."""
@@ -127,10 +127,13 @@ class Program:
         self._add("mix", x, last, y, width, len(shares), self.constant(shares))
 
     def product(self, x: int, y: int, weight: Packed, K: int) -> None:
+        extra = NONE
         if weight.form == "int8":
-            x = self._round(x, weight, K)
+            x, extra = self._round(x, weight, K)
+        elif weight.form == "int4":
+            extra = self._sums(x, K)
         self.weights.append(weight)
-        self._add("product", x, y, len(weight.weight), K, self._step, len(self.weights) - 1)
+        self._add("product", x, y, len(weight.weight), K, extra, len(self.weights) - 1)
 
     def small_product(self, x: int, y: int, weight: Tensor) -> None:
         """Of a W (N,K) that becomes a constant."""
@@ -148,15 +151,24 @@ class Program:
     def wkv7(self, places: Wkv7, heads: int, N: int) -> None:
         self._add("wkv7", *places, heads, N)
 
-    def _round(self, x: int, weight: Packed, K: int) -> int:
-        """The register of x in the whole steps that the weight asks for; _step is that of the step's size."""
-        if self._step == NONE:
-            self._step = self.register(1)
-        if K not in self._rounded:
-            self._rounded[K] = self.register(K)
+    def _round(self, x: int, weight: Packed, K: int) -> tuple[int, int]:
+        """The registers of x in the whole steps that the weight asks for, and of the step's size."""
+        rounded, step = self._scratch("rounded", K), self._scratch("step", 1)
         steps, signed = weight.shift.tolist()
-        self._add("round", x, self._rounded[K], K, self._step, int(steps), int(signed))
-        return self._rounded[K]
+        self._add("round", x, rounded, K, step, int(steps), int(signed))
+        return rounded, step
+
+    def _sums(self, x: int, K: int) -> int:
+        """The register of the sums of x in groups."""
+        sums = self._scratch("sums", K // GROUP)
+        self._add("sums", x, sums, K)
+        return sums
+
+    def _scratch(self, what: str, width: int) -> int:
+        """A register that each instruction may overwrite."""
+        if (what, width) not in self._shared:
+            self._shared[what, width] = self.register(width)
+        return self._shared[what, width]
 
     def _add(self, name: str, *arguments: int) -> None:
         self.instructions.append(Instruction(name, arguments))

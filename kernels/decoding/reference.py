@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Wkv4, Wkv7, of_register
-from kernels.matvec import SMALLEST, unpacked
+from kernels.matvec import GROUP, SMALLEST, unpacked
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.float64))
@@ -54,10 +54,15 @@ class _Machine:
         self._register(y, width).copy_((rows / largest * steps).round())
         self._register(step, LANES).copy_((largest / steps).expand(-1, LANES))
 
-    def product(self, x: int, y: int, N: int, K: int, step: int, weight: int) -> None:
-        self._multiply(x, y, unpacked(self._program.weights[weight], self._constants.dtype))
-        if step != NONE:
-            self._register(y, N).mul_(self._register(step, LANES)[:, :1])
+    def sums(self, x: int, y: int, width: int) -> None:
+        rows = self._register(x, width)
+        self._register(y, width // GROUP).copy_(rows.view(len(rows), -1, GROUP).sum(2))
+
+    def product(self, x: int, y: int, N: int, K: int, extra: int, weight: int) -> None:
+        packed = self._program.weights[weight]
+        self._multiply(x, y, unpacked(packed, self._constants.dtype))
+        if packed.form == "int8":
+            self._register(y, N).mul_(self._register(extra, LANES)[:, :1])
 
     def small_product(self, x: int, y: int, N: int, K: int, weight: int) -> None:
         self._multiply(x, y, self._constant(weight, N * K).view(N, K))

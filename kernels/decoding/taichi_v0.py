@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.products import FLOAT_SUMS, LANES, MATRIX, SCALES, Floats, sum_of, tiles, vector
+from kernels.backends.products import FLOAT_SUMS, GROUP, LANES, MATRIX, SCALES, Floats, sum_of, tiles, vector
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
 from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program, Wkv4, Wkv7
 from kernels.matvec import SMALLEST, Packed
@@ -24,8 +24,8 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
-NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round")
-NORM, MIX, PRODUCT, SMALL_PRODUCT, MAP, ADD, WKV4, WKV7, ROUND = range(len(NAMES))       # as they stand in the code
+NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round", "sums")
+NORM, MIX, PRODUCT, SMALL_PRODUCT, MAP, ADD, WKV4, WKV7, ROUND, SUMS = range(len(NAMES))       # as they stand in the code
 OF_4, OF_7 = Wkv4(*range(len(Wkv4._fields))), Wkv7(*range(len(Wkv7._fields)))            # the places of their arguments
 AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the width; the heads and N
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
@@ -110,7 +110,7 @@ def _tiles_of(name: str, arguments: tuple[int, ...]) -> int:
         return -(-arguments[2] // rows)
     if name == "wkv7":
         return arguments[-2]             # heads
-    return 1 if name in ("norm", "round") else -(-arguments[WIDTH_AT[name]] // CHANNELS)
+    return 1 if name in ("norm", "round", "sums") else -(-arguments[WIDTH_AT[name]] // CHANNELS)
 
 
 @cache
@@ -166,6 +166,9 @@ def _kernel(form: str, used: frozenset[str]):
                         if ti.static(has[ROUND]):
                             if name == ROUND:
                                 _round(g, code, at + 2, tile, R)
+                        if ti.static(has[SUMS]):
+                            if name == SUMS:
+                                _sums(g, code, at + 2, tile, R)
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
                         tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
@@ -220,6 +223,17 @@ def _round(g: ti.template(), code: ti.template(), at, row, R):
         for lane in ti.static(range(LANES)):
             g[(y + j * LANES & INDEX) + lane] = ti.round(whole[lane])
     g[code[at + 3] * R + row * LANES] = top / steps
+
+
+@ti.func
+def _sums(g: ti.template(), code: ti.template(), at, row, R):
+    """A tile is a row."""
+    width = code[at + 2]
+    x, y = code[at] * R + row * width, code[at + 1] * R + row * (width // GROUP)
+    for group in range(width // GROUP):
+        at_x = x + group * GROUP
+        halves = [vector(g, at_x, i * LANES) + vector(g, at_x, (i + 1) * LANES) for i in ti.static((0, 2))]
+        g[y + group] = sum_of(halves[0] + halves[1], R >> 30)
 
 
 @ti.func

@@ -31,10 +31,16 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
     def product(x: Tensor) -> list[Tensor]:
         R = x.shape[1]
         y = x.new_empty(R * outputs)
-        launch(_kernel(form), *matrices, scale, shift, x.view(-1), y, *sizes, K, R, shares(outputs))
+        launch(_kernel(form), *matrices, scale, shift, _with_sums(x) if form == "int4" else x.view(-1), y, *sizes, K, R,
+               x.numel(), shares(outputs))
         return [part.view(R, -1) for part in y.split([R * N for N in widths])]
 
     return product
+
+
+def _with_sums(x: Tensor) -> Tensor:
+    """x, and after it its sums in groups, flat."""
+    return torch.cat((x.flatten(), x.view(-1, GROUP).sum(1)))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -55,23 +61,24 @@ def _kernel(form: str):
 
     @ti.func
     def product(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-                first, end, start, N, K, R, x_at):
+                first, end, start, N, K, R, x_at, sums_at):
         """The outputs of a row from first to end of those of all products; this one's begin at start."""
         scale_at = start
         if ti.static(form == "int4"):
             scale_at *= K // GROUP
         for n in range(ti.max(first, start), ti.min(end, start + N)):
             for r in range(R):
-                sums(w, scale, shift, x, y, n - start, r, N, K, 0, scale_at, x_at, 0, start * R, R >> 30)
+                sums(w, scale, shift, x, y, n - start, r, N, K, 0, scale_at, x_at, sums_at, start * R, R >> 30)
 
     @ti.kernel
     def kernel(w0: stored, w1: stored, w2: stored, w3: stored, scale: scales, shift: scales, x: Floats, y: Floats,
-               N0: int, N1: int, N2: int, N3: int, K: int, R: int, n: int):
+               N0: int, N1: int, N2: int, N3: int, K: int, R: int, sums: int, n: int):
         for step in range(n * BLOCK):
             first, end = share(step, N0 + N1 + N2 + N3, n)
-            product(w0, scale, shift, x, y, first, end, 0, N0, K, R, 0)
-            product(w1, scale, shift, x, y, first, end, N0, N1, K, R, R * K)
-            product(w2, scale, shift, x, y, first, end, N0 + N1, N2, K, R, 2 * R * K)
-            product(w3, scale, shift, x, y, first, end, N0 + N1 + N2, N3, K, R, 3 * R * K)
+            G = K // GROUP
+            product(w0, scale, shift, x, y, first, end, 0, N0, K, R, 0, sums)
+            product(w1, scale, shift, x, y, first, end, N0, N1, K, R, R * K, sums + R * G)
+            product(w2, scale, shift, x, y, first, end, N0 + N1, N2, K, R, 2 * R * K, sums + 2 * R * G)
+            product(w3, scale, shift, x, y, first, end, N0 + N1 + N2, N3, K, R, 3 * R * K, sums + 3 * R * G)
 
     return kernel
