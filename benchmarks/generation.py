@@ -16,6 +16,7 @@ The last line of standard output is the result as JSON.
 import argparse
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.backends import threads
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
@@ -147,8 +149,10 @@ class Worker:
 
 @contextmanager
 def worker(command: list[str]) -> Iterator[Worker]:
-    """The command as a Worker, which ends with the block."""
-    with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """The command as a Worker, which ends with the block. Ours waits as generate.py does: see kernels/backends/threads.py."""
+    environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
+    with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as process:
         try:
             yield Worker(process)
         finally:
