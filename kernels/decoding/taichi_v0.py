@@ -30,14 +30,14 @@ OF_4, OF_7 = Wkv4(*range(len(Wkv4._fields))), Wkv7(*range(len(Wkv7._fields)))   
 AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the width; the heads and N
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
-PARTS = 32                               # tiles of a product, at most
+PARTS = 8                                # tiles of a product for each thread: of fewer, the last keeps the others waiting
 APART = 16                               # integers between two counters, so that no two are in one cache line
 Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
 
 def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
-    constants = program.constants()
-    launches = [_launch_of(part, program.weights) for part in _within_reach(program)]
+    constants, parts = program.constants(), PARTS * torch.get_num_threads()
+    launches = [_launch_of(part, program.weights, parts) for part in _within_reach(program)]
     nothing = torch.zeros(1, dtype=torch.uint8 if form == "int4" else getattr(torch, form))
 
     kernel = _kernel(form, frozenset(instruction.name for instruction in program.instructions))
@@ -47,7 +47,7 @@ def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
             part.counters.zero_()
             first = nothing if part.first is None else part.first
             launch(kernel, first, part.scale, part.shift, constants, registers, part.code, part.counters,
-                   len(part.code) // WIDTH, R, torch.get_num_threads())
+                   len(part.code) // WIDTH, R, parts, torch.get_num_threads())
 
     return run
 
@@ -79,7 +79,7 @@ def _within_reach(program: Program) -> list[list[Instruction]]:
     return parts
 
 
-def _launch_of(instructions: list[Instruction], weights: list[Packed]) -> _Launch:
+def _launch_of(instructions: list[Instruction], weights: list[Packed], parts: int) -> _Launch:
     used = [weights[each.arguments[-1]] for each in instructions if each.name == "product"]
     first = min((packed.weight for packed in used), key=Tensor.data_ptr, default=None)
     code = torch.zeros(len(instructions), WIDTH, dtype=torch.int32)
@@ -90,7 +90,7 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed]) -> _Launc
             weight, scale, _ = weights[numbers.pop()]
             numbers += [_elements_between(first, weight), scale_at]
             scale_at += scale.numel()
-        full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments), *numbers], dtype=torch.int32)
+        full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments, parts), *numbers], dtype=torch.int32)
         row[:len(full)] = full
     joined = [torch.cat([getattr(packed, name).flatten() for packed in used]) if used else torch.zeros(0)
               for name in ("scale", "shift")]
@@ -103,10 +103,10 @@ def _elements_between(first: Tensor | None, weight: Tensor) -> int:
     return (weight.data_ptr() - first.data_ptr()) // weight.itemsize
 
 
-def _tiles_of(name: str, arguments: tuple[int, ...]) -> int:
+def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
     """The tiles of an instruction; for each row, but those of a product are for all rows."""
     if name in ("product", "small_product"):
-        rows = -(-arguments[2] // PARTS)
+        rows = -(-arguments[2] // parts)
         return -(-arguments[2] // rows)
     if name == "wkv7":
         return arguments[-2]             # heads
@@ -121,7 +121,7 @@ def _kernel(form: str, used: frozenset[str]):
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, c: Floats, g: Floats, code: Integers, counters: Integers,
-               count: int, R: int, n: int):
+               count: int, R: int, parts: int, n: int):
         for step in range(n * BLOCK):
             if step % BLOCK == 0:
                 for i in range(count):
@@ -140,14 +140,14 @@ def _kernel(form: str, used: frozenset[str]):
                         if ti.static(has[PRODUCT]):
                             if name == PRODUCT:
                                 N, K = code[at + 4], code[at + 5]
-                                for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
+                                for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(R):
                                         sums(w, scale, shift, g, g, row, r, N, K, code[at + 7], code[at + 8], code[at + 2] * R,
                                              code[at + 6] * R, code[at + 3] * R, R >> 30)
                         if ti.static(has[SMALL_PRODUCT]):
                             if name == SMALL_PRODUCT:
                                 N, K = code[at + 4], code[at + 5]
-                                for row in range(tile * tiles(N, PARTS), ti.min(N, (tile + 1) * tiles(N, PARTS))):
+                                for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(R):
                                         small_sums(c, c, c, g, g, row, r, N, K, code[at + 6], 0, code[at + 2] * R, 0,
                                                    code[at + 3] * R, R >> 30)

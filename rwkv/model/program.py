@@ -15,12 +15,12 @@ from rwkv.model.operators import can_decode, decoding_name
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
-# The most rows for which the program was faster than PyTorch's products on two cores, with AVX2; and where the CPU multiplies
-# bfloat16 or int8 itself, which PyTorch makes use of. In int8 the program is faster for one row alone, and its last bits are
-# others than PyTorch's, which rounding the inputs makes many: so a text keeps to one of the two.
+# The most rows for which the program was faster than PyTorch's products on two cores; in bfloat16 fewer where the CPU
+# multiplies it itself, which PyTorch makes use of. In int8 the program is faster for one row alone, and its last bits are others
+# than PyTorch's, which rounding the inputs makes many: so a text keeps to one of the two.
 MOST_ROWS = {"float32": 8, "bfloat16": 64, "int4": 16, "int8": 0}
 MOST_ROWS_ALONE = {**MOST_ROWS, "int8": 1}
-MOST_ROWS_NATIVE = {"bfloat16": 2, "int8": 0}
+MOST_ROWS_NATIVE = 2                     # in bfloat16
 
 
 class Place(NamedTuple):
@@ -64,8 +64,8 @@ def most_rows(model: Any, alone: bool = False) -> int:
                    for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear)))
     if model.emb.weight.device.type != "cpu" or matrices < LEAST_NUMBERS or not can_decode(form):
         return 0
-    if form in MOST_ROWS_NATIVE and multiplies(getattr(torch, form)):
-        return MOST_ROWS_NATIVE[form]
+    if form == "bfloat16" and multiplies(torch.bfloat16):
+        return MOST_ROWS_NATIVE
     return (MOST_ROWS_ALONE if alone else MOST_ROWS)[form]
 
 
