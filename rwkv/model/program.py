@@ -16,8 +16,8 @@ from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
 # The most rows for which the program was faster than PyTorch's products on two cores; in bfloat16 fewer where the CPU
-# multiplies it itself, which PyTorch makes use of. In int8 the program is faster for one row alone, and its last bits are others
-# than PyTorch's, which rounding the inputs makes many: so a text keeps to one of the two.
+# multiplies it itself, which PyTorch makes use of. In int8 the program is faster for one row alone, and its last bits are
+# others than PyTorch's, which rounding the inputs makes many: so a text keeps to one of the two.
 MOST_ROWS = {"float32": 8, "bfloat16": 64, "int4": 16, "int8": 0}
 MOST_ROWS_ALONE = {**MOST_ROWS, "int8": 1}
 MOST_ROWS_NATIVE = 2                     # in bfloat16
