@@ -60,7 +60,8 @@ class RWKV(Model):
         if device != "cpu":
             raise UserError(f"dtype={dtype} runs on a CPU, not on {device}: use dtype=bfloat16 there")
         group = generation(checkpoint.config).group
-        packed = {name: read() for name, read in checkpoint.packed.items()} if dtype == "int4" else {}
+        as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # which packed weights cannot give
+        packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed else
                    (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in checkpoint.weights.stored.items()}

@@ -125,7 +125,7 @@ def _tuned(content: Content) -> Checkpoint:
     tuned.require_same(content.path, base.weights.stored, entry)
     weights, states = tuned.applied(content, base.weights.stored, base.config.n_layer)
     together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
-                       packed=base.packed if states else {},
+                       packed={},
                        config=generation(base.config).resolved(base.config))
     return _with_entry(together, entry)
 

@@ -64,9 +64,9 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                    cache: PrefixCache | None = None, logprobs: int = 0, **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
-    It is so to the token where all rows go through the same products: for small models, and for large ones on a CPU in float32
-    (8 rows at most), int4 (16) and bfloat16 (64; 2 where the CPU multiplies it itself). With more rows, and in int8, PyTorch's
-    products have other last bits than those of kernels/decoding, and texts may go apart where two tokens are almost as likely.
+    It is so to the token for small models, and on a CPU for large ones with up to as many rows as MOST_ROWS in
+    rwkv/model/program.py allows. With more rows, and in int8, PyTorch's products have other last bits than those of
+    kernels/decoding, and texts may go apart where two tokens are almost as likely.
 
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """

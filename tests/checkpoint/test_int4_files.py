@@ -72,6 +72,13 @@ def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_without_our_entry_is_read(tmp_path: Path) -> None:
+    _, path = saved(tmp_path, "rwkv4")
+    save_file(load_file(path), path)
+    model = RWKV.from_pretrained(path, "reference", dtype="int4")
+    assert model(tokens(model))[0].isfinite().all()
+
+
 def without_shift(tensors: dict[str, Tensor]) -> None:
     del tensors[f"{KEY}.shift"]
 
