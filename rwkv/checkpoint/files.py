@@ -233,8 +233,8 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
                               "newer version?") from error
     require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
     if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in (tokenizer_hash, before)):
-        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer is a {type(tokenizer).__name__}: the file is "
-                              "damaged")
+        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer, tokenizer_hash or fingerprint has a wrong type: "
+                              "the file is damaged")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
                    tokenizer_hash=tokenizer_hash, fingerprint=before)
 
