@@ -1,5 +1,6 @@
 """Small models of every generation whose every weight matters, and the kernels that they can run on here."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -57,7 +58,12 @@ def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, 
 
 def saying(*rows: str) -> RWKV:
     """A byte model that predicts, after each character of a row, the next one."""
-    model = small_model("conv1d", vocab_size=256)
+    return following(256, *(list(row.encode()) for row in rows))
+
+
+def following(vocab_size: int, *rows: list[int], n_embd: int = 16) -> RWKV:
+    """A model that predicts, after each token of a row, the next one."""
+    model = small_model("conv1d", vocab_size=vocab_size, n_embd=n_embd)
     with torch.no_grad():
         model.head.weight.zero_()
         model.ln_out.weight.fill_(1)
@@ -66,10 +72,10 @@ def saying(*rows: str) -> RWKV:
             block.att.output.weight.zero_()
             block.ffn.value.weight.zero_()
         model.emb.weight.normal_(generator=torch.Generator().manual_seed(0))
-        hidden = model.hidden(torch.arange(256)[:, None])[0][:, 0]
+        hidden = model.hidden(torch.arange(vocab_size)[:, None])[0][:, 0]
         for row in rows:
-            for here, following in zip(row.encode(), row.encode()[1:], strict=False):
-                model.head.weight[following] += 10 * hidden[here]
+            for here, after in pairwise(row):
+                model.head.weight[after] += 10 * hidden[here]
     return model
 
 

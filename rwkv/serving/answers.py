@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
+from rwkv.serving.tools import CallParser
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length"}
 SEND_TIMEOUT = 30                        # seconds in which a reader must take something
@@ -21,7 +22,10 @@ UNKNOWN = "\ufffd"                       # in the text of a token that is no who
 
 @dataclass
 class Shape:
-    """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer)."""
+    """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer).
+
+    functions: those that the answer may call. call_start: the beginning of a call that the model was given.
+    """
 
     kind: str                            # "cmpl" or "chatcmpl"
     model: str
@@ -29,6 +33,8 @@ class Shape:
     logprobs: bool
     before: list[str]
     echo_logprobs: bool = False
+    functions: Sequence[str] = ()
+    call_start: str = ""
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -124,20 +130,26 @@ class _Text:
         self._shape, self._number = shape, number
         self._content, self._logprobs = shape.before[number], list[dict[str, Any]]()
         self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
+        self._parser = CallParser(shape.functions, shape.call_start) if shape.functions else None
+        self._calls: list[dict[str, Any]] = []
         self._offset = 0                 # of the next token in the text
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        self._content += self._shown(event.text)
+        text, calls = self._parsed(event)
+        self._content += text
+        self._calls += calls
         self._logprobs += event.logprobs
         if event.finish_reason is not None:
             self.last = event
 
     def whole(self) -> dict[str, Any]:
-        reason = REASONS[self.last.finish_reason or "length"]
+        reason = self._reason(self.last)
         logprobs = self._logprobs_of(self._logprobs)
         if self._shape.chat:
-            message = {"role": "assistant", "content": self._content, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
+            if self._calls:
+                message |= {"content": self._content or None, "tool_calls": self._calls}
             return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason}
 
@@ -151,22 +163,31 @@ class _Text:
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event: its text, and the end."""
-        finished, text = event.finish_reason is not None, self._shown(event.text)
-        if finished:
-            self.last = event
-        if self._shape.echo_logprobs and finished:       # the prompt's come with the last event: one chunk has all
-            self._logprobs += event.logprobs
-            self._content += text
-            return [self._choice(self._content, self._logprobs_of(self._logprobs), REASONS[event.finish_reason or ""])]
-        if self._shape.echo_logprobs:
+        finished = event.finish_reason is not None
+        if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
             self.add(event)
-            return []
+            return [self._choice(self._content, self._logprobs_of(self._logprobs), self._reason(event))] if finished else []
+        before = self._parser.found if self._parser else 0
+        text, calls = self._parsed(event)
         found = []
         if text or event.logprobs:
             found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(event.logprobs), None))
+        if calls:
+            numbered = [{"index": index, **call} for index, call in enumerate(calls, start=before)]
+            found.append(self._choice({"tool_calls": numbered}, None, None))
         if finished:
-            found.append(self._choice({} if self._shape.chat else "", None, REASONS[event.finish_reason or ""]))
+            self.last = event
+            found.append(self._choice({} if self._shape.chat else "", None, self._reason(event)))
         return found
+
+    def _parsed(self, event: Event) -> tuple[str, list[dict[str, Any]]]:
+        """What is new of the text as it is shown, and of the calls."""
+        text = self._shown(event.text)
+        return self._parser.push(text, event.finish_reason is not None) if self._parser else (text, [])
+
+    def _reason(self, event: Event) -> str:
+        reason = REASONS[event.finish_reason or "length"]
+        return "tool_calls" if reason == "stop" and self._parser and self._parser.found else reason
 
     def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -33,6 +34,7 @@ from rwkv.serving.schema import (
     no_surrogates,
     read,
 )
+from rwkv.serving.tools import END, START
 from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -156,18 +158,50 @@ async def chat_completions(service: Service, request: Request) -> Answer:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
+    tools, call_start = _tools(service, body)
     try:
-        prompt = service.template.render(body.messages, think=think)
+        prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
     except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
         raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
     maximum = next((given for given in (body.max_completion_tokens, body.max_tokens) if given is not None),
                    service.config.max_tokens)
-    stops, n = (*service.template.stop, *body.stops()), body.n or 1
+    stops, n = (*service.template.stop, *body.stops(), *((END,) if call_start else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False)
+    functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [service.template.answer_start(think)] * n)
+                  [service.template.answer_start(think)] * n, functions=functions, call_start=call_start)
     return _answer(service, texts, shape, body)
+
+
+def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
+    """The tools for the template, None for none, and what an answer begins with that has to be a call.
+
+    Raises ApiError for a choice that the tools or the template do not allow.
+    """
+    choice, template = body.tool_choice, service.template
+    if not body.tools:
+        if choice not in (None, "none"):
+            raise ApiError(400, "tool_choice needs tools", "tool_choice")
+        return None, ""
+    if not template.supports_tools:
+        raise ApiError(400, f"tools: the chat template {template.name} has no form for tools; template= may name a jinja2 file "
+                            "that has one", "tools")
+    if choice == "none":
+        return None, ""
+    tools = [msgspec.to_builtins(tool) for tool in body.tools]
+    if choice in (None, "auto"):
+        return tools, ""
+    if template.call_start is None:
+        raise ApiError(400, f"tool_choice is auto or none with the chat template {template.name}: how a call begins is known "
+                            f"for templates with {START} alone", "tool_choice")
+    names = [tool.function.name for tool in body.tools]
+    before, after = template.call_start
+    if isinstance(choice, str):          # required
+        return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
+    if choice.function.name not in names:
+        raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
+    return tools, f"{before}{choice.function.name}{after}"
 
 
 def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:

@@ -9,6 +9,7 @@ from rwkv.serving.errors import ApiError
 
 MOST_STOPS, LONGEST_STOP = 16, 256       # stop strings, and characters of one
 MOST_ROWS = 128                          # texts of one request
+MOST_TOOLS = 128                         # of one request
 
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -88,6 +89,27 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool = False
 
 
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None           # ignored: a model's arguments are not held to the schema
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     messages: Any
     logprobs: bool | None = None
@@ -95,6 +117,8 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Any = None      # ignored
 
 
@@ -110,7 +134,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
-REFUSED = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
+REFUSED = ("functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
 
 
 def read(body: bytes, kind: type[Body]) -> Body:

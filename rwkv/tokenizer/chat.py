@@ -17,6 +17,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,16 @@ class ChatTemplate(ABC):
     """Renders conversations.
 
     stop: texts of which each ends an answer; the end-of-text token ends it too. supports_tools: render() shows `tools` and an
-    answer's tool_calls to the model. definition: equal where templates are.
+    answer's tool_calls to the model. call_start: what a call of a tool begins with, before its name and between that and its
+    arguments; None where the template's form of calls is not that of rwkv/serving/tools.py. definition: equal where templates
+    are.
     """
 
     name: str
     definition: str
     stop: tuple[str, ...]
     supports_tools: bool = False
+    call_start: tuple[str, str] | None = None
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
@@ -101,7 +105,30 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
             raise UserError(f"{where}.{field} belongs to the assistant; the role is {message['role']}")
     if not isinstance(message.get("reasoning_content") or "", str):
         raise UserError(f"{where}.reasoning_content is a string; got {_shown(message['reasoning_content'])}")
-    return {**message, "content": _content(message, where)}
+    calls = {"tool_calls": _tool_calls(message, where)} if message.get("tool_calls") else {}
+    return {**message, "content": _content(message, where), **calls}
+
+
+def _tool_calls(message: Message, where: str) -> list[dict[str, Any]]:
+    """The calls with objects as arguments, which templates expect; OpenAI's interface has them as JSON in a string."""
+    if not isinstance(message["tool_calls"], list):
+        raise UserError(f"{where}.tool_calls is a list; got {_shown(message['tool_calls'])}")
+    return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f'{where} is a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; got '
+                        f"{_shown(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise UserError(f"{where}.function.arguments is a JSON object; got {_shown(arguments)}")
+    known = {**function, "arguments": arguments or {}}
+    return {**call, "function": known} if "function" in call else known
 
 
 def _content(message: Message, where: str) -> str:
@@ -183,6 +210,7 @@ class JinjaTemplate(ChatTemplate):
         except TemplateError as error:
             raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
         self.stop = self._find_stop()
+        self.call_start = self._find_call_start() if self.supports_tools else None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
@@ -222,6 +250,20 @@ class JinjaTemplate(ChatTemplate):
         text = self._render([{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}], False, None)
         after = text.partition(answer)[2]
         return (after.strip() or after,) if after else ()
+
+
+    def _find_call_start(self) -> tuple[str, str] | None:
+        call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
+        tool = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
+        messages: list[Message] = [{"role": "user", "content": "A question."},
+                                   {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
+        try:
+            text = self._render(messages, False, [tool])
+        except UserError:
+            return None
+        found = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
+                          text)
+        return (found[1], found[2]) if found else None
 
 
 def _sandbox() -> Any:
