@@ -1,11 +1,12 @@
 """The routes: OpenAI's completions and chat completions, the tokenizer in vLLM's form, health, metrics and the page."""
 
+import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -38,6 +39,7 @@ from rwkv.serving.tools import END, START
 from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+LONG = 2**16                             # bytes of a body that is not read in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -59,6 +61,7 @@ class Service:
     stopping: bool = False
 
 
+Result = TypeVar("Result")
 Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
@@ -131,11 +134,21 @@ async def _body(service: Service, request: Request) -> bytes:
     return b"".join(parts)
 
 
+async def _worked(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
+    """What `work` makes of the body: in a thread where it is long, so that reading and encoding it holds up nobody."""
+    sent = await _body(service, request)
+    return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
+
+
 # Generation
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    body = read(await _body(service, request), CompletionRequest)
+    return _answer(service, *await _worked(service, request, _completion))
+
+
+def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, Options]:
+    body = read(sent, CompletionRequest)
     _check_model(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
@@ -148,12 +161,15 @@ async def completions(service: Service, request: Request) -> Answer:
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
     before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
-    shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, echoed)
-    return _answer(service, texts, shape, body)
+    return texts, Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, echoed), body
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    body = read(await _body(service, request), ChatRequest)
+    return _answer(service, *await _worked(service, request, _chat_completion))
+
+
+def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, Options]:
+    body = read(sent, ChatRequest)
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
@@ -171,7 +187,7 @@ async def chat_completions(service: Service, request: Request) -> Answer:
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [service.template.answer_start(think)] * n, functions=functions, call_start=call_start)
-    return _answer(service, texts, shape, body)
+    return texts, shape, body
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
@@ -294,19 +310,29 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    body = read(await _body(service, request), TokenizeRequest)
+    return await _worked(service, request, _tokens)
+
+
+def _tokens(service: Service, sent: bytes) -> Response:
+    body = read(sent, TokenizeRequest)
     _check_model(service, body.model)
     try:
         ids = list(service.tokenizer.encode(no_surrogates(body.prompt, "prompt")))
     except UserError as error:
         raise ApiError(400, str(error), "prompt") from None
-    strings = {"token_strs": [token_string({"token": token, "text": service.tokenizer.decode([token])}) for token in ids]}
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens,
-                          **(strings if body.return_token_strs else {})})
+    content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
+    if body.return_token_strs:
+        names = {token: token_string({"token": token, "text": service.tokenizer.decode([token])}) for token in {*ids}}
+        content["token_strs"] = [names[token] for token in ids]
+    return json_response(content)
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    body = read(await _body(service, request), DetokenizeRequest)
+    return await _worked(service, request, _text)
+
+
+def _text(service: Service, sent: bytes) -> Response:
+    body = read(sent, DetokenizeRequest)
     _check_model(service, body.model)
     try:
         return json_response({"prompt": service.tokenizer.decode(body.tokens)})

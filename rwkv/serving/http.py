@@ -23,6 +23,7 @@ class Protocol(HttpToolsProtocol):
     receive_s, most = 30.0, 1024
 
     _deadline: asyncio.TimerHandle | None = None
+    _answered: Any = None                # the request that is answered now; self.cycle is the one that came last
     _in_headers, _received = True, 0
 
     def connection_made(self, transport: Any) -> None:
@@ -33,6 +34,9 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -45,6 +49,10 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_headers and self._received > MOST_HEADERS and not self.transport.is_closing():
             self._refuse(ApiError(431, f"the headers are longer than {MOST_HEADERS} bytes"))
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -69,8 +77,15 @@ class Protocol(HttpToolsProtocol):
             self._deadline = None
 
     def _too_slow(self) -> None:
-        if not self.transport.is_closing():
+        if self._answering:
+            self._expect_request()       # what has come since is no reason to cut off an answer
+        elif not self.transport.is_closing():
             self._refuse(ApiError(408, f"the request did not come within {self.receive_s:g} seconds"))
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request that came whole is being answered."""
+        return self._answered is not None and not self._answered.response_complete and not self._answered.more_body
 
     def _refuse(self, error: ApiError) -> None:
         """Answers without the application, unless it has begun to answer this request, and closes the connection."""

@@ -62,6 +62,7 @@ class RemoteEngine:
     """Starts the process and keeps at most max_rows texts in it; max_queue more may wait.
 
     failed: why there is no engine any more. observe: called with each event and what the cache holds, for the metrics.
+    report: called with the reason where the engine ends by itself.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -76,6 +77,8 @@ class RemoteEngine:
         self._outbox: SimpleQueue[Generate | Cancel | None] = SimpleQueue()
         self.failed: str | None = None
         self.observe: Callable[[Step], Any] = lambda step: None
+        self.report: Callable[[str], Any] = lambda reason: None
+        self._cache = (0, 0)                             # bytes and entries, as the last step told
 
     def wait_until_ready(self) -> Ready:
         """Blocks until the model is loaded. Raises UserError where it cannot be, RuntimeError where that is not the user's."""
@@ -117,14 +120,16 @@ class RemoteEngine:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends the ticket's texts at the engine's next step; those that have not begun never begin."""
+        """Ends the ticket's texts at the engine's next step; those that have not begun never begin, and are a 503."""
         if ticket.cancelled:
             return
         ticket.cancelled = True
         if ticket in self._waiting:
             self._waiting.remove(ticket)
-            for text in ticket.texts:
-                ticket.put(Event(text.id, finish_reason="cancelled"))
+            ticket.put(ApiError(503, "the request has waited for too long, or the server is stopping", code="not_begun",
+                                retry_after=RETRY_AFTER))
+            self.observe(Step([Event(text.id, finish_reason="cancelled") for text in ticket.texts], *self._cache))
+            self._start_waiting()                        # those behind it may need less room
             return
         for text in ticket.texts:
             if text.id in self._running:
@@ -137,7 +142,7 @@ class RemoteEngine:
     def close(self) -> None:
         """Ends the process."""
         self._outbox.put(None)
-        self._process.join(2)
+        self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
@@ -157,18 +162,19 @@ class RemoteEngine:
             ticket.put(event)
             if ticket.unread > UNREAD * len(ticket.texts):
                 self.cancel(ticket)
+        self._cache = step.cache_bytes, step.cache_entries
         self.observe(step)
         self._start_waiting()
 
     def _fail(self, reason: str) -> None:
         self.failed = reason
+        self.report(reason)
         for ticket in {*self._running.values(), *self._waiting}:
             ticket.put(ApiError(500, "the engine has ended; the server's log says why", code="engine_ended"))
         self._running.clear()
         self._waiting.clear()
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        reason = "the engine's process ended"
         try:
             while True:
                 message = self._connection.recv()
@@ -177,16 +183,20 @@ class RemoteEngine:
                     break
                 loop.call_soon_threadsafe(self._deliver, message)
         except (EOFError, OSError):
-            pass
+            self._process.join(1)
+            reason = f"its process ended with exit code {self._process.exitcode}; -9: by the system, which may want memory"
         try:
             loop.call_soon_threadsafe(self._fail, reason)
         except RuntimeError:             # the loop is closed: the server ends
             return
 
     def _send(self) -> None:
-        while (message := self._outbox.get()) is not None:
+        message: Generate | Cancel | None
+        while True:
+            message = self._outbox.get()
             try:
                 self._connection.send(message)
             except OSError:
                 return                   # _receive notices it too
-        self._connection.close()
+            if message is None:
+                return

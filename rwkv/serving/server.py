@@ -57,7 +57,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, template: Chat
     service = Service(config, engine, Tokenizer.from_dict(ready.tokenizer), template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
-    engine.observe = service.metrics.observe
+    engine.observe, engine.report = service.metrics.observe, lambda reason: _say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, loop="uvloop", lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",

@@ -20,7 +20,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}           # of a weight
 
 
 def main(connection: Connection, config: ServeConfig) -> None:
-    """Loads the model, sends Ready or Failed, and then generates what it is asked for until the connection closes."""
+    """Loads the model, sends Ready or Failed, and then generates what it is asked for until None or the connection's end."""
     for number in (signal.SIGINT, signal.SIGTERM):               # the process with HTTP decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -101,7 +101,10 @@ class _Worker:
         while True:
             idle = not (self._engine.unfinished or self._jobs or self._refused)
             while self._connection.poll(None if idle else 0):
-                self._take(self._connection.recv())
+                message = self._connection.recv()
+                if message is None:
+                    return
+                self._take(message)
                 idle = False
             for index, piece in self._engine.step():
                 self._jobs[index].text += piece

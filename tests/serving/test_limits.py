@@ -1,11 +1,13 @@
 """What a server bears: requests that are wrong, clients that go away, sleep or hurry, and signals."""
 
 import json
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -158,6 +160,71 @@ def test_a_full_queue_is_429_and_those_in_it_are_served(server: Running) -> None
 
 
 @pytest.mark.usefixtures("idle")
+def test_who_waits_behind_a_client_that_goes_away_is_served(server: Running) -> None:
+    """One text runs, one request waits for room for four, and one text behind it would have room."""
+    def connect(body: dict[str, Any]) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.sendall(post("/v1/completions", body))
+        return connection
+
+    running = connect({**ENDLESS, "stream": False})
+    wait_until(lambda: server.metric("timemix_rows") == 1)
+    large = connect({**ENDLESS, "n": 4})
+    wait_until(lambda: server.metric("timemix_queue") == 4)
+    with ThreadPoolExecutor(1) as thread:
+        later = thread.submit(httpx.post, f"{server.url}/v1/completions", json=OK, timeout=10)
+        wait_until(lambda: server.metric("timemix_queue") == 5)
+        large.close()
+        assert later.result().status_code == 200
+    running.close()
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_client_that_sends_two_requests_and_goes_away_frees_its_rows(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(post("/v1/completions", ENDLESS).replace(b"close", b"keep-alive") * 2)
+        wait_until(lambda: server.running_texts() == 1)
+    wait_until(lambda: server.running_texts() == 0)
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_stream_outlives_the_deadline_for_requests(server: Running) -> None:
+    """Some clients send a line end after a body; it begins no request that could come too slowly (receive_s=3)."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(post("/v1/completions", ENDLESS))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        connection.sendall(b"\r\n")
+        until = time.monotonic() + 4.5
+        while time.monotonic() < until:
+            assert connection.recv(65536), "the stream was cut"
+
+
+def test_an_engine_that_ends_is_told(start: Callable[..., Running]) -> None:
+    server = start("max_rows=1")
+    engine = max(map(int, Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()))
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    assert httpx.post(f"{server.url}/v1/completions", json=OK).json()["error"]["code"] == "engine_ended"
+    assert "engine     it has ended: its process ended with exit code -9" in server.log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+
+
+def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
+    """A body of 1 MiB, the limit here, with a string for each of a million tokens."""
+    long = {"prompt": "ab cd\n" * 140_000, "return_token_strs": True}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(httpx.post, f"{server.url}/tokenize", json=long, timeout=60)
+        waits = []
+        while not answer.done():
+            began = time.monotonic()
+            httpx.get(f"{server.url}/health", timeout=60)
+            waits.append(time.monotonic() - began)
+        assert answer.result().json()["count"] == 840_000
+    assert max(waits) < 5
+
+
+@pytest.mark.usefixtures("idle")
 @pytest.mark.soak                        # half a minute of waiting
 def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
     with socket.socket() as connection:
@@ -186,6 +253,14 @@ def refuses_connections(server: Running) -> bool:
         return connection.connect_ex(("127.0.0.1", server.port)) != 0
 
 
+def test_an_idle_server_ends_at_once(start: Callable[..., Running]) -> None:
+    server = start()
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+    assert time.monotonic() - began < 8, "the engine had to be killed"
+
+
 def test_a_signal_lets_running_texts_end(start: Callable[..., Running]) -> None:
     server = start("grace_s=2", "max_tokens=100000")
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
@@ -196,6 +271,23 @@ def test_a_signal_lets_running_texts_end(start: Callable[..., Running]) -> None:
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(20) == 0
+
+
+def test_a_signal_refuses_who_waits_when_the_time_is_over(start: Callable[..., Running]) -> None:
+    server = start("max_rows=1", "grace_s=1", "max_tokens=100000")
+
+    def ask() -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": False}, timeout=60)
+
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(ask)
+        wait_until(lambda: server.metric("timemix_rows") == 1)
+        waiting = threads.submit(ask)
+        wait_until(lambda: server.metric("timemix_queue") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "not_begun")
+        assert running.result().json()["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(20) == 0
 
 
