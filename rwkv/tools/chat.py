@@ -6,9 +6,10 @@
   python chat.py < turns.txt                            a turn on each line
 
 Commands:
-  /reset              begins anew        /undo    takes the last turn back
+  /reset              begins anew; the system message stays
+  /system TEXT        begins anew with this system message, or with none
+  /undo               takes the last turn back
   /retry              answers again      /stats   tokens and times of it
-  /system TEXT        begins anew with this system message
   /save FILE, /load FILE                 the conversation, as a line of JSON
   /set NAME=VALUE     temperature, top_p, top_k, min_p, presence_penalty,
                       frequency_penalty, repetition_penalty, max_new_tokens,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from files import NAMES, OFFICIAL, each_held, hugging_face_tensors, same_tensors, shard
 from models import small_model, tokens
@@ -118,6 +119,18 @@ def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name
     model.save_pretrained(tmp_path / name, tokenizer)
     read = read_checkpoint(tmp_path / name)
     assert (read.config, read.tokenizer, read.tokenizer_hash) == (model.config, tokenizer.to_dict(), tokenizer.hash)
+
+
+@pytest.mark.parametrize(("names", "end"), [(["<|endoftext|>"], 0), (["<pad>", "<|endoftext|>"], 1), (["</s>"], 0)], ids=str)
+def test_a_directory_names_the_token_that_ends_a_text(tmp_path: Path, names: list[str], end: int) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.train_from_iterator(["some text"], tokenizers.trainers.BpeTrainer(special_tokens=names, show_progress=False))
+    tokenizer = JsonTokenizer(library.to_str())
+    small_model("reference", tokenizer.vocab_size).save_pretrained(tmp_path / "model", tokenizer)
+    config, of_tokenizer = (json.loads((tmp_path / "model" / name).read_text())
+                            for name in ("config.json", "tokenizer_config.json"))
+    assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.end_of_text == end
+    assert of_tokenizer["eos_token"] == of_tokenizer["bos_token"] == names[end]
 
 
 def test_a_directorys_own_tokenizer_is_read(tmp_path: Path) -> None:

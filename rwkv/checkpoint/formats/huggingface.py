@@ -22,6 +22,7 @@ CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", 
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+END_OF_TEXT = "<|endoftext|>"            # as in rwkv/tokenizer/tokenizers.py; else token 0 separates documents
 LAYER_NORM_EPSILON = 1e-5                # torch's default, which every generation was trained with
 
 
@@ -60,16 +61,32 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
     tokenizer = outgoing.entry.get("tokenizer") or {}
     if tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str):
         texts[TOKENIZER] = tokenizer["definition"]
-        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+        _, end = _end_of_text(outgoing)
+        names = {} if end is None else {"bos_token": end, "eos_token": end}
+        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
     if tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
     return texts
 
 
+def _end_of_text(outgoing: Outgoing) -> tuple[int, str | None]:
+    """The id of the token that separates documents, and its text where a tokenizer.json names it."""
+    tokenizer = outgoing.entry.get("tokenizer") or {}
+    if tokenizer.get("kind") != "json" or not isinstance(tokenizer.get("definition"), str):
+        return 0, None
+    parsed = json.loads(tokenizer["definition"])
+    vocabulary = parsed["model"].get("vocab")
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
+    end = ids.get(END_OF_TEXT, 0)
+    return end, next((text for text, index in ids.items() if index == end), None)
+
+
 def _described(outgoing: Outgoing) -> dict[str, Any]:
     dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
+    end, _ = _end_of_text(outgoing)
     return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype),
-            generation.HUGGING_FACE_EPSILON: LAYER_NORM_EPSILON, "bos_token_id": 0, "eos_token_id": 0,
+            generation.HUGGING_FACE_EPSILON: LAYER_NORM_EPSILON, "bos_token_id": end, "eos_token_id": end,
             "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
