@@ -1,26 +1,32 @@
 """An output of a matrix product y = x W^T in Taichi kernels for CPUs: a row of W, read in order, times a row of x.
 
 Vectors go along k. An output is the sum of 32 chains, of which chain l adds up k = l, l + 32, ... in order. W needs no
-alignment: a mapped file will do. For several rows of x, a row of W is read once, and comes from the cache after that.
+alignment: a mapped file will do. For several rows of x, the weights are converted once for ROWS of them, which changes no bit
+of a row's result.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
+from functools import cache
+
 from kernels.backends.lanes import as_it_is, by_lane, from_bfloat16
 from kernels.backends.taichi import INDEX, ti
 
 LANES, CHAINS = 8, 4                     # of a vector; vectors that are summed each in a chain of its own
 WHOLE = LANES * CHAINS
+ROWS = 4                                 # of x, that share what is read and converted of W
 CHUNK = 2048                             # k of int8 in one float sum: 127 * 127 * CHUNK / LANES < 2^24
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
-BYTES = GROUP // 2                       # of a group
+WORDS = GROUP // 8                       # of 32 bits, of a group
+BLOCK_4 = LANES * GROUP                  # of a row of W in int4: eight groups, side by side
+ARRANGED = BLOCK_4 + 5 * LANES           # numbers that `arrange` makes of the elements of x for a block
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Halves = ti.types.ndarray(dtype=ti.i16, ndim=1)          # bfloat16, or integers
 MATRIX = {"float32": Floats, "bfloat16": Halves, "int8": ti.types.ndarray(dtype=ti.i8, ndim=1),
-          "int4": ti.types.ndarray(dtype=ti.u8, ndim=1)}
+          "int4": ti.types.ndarray(dtype=ti.i32, ndim=1)}
 SCALES = {"float32": Floats, "bfloat16": Floats, "int8": Floats, "int4": Halves}
 
 
-def _float_sums(read, convert=None, scaled=False):
+def _float_sums(rows, read, convert=None, scaled=False):
     """read(w, scale, shift, w_at, scale_at, n, K, block, c): eight weights of row n from 32 block + 8 c on, as float32.
 
     convert: the same for one number; None where K is whole blocks. scaled: W has a scale for each of its rows, and x is in
@@ -30,23 +36,25 @@ def _float_sums(read, convert=None, scaled=False):
 
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, r, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
-        """y[r,n]. w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin in the arrays.
-
-        step_at: in int8, where the sizes of steps are, each the first of a vector in the array of x. zero: 0, see sum_of.
-        """
-        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(CHAINS))]
+             n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
+        at = [x_at + ti.min(first + i, R - 1) * K for i in ti.static(range(rows))]
+        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
         for block in range(K // WHOLE):
             for c in ti.static(range(CHAINS)):
                 weights = read(w, scale, shift, w_at, scale_at, n, K, block, c)
-                acc[c] += weights * vector(x, x_at + r * K + block * WHOLE, c * LANES)
-        total = sum_of(_fixed(_fixed(acc[0] + acc[1], zero) + _fixed(acc[2] + acc[3], zero), zero), zero)
-        if ti.static(has_tail):
-            for k in range(K // WHOLE * WHOLE, K):
-                total += convert(w[w_at + n * K + k]) * x[x_at + r * K + k]
-        if ti.static(scaled):
-            total *= scale[scale_at + n] * x[step_at + r * LANES]
-        y[y_at + r * N + n] = total
+                for i in ti.static(range(rows)):
+                    acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
+                    if ti.static(not scaled):          # those sums are exact in any order
+                        acc[i * CHAINS + c] = _fixed(acc[i * CHAINS + c], zero)
+        for i in ti.static(range(rows)):
+            halves = [_fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
+            total = sum_of(_fixed(halves[0] + halves[1], zero), zero)
+            if ti.static(has_tail):
+                for k in range(K // WHOLE * WHOLE, K):
+                    total += convert(w[w_at + n * K + k]) * x[at[i] + k]
+            if ti.static(scaled):
+                total *= scale[scale_at + n] * x[step_at + ti.min(first + i, R - 1) * LANES]
+            y[y_at + ti.min(first + i, R - 1) * N + n] = total
 
     return sums
 
@@ -64,55 +72,93 @@ def _from_integers(x):
     return by_lane(ti.cast, x, ti.f32)
 
 
-@ti.func
-def _int4_sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-               n, r, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
-    """The same for integers in groups: scale sum(q x) + shift sum(x). step_at: where the sums of x in each group (R,G) are."""
-    G = K // GROUP
-    w_n, scale_n, x_r, sums_r = w_at + n * G * BYTES, scale_at + n * G, x_at + r * K, step_at + r * G
-    even, odd, shifted = ti.Vector([0.0] * LANES), ti.Vector([0.0] * LANES), ti.Vector([0.0] * LANES)
-    for block in range(G // LANES):
-        group = block * LANES
-        scales = from_bfloat16(vector(scale, scale_n + group))
-        shifted += from_bfloat16(vector(shift, scale_n + group)) * vector(x, sums_r + group)
-        for lane in ti.static(range(LANES)):
-            part = _of_group(w, x, w_n + group * BYTES, x_r + group * GROUP, lane) * scales[lane]
-            if ti.static(lane % 2 == 0):
-                even += part
-            else:
-                odd += part
-    for group in range(G // LANES * LANES, G):
-        even += _of_group(w, x, w_n + group * BYTES, x_r + group * GROUP, 0) * from_bfloat16(scale[scale_n + group])
-    total = sum_of(_fixed(_fixed(even + odd, zero) + shifted, zero), zero)
-    for group in range(G // LANES * LANES, G):
-        total += from_bfloat16(shift[scale_n + group]) * x[sums_r + group]
-    y[y_at + r * N + n] = total
+def _int4_sums(rows):
+    """The same for integers in groups: scale sum(q x) + shift sum(x). step_at: where the rows of x are as `arrange` has them."""
+    @ti.func
+    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
+             n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
+        blocks = tiles(K, BLOCK_4)
+        at = [step_at + ti.min(first + i, R - 1) * blocks * ARRANGED for i in ti.static(range(rows))]
+        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows))]
+        for block in range(blocks):
+            group, x_block = (n * blocks + block) * LANES, block * ARRANGED
+            parts = [vector(x, at[i] + x_block, BLOCK_4 + part * LANES) for i in ti.static(range(rows))
+                     for part in ti.static(range(CHAINS))]
+            for word in range(WORDS):
+                words = vector(w, w_at + group * WORDS + word * LANES)
+                for m in ti.static(range(LANES)):
+                    weights = _of_words(words, m)
+                    for i in ti.static(range(rows)):
+                        more = weights * vector(x, at[i] + x_block + word * LANES * LANES, m * LANES)
+                        parts[CHAINS * i + m % CHAINS] = _fixed(parts[CHAINS * i + m % CHAINS] + more, zero)
+            scales = from_bfloat16(vector(scale, scale_at + group))
+            shifts = from_bfloat16(vector(shift, scale_at + group))
+            for i in ti.static(range(rows)):
+                halves = [_fixed(parts[CHAINS * i + part] + parts[CHAINS * i + part + 2], zero) for part in ti.static((0, 1))]
+                products = _fixed(halves[0] + halves[1], zero)
+                shifted = shifts * vector(x, at[i] + x_block, BLOCK_4 + CHAINS * LANES)
+                acc[i] = _fixed(acc[i] + _fixed(products * scales + shifted, zero), zero)
+        for i in ti.static(range(rows)):
+            y[y_at + ti.min(first + i, R - 1) * N + n] = sum_of(acc[i], zero)
+
+    return sums
 
 
 @ti.func
-def _of_group(w: ti.template(), x: ti.template(), w_at, x_at, group: ti.template()):
-    """q x of the group after the one at w_at and x_at, in lanes. The low bits of its bytes hold the first 16 elements."""
-    first = by_lane(ti.cast, vector(w, w_at, group * BYTES), ti.i32)
-    second = by_lane(ti.cast, vector(w, w_at, group * BYTES + LANES), ti.i32)
-    at = ti.static(group * GROUP)
-    return (_from_integers(first & 15) * vector(x, x_at, at) + _from_integers(second & 15) * vector(x, x_at, at + LANES)
-            + _from_integers(first >> 4) * vector(x, x_at, at + 2 * LANES)
-            + _from_integers(second >> 4) * vector(x, x_at, at + 3 * LANES))
+def _of_words(words, m: ti.template()):
+    """The m-th integers of words, plus 256 for an even m, else 16, as float32.
+
+    A float32 from 256 to 512 counts in its bits from the 15th on, one from 16 to 32 in those from the 19th on: an integer that
+    is moved there is a number as soon as an exponent stands beside it.
+    """
+    by = ti.static(15 - m // 2 * 8)
+    moved = words << by if ti.static(by > 0) else words >> -by
+    bits = moved & (15 << 15) | 0x43800000 if ti.static(m % 2 == 0) else moved & (15 << 19) | 0x41800000
+    return by_lane(ti.bit_cast, bits, ti.f32)
 
 
 @ti.func
-def _int8_sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-               n, r, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
+def arrange(x: ti.template(), x_at, y: ti.template(), y_at, K, block):
+    """What a product in int4 reads of a block of a row of x (K): the elements in the order of the integers, with those of the
+    eight groups side by side; for each chain what takes away what _of_words has added; and the sums of the groups.
+    """
+    y_block = y_at + block * ARRANGED
+    for group in range(LANES):
+        of_chain = ti.Vector([0.0] * CHAINS)
+        for element in range(GROUP):
+            k = block * BLOCK_4 + group * GROUP + element
+            value = 0.0
+            if k < K:
+                value = x[x_at + k]
+            m = element % 4 * 2 + element // 16
+            y[y_block + (element // 4 % 4 * LANES + m) * LANES + group] = value
+            of_chain[m % CHAINS] += value
+        for chain in ti.static(range(CHAINS)):
+            y[y_block + BLOCK_4 + chain * LANES + group] = -(256.0 if ti.static(chain % 2 == 0) else 16.0) * of_chain[chain]
+        y[y_block + BLOCK_4 + CHAINS * LANES + group] = of_chain.sum()
+
+
+def _int8_sums(rows):
     """The same with sums of whole numbers. Their parts are exact in float32 for CHUNK numbers, and are added up as integers."""
-    total = 0
-    for chunk in range(tiles(K, CHUNK)):
-        acc = ti.Vector([0.0] * LANES)
-        for j in range(chunk * (CHUNK // LANES), ti.min(K, (chunk + 1) * CHUNK) // LANES):
-            acc += _from_integers(vector(w, w_at + n * K + j * LANES)) * vector(x, x_at + r * K + j * LANES)
-        total += by_lane(ti.cast, acc, ti.i32).sum()
-    for k in range(K // LANES * LANES, K):
-        total += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[x_at + r * K + k], ti.i32)
-    y[y_at + r * N + n] = ti.cast(total, ti.f32) * scale[scale_at + n]
+    @ti.func
+    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
+             n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
+        at = [x_at + ti.min(first + i, R - 1) * K for i in ti.static(range(rows))]
+        totals = [0 for _ in ti.static(range(rows))]
+        for chunk in range(tiles(K, CHUNK)):
+            acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows))]
+            for j in range(chunk * (CHUNK // LANES), ti.min(K, (chunk + 1) * CHUNK) // LANES):
+                weights = _from_integers(vector(w, w_at + n * K + j * LANES))
+                for i in ti.static(range(rows)):
+                    acc[i] += weights * vector(x, at[i] + j * LANES)
+            for i in ti.static(range(rows)):
+                totals[i] += by_lane(ti.cast, acc[i], ti.i32).sum()
+        for i in ti.static(range(rows)):
+            for k in range(K // LANES * LANES, K):
+                totals[i] += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
+            y[y_at + ti.min(first + i, R - 1) * N + n] = ti.cast(totals[i], ti.f32) * scale[scale_at + n]
+
+    return sums
 
 
 @ti.func
@@ -143,8 +189,18 @@ def _fixed(x, zero):
     return by_lane(ti.bit_cast, by_lane(ti.bit_cast, x, ti.i32) ^ zero, ti.f32)
 
 
-# By the form of W. A row of x is float32, but in int8 of SUMS it is whole numbers.
-FLOAT_SUMS = {"float32": _float_sums(_reader(as_it_is), as_it_is),
-              "bfloat16": _float_sums(_reader(from_bfloat16), from_bfloat16),
-              "int8": _float_sums(_reader(_from_integers), _from_integers, scaled=True), "int4": _int4_sums}
-SUMS = {**FLOAT_SUMS, "int8": _int8_sums}
+@cache
+def sums_of(form, rows, whole_numbers=False):
+    """The function that computes y[r,n] for that n and the rows `first` to first + rows - 1 of x (R,K), or the last of R again.
+
+    form: of W. whole_numbers: a row of x in int8 is whole numbers, and y lacks its factor; otherwise it is in steps.
+    w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin in the arrays. step_at: in int8, where the
+    sizes of steps are, each the first of a vector in the array of x; in int4, where the rows of x are as `arrange` leaves them.
+    zero: 0, see sum_of.
+    """
+    if form == "int4":
+        return _int4_sums(rows)
+    if form == "int8":
+        return _int8_sums(rows) if whole_numbers else _float_sums(rows, _reader(_from_integers), scaled=True)
+    convert = as_it_is if form == "float32" else from_bfloat16
+    return _float_sums(rows, _reader(convert), convert)

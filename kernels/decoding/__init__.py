@@ -11,7 +11,7 @@ A register is a vector of float32 for each row of the batch; constants are share
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
     product   y = W x, with W packed in a form of kernels.matvec, or float32 among the constants
     round     before a product in int8: q = x in whole steps, as kernels.matvec rounds its inputs; the step's size is kept
-    sums      before a product in int4: the sum of x in each group of 32
+    arrange   before a product in int4: x in the order of the integers of a row of W, and its sums in groups
     map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
     add       x += y, or x += sigmoid(gate) y
     wkv4      y = sigmoid(r) wkv(k, v), where wkv is kernels.wkv4's step for one token, whose state goes on
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.matvec import GROUP, Packed
+from kernels.matvec import GROUP, Packed, groups_of
 
 LANES = 8                                # all widths are multiples of this; but not the number of a product's outputs
 NONE = -1                                # in the place of a register or a constant that an instruction lacks
@@ -131,7 +131,7 @@ class Program:
         if weight.form == "int8":
             x, extra = self._round(x, weight, K)
         elif weight.form == "int4":
-            extra = self._sums(x, K)
+            extra = self._arrange(x, K)
         self.weights.append(weight)
         self._add("product", x, y, len(weight.weight), K, extra, len(self.weights) - 1)
 
@@ -158,11 +158,12 @@ class Program:
         self._add("round", x, rounded, K, step, int(steps), int(signed))
         return rounded, step
 
-    def _sums(self, x: int, K: int) -> int:
-        """The register of the sums of x in groups."""
-        sums = self._scratch("sums", K // GROUP)
-        self._add("sums", x, sums, K)
-        return sums
+    def _arrange(self, x: int, K: int) -> int:
+        """The register of what a back end reads of x in place of it: five numbers for each group beside x itself."""
+        groups = groups_of(K)
+        arranged = self._scratch("arranged", groups * (GROUP + 5))
+        self._add("arrange", x, arranged, K)
+        return arranged
 
     def _scratch(self, what: str, width: int) -> int:
         """A register that each instruction may overwrite."""

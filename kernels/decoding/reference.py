@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Wkv4, Wkv7, of_register
-from kernels.matvec import GROUP, SMALLEST, unpacked
+from kernels.matvec import SMALLEST, unpacked
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.float64))
+REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.float64))
 
 FUNCTIONS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu2": lambda y: torch.relu(y) ** 2}
 
@@ -54,13 +54,12 @@ class _Machine:
         self._register(y, width).copy_((rows / largest * steps).round())
         self._register(step, LANES).copy_((largest / steps).expand(-1, LANES))
 
-    def sums(self, x: int, y: int, width: int) -> None:
-        rows = self._register(x, width)
-        self._register(y, width // GROUP).copy_(rows.view(len(rows), -1, GROUP).sum(2))
+    def arrange(self, x: int, y: int, width: int) -> None:
+        """Nothing: the products here read x as it is."""
 
     def product(self, x: int, y: int, N: int, K: int, extra: int, weight: int) -> None:
         packed = self._program.weights[weight]
-        self._multiply(x, y, unpacked(packed, self._constants.dtype))
+        self._multiply(x, y, unpacked(packed, self._constants.dtype)[:, :K])
         if packed.form == "int8":
             self._register(y, N).mul_(self._register(extra, LANES)[:, :1])
 

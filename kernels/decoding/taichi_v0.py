@@ -14,18 +14,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.products import FLOAT_SUMS, GROUP, LANES, MATRIX, SCALES, Floats, sum_of, tiles, vector
+from kernels.backends.products import (
+    ARRANGED,
+    BLOCK_4,
+    LANES,
+    MATRIX,
+    ROWS,
+    SCALES,
+    Floats,
+    arrange,
+    sum_of,
+    sums_of,
+    tiles,
+    vector,
+)
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
 from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program, Wkv4, Wkv7
-from kernels.matvec import SMALLEST, Packed
+from kernels.matvec import FORMS, SMALLEST, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
-                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.uint8))
+                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
-NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round", "sums")
-NORM, MIX, PRODUCT, SMALL_PRODUCT, MAP, ADD, WKV4, WKV7, ROUND, SUMS = range(len(NAMES))       # as they stand in the code
+NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round", "arrange")
+NORM, MIX, PRODUCT, SMALL_PRODUCT, MAP, ADD, WKV4, WKV7, ROUND, ARRANGE = range(len(NAMES))       # as they stand in the code
 OF_4, OF_7 = Wkv4(*range(len(Wkv4._fields))), Wkv7(*range(len(Wkv7._fields)))            # the places of their arguments
 AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the width; the heads and N
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
@@ -38,11 +51,12 @@ Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
 def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
     constants, parts = program.constants(), PARTS * torch.get_num_threads()
     launches = [_launch_of(part, program.weights, parts) for part in _within_reach(program)]
-    nothing = torch.zeros(1, dtype=torch.uint8 if form == "int4" else getattr(torch, form))
+    nothing = torch.zeros(1, dtype=FORMS[form])
 
-    kernel = _kernel(form, frozenset(instruction.name for instruction in program.instructions))
+    used = frozenset(instruction.name for instruction in program.instructions)
 
     def run(registers: Tensor, R: int) -> None:
+        kernel = _kernel(form, used, 1 if R == 1 else ROWS)
         for part in launches:
             part.counters.zero_()
             first = nothing if part.first is None else part.first
@@ -110,14 +124,16 @@ def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
         return -(-arguments[2] // rows)
     if name == "wkv7":
         return arguments[-2]             # heads
-    return 1 if name in ("norm", "round", "sums") else -(-arguments[WIDTH_AT[name]] // CHANNELS)
+    if name == "arrange":
+        return -(-arguments[2] // BLOCK_4)
+    return 1 if name in ("norm", "round") else -(-arguments[WIDTH_AT[name]] // CHANNELS)
 
 
 @cache
-def _kernel(form: str, used: frozenset[str]):
-    """The kernel for programs of these instructions: what a program does not use is not compiled."""
+def _kernel(form: str, used: frozenset[str], rows: int):
+    """The kernel for programs of these instructions: what a program does not use is not compiled. rows: that share weights."""
     has = [name in used for name in NAMES]
-    stored, scales, sums, small_sums = MATRIX[form], SCALES[form], FLOAT_SUMS[form], FLOAT_SUMS["float32"]
+    stored, scales, sums, small_sums = MATRIX[form], SCALES[form], sums_of(form, rows), sums_of("float32", rows)
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, c: Floats, g: Floats, code: Integers, counters: Integers,
@@ -141,16 +157,16 @@ def _kernel(form: str, used: frozenset[str]):
                             if name == PRODUCT:
                                 N, K = code[at + 4], code[at + 5]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
-                                    for r in range(R):
-                                        sums(w, scale, shift, g, g, row, r, N, K, code[at + 7], code[at + 8], code[at + 2] * R,
-                                             code[at + 6] * R, code[at + 3] * R, R >> 30)
+                                    for r in range(tiles(R, rows)):
+                                        sums(w, scale, shift, g, g, row, r * rows, R, N, K, code[at + 7], code[at + 8],
+                                             code[at + 2] * R, code[at + 6] * R, code[at + 3] * R, R >> 30)
                         if ti.static(has[SMALL_PRODUCT]):
                             if name == SMALL_PRODUCT:
                                 N, K = code[at + 4], code[at + 5]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
-                                    for r in range(R):
-                                        small_sums(c, c, c, g, g, row, r, N, K, code[at + 6], 0, code[at + 2] * R, 0,
-                                                   code[at + 3] * R, R >> 30)
+                                    for r in range(tiles(R, rows)):
+                                        small_sums(c, c, c, g, g, row, r * rows, R, N, K, code[at + 6], 0,
+                                                   code[at + 2] * R, 0, code[at + 3] * R, R >> 30)
                         if ti.static(has[MAP]):
                             if name == MAP:
                                 _map(g, code, at + 2, tile, R, code[at + 1])
@@ -166,9 +182,9 @@ def _kernel(form: str, used: frozenset[str]):
                         if ti.static(has[ROUND]):
                             if name == ROUND:
                                 _round(g, code, at + 2, tile, R)
-                        if ti.static(has[SUMS]):
-                            if name == SUMS:
-                                _sums(g, code, at + 2, tile, R)
+                        if ti.static(has[ARRANGE]):
+                            if name == ARRANGE:
+                                _arrange(g, code, at + 2, tile, R, code[at + 1])
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
                         tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
@@ -226,14 +242,10 @@ def _round(g: ti.template(), code: ti.template(), at, row, R):
 
 
 @ti.func
-def _sums(g: ti.template(), code: ti.template(), at, row, R):
-    """A tile is a row."""
-    width = code[at + 2]
-    x, y = code[at] * R + row * width, code[at + 1] * R + row * (width // GROUP)
-    for group in range(width // GROUP):
-        at_x = x + group * GROUP
-        halves = [vector(g, at_x, i * LANES) + vector(g, at_x, (i + 1) * LANES) for i in ti.static((0, 2))]
-        g[y + group] = sum_of(halves[0] + halves[1], R >> 30)
+def _arrange(g: ti.template(), code: ti.template(), at, tile, R, blocks):
+    """A tile is a block of a row."""
+    row, width = tile // blocks, code[at + 2]
+    arrange(g, code[at] * R + row * width, g, code[at + 1] * R + row * blocks * ARRANGED, width, tile % blocks)
 
 
 @ti.func

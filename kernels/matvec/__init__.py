@@ -12,9 +12,9 @@ Every form adds in one order, whatever R is: the result for a row does not depen
 the sum is one of integers, so that the implementations give the same bits.
 
 An implementation is a file beside this one with REQUIRES, whose dtypes are those of the packed weights that it takes (int4:
-uint8) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
+int32) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
 one form and one K. x is contiguous; x and y are float32, or float64. What can be prepared once, bind prepares. In int8 x are
-the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is whole groups.
+the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is that of groups_of(K) groups.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from kernels.operator import Operator
 
-FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
+FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
+TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
 SMALLEST = 1e-30                         # scale of zeros
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
@@ -37,10 +38,10 @@ Bound = Callable[[Tensor], list[Tensor]]
 class Packed(NamedTuple):
     """A matrix W (N,K) in one form: tensors, which can be saved and loaded.
 
-    weight: (N,K) float32, bfloat16 or int8; int4: (N,G,16) uint8, G = ceil(K / 32), where byte j of a group holds the integers
-    of its elements j, in the low bits, and j + 16. scale: int8 (N,) float32, int4 (N,G) bfloat16, else (0,). shift: int4 (N,G)
-    bfloat16; int8 (2,) float32, how x is rounded: the number of steps of a row's largest magnitude, and 0 where no x is
-    negative, else 1; else (0,).
+    weight: (N,K) float32, bfloat16 or int8; int4: (N,G/8,4,8) int32, four words of each of eight groups, G = groups_of(K); the
+    four bytes of word w of a group hold the integers of its elements 4w + i, in their low bits, and 4w + i + 16. scale: int8
+    (N,) float32, int4 (N,G) bfloat16, else (0,). shift: int4 (N,G) bfloat16; int8 (2,) float32, how x is rounded: the number of
+    steps of a row's largest magnitude, and 0 where no x is negative, else 1; else (0,).
     """
 
     weight: Tensor
@@ -100,7 +101,7 @@ class MatVec(Operator):
         if packed.weight.dtype not in self.requires.dtypes:
             raise ValueError(f"{self.name} has no product in {packed.form}: use another implementation")
         K = inputs_of(packed)
-        fits = x.dim() > 0 and 0 <= K - x.shape[-1] < (GROUP if packed.form == "int4" else 1)
+        fits = x.dim() > 0 and 0 <= K - x.shape[-1] < (TOGETHER * GROUP if packed.form == "int4" else 1)
         if not fits or not x.is_floating_point():
             raise ValueError(f"MatVec expects a floating-point x (...,{K}), got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
@@ -112,8 +113,28 @@ class MatVec(Operator):
 
 
 def inputs_of(packed: Packed) -> int:
-    """K; in int4 the next multiple of 32."""
-    return GROUP * packed.weight.shape[1] if packed.form == "int4" else packed.weight.shape[1]
+    """K; in int4 that of whole groups."""
+    return GROUP * packed.scale.shape[1] if packed.form == "int4" else packed.weight.shape[1]
+
+
+def groups_of(K: int) -> int:
+    """The groups of a row of K elements in int4: as many as fill whole vectors."""
+    return -(-K // (TOGETHER * GROUP)) * TOGETHER
+
+
+def in_groups(packed: Packed, K: int) -> Packed:
+    """A W (N,K) in int4 one group after the other, K whole groups: weight (N,K/32,16) uint8, scale and shift (N,K/32)."""
+    words = packed.weight.transpose(2, 3).reshape(len(packed.weight), -1, GROUP // TOGETHER)
+    return Packed(words[:, :K // GROUP].contiguous().view(torch.uint8), *(part[:, :K // GROUP] for part in packed[1:]))
+
+
+def side_by_side(groups: Packed) -> Packed:
+    """The reverse of in_groups."""
+    N, G, _ = groups.weight.shape
+    missing = groups_of(G * GROUP) - G
+    words = torch.nn.functional.pad(groups.weight.contiguous().view(torch.int32), (0, 0, 0, missing))
+    weight = words.view(N, -1, TOGETHER, GROUP // TOGETHER).transpose(2, 3).contiguous()
+    return Packed(weight, *(torch.nn.functional.pad(part, (0, missing)) for part in groups[1:]))
 
 
 def pack(weight: Tensor, form: str, non_negative: bool = False, symmetric: bool = False) -> Packed:
@@ -138,8 +159,9 @@ def unpacked(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     if packed.form == "int8":
         return packed.weight.to(dtype) * packed.scale.to(dtype).unsqueeze(1)
     if packed.form == "int4":
-        q = torch.cat((packed.weight & 15, packed.weight >> 4), dim=2).to(dtype)             # (N,G,32)
-        return torch.addcmul(packed.shift.to(dtype).unsqueeze(2), q, packed.scale.to(dtype).unsqueeze(2)).flatten(1)
+        weight, scale, shift = in_groups(packed, inputs_of(packed))
+        q = torch.cat((weight & 15, weight >> 4), dim=2).to(dtype)                           # (N,G,32)
+        return torch.addcmul(shift.to(dtype).unsqueeze(2), q, scale.to(dtype).unsqueeze(2)).flatten(1)
     return packed.weight.to(dtype)
 
 
@@ -163,7 +185,7 @@ def _pack_int4(weight: Tensor, symmetric: bool) -> Packed:
         exact = torch.nn.functional.pad(weight[rows].float(), (0, GROUP * G - weight.shape[1])).view(-1, G, GROUP)
         found, scale[rows], shift[rows] = _rounded_groups(exact, symmetric)
         q[rows] = found[:, :, :GROUP // 2] | found[:, :, GROUP // 2:] << 4
-    return Packed(q, scale, shift)
+    return side_by_side(Packed(q, scale, shift))
 
 
 def _rounded_groups(exact: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Program
-from kernels.matvec import FORMS, GROUP, Packed, pack
+from kernels.matvec import FORMS, Packed, pack
 from rwkv.model.operators import can_decode, decoding_name
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
@@ -41,12 +41,11 @@ class ModelProgram(NamedTuple):
 
 
 def program_of(model: Any) -> ModelProgram | None:
-    """The program of a plain model on a CPU; None where a width is no multiple of 8 (int4: 32), or its matrices have several
+    """The program of a plain model on a CPU; None where a width is no multiple of 8, or its matrices have several
     forms."""
     linears = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear))]
     forms = {form_of(layer) for layer in linears}
-    multiple = GROUP if forms == {"int4"} else LANES
-    if len(forms) != 1 or not forms <= set(FORMS) or any(layer.in_features % multiple for layer in linears):
+    if len(forms) != 1 or not forms <= set(FORMS) or any(layer.in_features % LANES for layer in linears):
         return None
     program, C = Program(), model.config.n_embd
     x, normal, logits = program.register(C), program.register(C), program.register(model.vocab_size)

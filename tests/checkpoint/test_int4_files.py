@@ -43,7 +43,8 @@ def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation:
 def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str) -> None:
     model, path = saved(tmp_path, generation)
     exact = model.state_dict()[KEY]
-    assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], unpacked(pack(exact, "int4")))
+    rounded = unpacked(pack(exact, "int4"))[:, :exact.shape[1]]
+    assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], rounded)
 
 
 @each_generation
@@ -63,7 +64,7 @@ def test_convert_writes_and_reads_it(tmp_path: Path) -> None:
     convert.main([str(tmp_path / "model.pth"), str(tmp_path / "small.safetensors"), "--dtype", "int4"])
     convert.main([str(tmp_path / "small.safetensors"), str(tmp_path / "large.pth"), "--dtype", "float32"])
     large = read_checkpoint(tmp_path / "large.pth").weights[KEY]
-    assert torch.equal(large, unpacked(pack(model.state_dict()[KEY], "int4")))
+    assert torch.equal(large, unpacked(pack(model.state_dict()[KEY], "int4"))[:, :large.shape[1]])
 
 
 def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:

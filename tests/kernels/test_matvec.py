@@ -68,7 +68,7 @@ def test_a_packed_matrix_stands_for_one_nearby(form: str, allowed: float) -> Non
 def test_int4_keeps_zeros_and_what_fits_exactly() -> None:
     assert unpacked(pack(torch.zeros(3, 64), "int4")).abs().max() < 1e-20
     steps = torch.arange(64.0).remainder(16).expand(2, 64)
-    assert torch.equal(unpacked(pack(0.25 * steps, "int4")), 0.25 * steps)
+    assert torch.equal(unpacked(pack(0.25 * steps, "int4"))[:, :64], 0.25 * steps)
     uneven = torch.linspace(0, 3.3, 64).expand(2, 64)
     assert (unpacked(pack(uneven, "int4", symmetric=True))[:, 0] == 0).all()
 

@@ -1,4 +1,4 @@
-"""Matrices in int4 in .safetensors: three tensors for a matrix (N,32 G), as kernels/matvec packs it.
+"""Matrices in int4 in .safetensors: three tensors for a matrix (N,32 G), as kernels/matvec has it in groups.
 
     NAME          (N,G,16) U8      the integers of each group of 32, two in a byte
     NAME.scale    (N,G) BF16
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels.matvec import GROUP, Packed, pack, unpacked
+from kernels.matvec import GROUP, Packed, in_groups, pack, side_by_side, unpacked
 from rwkv.checkpoint.content import Outgoing
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
@@ -31,7 +31,8 @@ def outgoing(given: Outgoing) -> tuple[list[Stored], list[Stored]]:
 
     @lru_cache(maxsize=1)                # the parts of a matrix are read one after another
     def packed(name: str) -> Packed:
-        return given.packed[name]() if name in given.packed else pack(given.tensors[name].get(), "int4")
+        whole = given.packed[name]() if name in given.packed else pack(given.tensors[name].get(), "int4")
+        return in_groups(whole, given.tensors[name].shape[1])
 
     return floats, [part for name in matrices for part in _parts(name, given.tensors[name].shape, packed)]
 
@@ -66,9 +67,9 @@ def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Packed]:
     if not fits or scale is None or shift is None:
         raise CheckpointError(f"{weight.source}: {name} holds integers of shape {weight.shape}, expected (N,G,{GROUP // 2}) "
                               f"with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights are not read")
-    return lambda: Packed(weight.get(), scale.get(), shift.get())
+    return lambda: side_by_side(Packed(weight.get(), scale.get(), shift.get()))
 
 
 def _unpacked(weight: Stored, read: Callable[[], Packed]) -> Stored:
     N, G, _ = weight.shape
-    return Stored(weight.name, weight.source, (N, G * GROUP), torch.float32, lambda: unpacked(read()))
+    return Stored(weight.name, weight.source, (N, G * GROUP), torch.float32, lambda: unpacked(read())[:, :G * GROUP])
