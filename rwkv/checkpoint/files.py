@@ -34,6 +34,9 @@ class Weights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.stored[name].get()
 
+    def __contains__(self, name: object) -> bool:        # Mapping's own would read the tensor
+        return name in self.stored
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
 
