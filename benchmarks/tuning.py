@@ -1,9 +1,10 @@
 """Full, LoRA and state tuning of a small RWKV-7 on a rule that can be checked: python -m benchmarks.tuning --out FOLDER.
 
 A question is six words of a list of 500, and the answer is the third of them in capitals. The model to tune is trained here on
-questions of one to six words with one of them, chosen at random, as the answer: it knows how to copy, and not which. A base/
-that FOLDER has already is used again. Printed are, before and after each way of tuning, the exact matches on 100 questions of the same
-words, never seen, and on 50 of other words; and wall time, trained values and peak memory of the training process.
+questions of one to six words with one of them, chosen at random, as the answer: it knows how to copy, and not which. If FOLDER
+has one in base/ already, that one is used. Printed are, before and after each way of tuning, the exact matches on 100 questions
+of the same words, never seen, and on 50 of other words; and wall time, trained values and peak memory of the training process.
+The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -93,8 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--base-steps", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--pairs", type=int, default=8000, help="conversations to tune on")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pairs", type=int, default=20_000, help="conversations to tune on")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
