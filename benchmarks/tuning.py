@@ -1,9 +1,10 @@
 """Full, LoRA and state tuning of a small RWKV-7 on a rule that can be checked: python -m benchmarks.tuning --out FOLDER.
 
 A question is six words of a list of 500, and the answer is the third of them in capitals. The model to tune is trained here on
-the same form of text with one of the six words, chosen at random, as the answer: it knows how to copy, and not which. Printed
-are, before and after each way of tuning, the exact matches on 100 questions of the same words, never seen, and on 50 of other
-words; and wall time, trained values and peak memory of the training process.
+questions of one to six words with one of them, chosen at random, as the answer: it knows how to copy, and not which. If FOLDER
+has one in base/ already, that one is used. Printed are, before and after each way of tuning, the exact matches on 100 questions
+of the same words, never seen, and on 50 of other words; and wall time, trained values and peak memory of the training process.
+The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -15,11 +16,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kernels.bench import hardware
+from kernels.bench.results import exit_status, output_file, publish
+
 ROOT = Path(__file__).resolve().parent.parent
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 WAYS = {"full": ("optim.lr=1e-3",), "lora": ("tune=lora", "optim.lr=5e-3"), "state": ("tune=state", "optim.lr=5e-2")}
 COMMON = ("data.batch_size=8", "model.ctx_len=128", "trainer=cpu", "logger=csv", "data.cache_dir=cache",
           "trainer.sample_every=0", "optim.min_lr=1e-4", "trainer.val_every=100000", "trainer.sample_tokens=0")
+MODEL = ("model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=128")
 Pair = tuple[str, str]
 
 
@@ -32,12 +37,21 @@ def words(count: int, seed: int) -> list[str]:
     return list(found)
 
 
-def pairs(vocabulary: Sequence[str], count: int, chance: random.Random, place: int | None = 2) -> list[Pair]:
-    """Questions and answers. place: of the word that is the answer; None: a random one."""
+def any_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
+    """Questions of one to six words, and a random one of them as the answer."""
     found = []
     for _ in range(count):
-        chosen = chance.sample(list(vocabulary), 6)
-        found.append((" ".join(chosen), chosen[chance.randrange(6) if place is None else place].upper()))
+        chosen = chance.sample(vocabulary, chance.randint(1, 6))
+        found.append((" ".join(chosen), chance.choice(chosen).upper()))
+    return found
+
+
+def third_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
+    """Questions of six words, and the third of them as the answer."""
+    found = []
+    for _ in range(count):
+        chosen = chance.sample(vocabulary, 6)
+        found.append((" ".join(chosen), chosen[2].upper()))
     return found
 
 
@@ -78,31 +92,34 @@ def trained_values(folder: Path, way: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--out", type=Path, required=True, help="an empty folder")
-    parser.add_argument("--base-steps", type=int, default=3000)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--pairs", type=int, default=8000, help="conversations to tune on")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--base-steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pairs", type=int, default=20_000, help="conversations to tune on")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
     folder, chance = options.out.resolve(), random.Random(0)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     known, other = words(500, 1), words(100, 2)
-    write(folder / "base.jsonl", pairs(known, 20_000, chance, None))
-    write(folder / "rule.jsonl", pairs(known, options.pairs, chance))
-    same, new = pairs(known, 100, chance), pairs([word for word in other if word not in known], 50, chance)
-    train(folder, "base", "model=rwkv7_tiny", "data=chat", "data.path=base.jsonl", "data.tokenizer=byte",
-          "data.val_fraction=0.02", f"trainer.max_steps={options.base_steps}", "optim.lr=2e-3")
+    write(folder / "base.jsonl", any_word(known, 40_000, chance))
+    write(folder / "rule.jsonl", third_word(known, options.pairs, chance))
+    same = third_word(known, 100, chance)
+    new = third_word([word for word in other if word not in known], 50, chance)
+    if not (folder / "base").exists():
+        train(folder, "base", *MODEL, "data=chat", "data.path=base.jsonl", "data.tokenizer=byte", "data.val_fraction=0.002",
+              f"trainer.max_steps={options.base_steps}", "optim.lr=3e-3")
     results = [{"way": "before", "same_words": matches(folder, "base", same), "new_words": matches(folder, "base", new)}]
     for way in options.ways:
-        seconds = train(folder, way, "data=chat", "data.path=rule.jsonl", "data.val_fraction=0.02", "init_from=base",
+        seconds = train(folder, way, "data=chat", "data.path=rule.jsonl", "data.val_fraction=0.01", "init_from=base",
                         f"trainer.max_steps={options.steps}", *WAYS[way])
         with (folder / way / "metrics.csv").open(encoding="utf-8") as file:
             header, *rows = (line.rstrip("\n").split(",") for line in file)
         peak = max(float(row[header.index("peak_mem")] or 0) for row in rows)
         results.append({"way": way, "same_words": matches(folder, way, same), "new_words": matches(folder, way, new),
                         "seconds": round(seconds), "trained": trained_values(folder, way), "peak_mem": peak})
-    print(json.dumps(results, indent=1))
+    publish({"machine": hardware.describe("cpu"), "results": results}, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -23,6 +23,7 @@ from kernels.registry import KernelUnavailable, UnknownKernel, all_names, operat
 from rwkv.config import PATH, TEXT, options
 from rwkv.errors import UserError
 from rwkv.help import description, page
+from rwkv.io.garbage import uncollected
 from rwkv.io.unread import unread
 
 PACKAGE = Path(__file__).resolve().parent
@@ -87,7 +88,9 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
         elif line.flags:
             _run_by_hydra(task, schema, config_name, line)
         else:
-            task(compose(line, schema, config_name), line)
+            with uncollected():
+                config = compose(line, schema, config_name)
+            task(config, line)
 
 
 @contextmanager

@@ -195,19 +195,29 @@ def _rounded_groups(exact: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Ten
         low = -high
     else:
         low, high = exact.amin(2), exact.amax(2)
-    least = torch.full(exact.shape[:2], torch.inf)
-    best = torch.empty(exact.shape, dtype=torch.uint8), least.bfloat16(), least.bfloat16()
+    least = torch.full_like(low, torch.inf)
+    best_scale, best_shift = torch.empty_like(low), torch.empty_like(low)
     for share in SHRUNK:
-        scale = ((high - low) * share / 15).clamp_(min=SMALLEST).bfloat16()
-        shift = -8 * scale if symmetric else ((low + high) / 2 - 7.5 * scale.float()).bfloat16()
-        wide_scale, wide_shift = scale.float().unsqueeze(2), shift.float().unsqueeze(2)
-        q = ((exact - wide_shift) / wide_scale).round_().clamp_(0, 15)
-        error = torch.addcmul(wide_shift - exact, q, wide_scale).square_().sum(2)
+        scale = _as_kept(((high - low) * share / 15).clamp_(min=SMALLEST))
+        shift = -8 * scale if symmetric else _as_kept((low + high) / 2 - 7.5 * scale)
+        q, shifted = _steps(exact, scale, shift)
+        error = shifted.addcmul_(q, scale.unsqueeze(2), value=-1).square_().sum(2)
         better = error < least
-        for kept, found in zip(best, (q.to(torch.uint8), scale, shift), strict=True):
-            kept[better] = found[better]
-        least = torch.minimum(error, least)
-    return best
+        least = torch.where(better, error, least)
+        best_scale, best_shift = torch.where(better, scale, best_scale), torch.where(better, shift, best_shift)
+    q, _ = _steps(exact, best_scale, best_shift)
+    return q.to(torch.uint8), best_scale.bfloat16(), best_shift.bfloat16()
+
+
+def _steps(exact: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers of groups, as float32, and exact - shift."""
+    shifted = exact - shift.unsqueeze(2)
+    return (shifted / scale.unsqueeze(2)).round_().clamp_(0, 15), shifted
+
+
+def _as_kept(values: Tensor) -> Tensor:
+    """The values rounded to bfloat16, in float32."""
+    return values.bfloat16().float()
 
 
 def _rounding(product: Bound, steps: float, signed: bool) -> Bound:

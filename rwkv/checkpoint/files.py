@@ -34,6 +34,9 @@ class Weights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.stored[name].get()
 
+    def __contains__(self, name: object) -> bool:        # Mapping's own would read the tensor
+        return name in self.stored
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
 
@@ -167,7 +170,7 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None
 
     Compares hashes where the file has one, else vocabulary sizes: a few rows of the embedding may be unused.
     """
-    if checkpoint.tokenizer_hash not in (None, tokenizer.hash):
+    if checkpoint.tokenizer_hash is not None and checkpoint.tokenizer_hash != tokenizer.hash:
         raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
                               f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids mean other "
                               "texts")

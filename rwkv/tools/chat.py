@@ -33,6 +33,7 @@ from kernels.backends import threads
 from rwkv import cli
 from rwkv.config import ChatConfig
 from rwkv.errors import UserError
+from rwkv.io.garbage import uncollected
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SETTINGS = (*OF_SAMPLING, "max_new_tokens", "think", "seed")     # of /set
@@ -49,6 +50,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
             session.turn(text)
 
 
+@uncollected()
 def _open(config: ChatConfig) -> Any:
     """The conversation. Raises UserError as the parts of it do."""
     import torch

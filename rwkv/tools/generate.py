@@ -14,31 +14,21 @@ escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 
 import sys
 from contextlib import nullcontext, redirect_stdout
+from typing import Any
 
 from kernels.backends import threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
+from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, unread
 
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
-    import torch
+    model, tokenizer, prompts, context = _open(config)
 
-    from rwkv.checkpoint.files import read_checkpoint
-    from rwkv.generation.output import check_config, prompts_from, run_generation
-    from rwkv.generation.states import load_context
-    from rwkv.model.operators import operator_for
+    from rwkv.generation.output import run_generation
     from rwkv.model.program import decoding_line
-    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
-    check_config(config)
-    prompts = prompts_from(config)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = read_checkpoint(config.checkpoint)
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
-    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
-    context = load_context(config.state, model, tokenizer) if config.state else None
     files = config.out or config.save_state
     with redirect_stdout(unread(sys.stdout)) if files else nullcontext():        # these are to be whole, whoever reads
         try:
@@ -51,6 +41,28 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         print(decoding, file=sys.stderr)
     if not whole:
         sys.exit(cli.INTERRUPTED)
+
+
+@uncollected()
+def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
+    """The model, the tokenizer, the prompts and what was read before them. Raises UserError as the parts of it do."""
+    import torch
+
+    from rwkv.checkpoint.files import read_checkpoint
+    from rwkv.generation.output import check_config, prompts_from
+    from rwkv.generation.states import load_context
+    from rwkv.model.operators import operator_for
+    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+
+    check_config(config)
+    prompts = prompts_from(config)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    checkpoint = read_checkpoint(config.checkpoint)
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
+    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
+    context = load_context(config.state, model, tokenizer) if config.state else None
+    return model, tokenizer, prompts, context
 
 
 def main() -> None:
