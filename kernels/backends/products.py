@@ -73,7 +73,7 @@ def _from_integers(x):
 
 
 def _int4_sums(rows):
-    """The same for integers in groups: scale sum(q x) + shift sum(x). step_at: where the rows of x are as `arrange` has them."""
+    """The same for integers in groups: scale sum(q x) + shift sum(x). step_at: where `arrange` has put the rows of x."""
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
              n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
@@ -195,7 +195,7 @@ def sums_of(form, rows, whole_numbers=False):
 
     form: of W. whole_numbers: a row of x in int8 is whole numbers, and y lacks its factor; otherwise it is in steps.
     w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin in the arrays. step_at: in int8, where the
-    sizes of steps are, each the first of a vector in the array of x; in int4, where the rows of x are as `arrange` leaves them.
+    sizes of steps are, each the first of a vector in the array of x; in int4, where `arrange` has put the rows of x.
     zero: 0, see sum_of.
     """
     if form == "int4":
