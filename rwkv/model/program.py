@@ -20,7 +20,7 @@ LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models
 # others than PyTorch's, which rounding the inputs makes many: so a text keeps to one of the two.
 MOST_ROWS = {"float32": 8, "bfloat16": 64, "int4": 16, "int8": 0}
 MOST_ROWS_ALONE = {**MOST_ROWS, "int8": 1}
-MOST_ROWS_NATIVE = 2                     # in bfloat16
+MOST_ROWS_NATIVE = 4                     # in bfloat16
 
 
 class Place(NamedTuple):
