@@ -22,7 +22,7 @@ test: lint                               ## everything that must be true
 	$(BIN)/python -m pytest $(PARALLEL)
 
 quick: $(READY_TO_TEST)                  ## the tests without whole programs and without compilers, in 1.5 minutes
-	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not soak"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
 	$(BIN)/python -m pytest -m soak

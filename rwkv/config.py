@@ -1,7 +1,7 @@
 """Every option of each program: its type, default, help and check, once. A dataclass per group of configs.
 
-A dataclass checks its values when it is built and raises UserError with the option's name. `--help` (rwkv/help.py) prints the
-help texts. This file knows nothing of Hydra.
+A dataclass checks its values when it is built and raises UserError with the option's name. rwkv/cli/help.py prints the help
+texts. This file knows nothing of Hydra.
 """
 
 import math

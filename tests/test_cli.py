@@ -22,9 +22,9 @@ from benchmarks.tables import SHAPES
 from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.select import select, selectable
 from rwkv import cli
+from rwkv.cli.help import WIDTH
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, options
 from rwkv.errors import UserError
-from rwkv.help import WIDTH
 from rwkv.pretrained import RWKV
 from rwkv.training.run import as_plain
 
@@ -41,6 +41,7 @@ def compose(program: str, *arguments: str) -> Any:
 # Composition
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
     config = compose("train", f"{group}={name}")
@@ -49,6 +50,7 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
         assert getattr(config, group).name == name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["auto", *selectable("wkv4")])
 def test_every_kernel_can_be_chosen(name: str) -> None:
     assert compose("generate", f"kernel={name}").kernel.name == name

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ FLOORS = (                               # of rwkv/, from the top: a part import
     ("checkpoint", "data", "generation"),
     ("model", "tokenizer", "report", "cli"),
     ("config", "io", "distributed"),
-    ("errors", "help"),
+    ("errors",),
 )
 HEIGHT = {part: len(FLOORS) - i for i, parts in enumerate(FLOORS) for part in parts}
 
@@ -61,7 +62,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
-    Rule(r"rwkv\.(cli|help|config|errors|__main__|tools\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
+    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|tools\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )
 
@@ -75,9 +76,14 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def imports(text: str, module: str) -> Iterator[Import]:
     """Every import by its full name; `from a import b` counts as a.b too, since b may be a module."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     late = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
     waiting = {id(node) for part in late for node in ast.walk(part)}
@@ -165,7 +171,7 @@ def environment_reads(text: str) -> list[int]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else [getattr(node, "attr", None)]
         return not set(ENVIRONMENT).isdisjoint(names)
 
-    return [node.lineno for node in ast.walk(ast.parse(text)) if uses(node)]
+    return [node.lineno for node in ast.walk(parsed(text)) if uses(node)]
 
 
 def test_no_product_file_reads_an_environment_variable() -> None:

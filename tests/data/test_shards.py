@@ -67,6 +67,7 @@ def shards_in(cache: Path) -> dict[str, bytes]:
 # Content
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe", "world"])
 def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokenizer: str) -> None:
     library = dataclasses.replace(library, tokenizer=tokenizer)
@@ -176,6 +177,7 @@ VICTIMS = ("bpe-*.json", "contents-*.json", "tokens-*/manifest.json", "tokens-*/
            "tokens-*/00000-val.ids", "tokens-*/train-starts.npy")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_damaged_file_is_made_again(library: DataConfig, victim: str, damage) -> None:

@@ -155,6 +155,7 @@ def test_a_sampler_continues_from_any_place(taken: int) -> None:
     assert list(resumed) == list(iterator)
 
 
+@pytest.mark.thorough
 # macOS starts workers afresh, Linux by a fork, which Python 3.12 and later warn of in a process with threads.
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -229,6 +230,7 @@ def seen_in(data: DataModule, steps: int, accumulate: int, save: SaveAfter | Non
     return recorder.seen
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*does not have many workers", "ignore:GPU available but not used")
 @pytest.mark.parametrize(("saved", "stopped", "steps", "accumulate"), [(13, 13, 300, 1), (5, 9, 9, 3), (300, 300, 310, 1)])
 def test_lightning_resumes_where_the_checkpoint_was_saved(config: DataConfig, tmp_path: Path, saved: int, stopped: int,

@@ -144,6 +144,7 @@ def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str
     assert "".join(pieces) == tokenizer.decode(written)
 
 
+@pytest.mark.thorough
 @given(st.sampled_from(KERNELS), PROMPTS, st.lists(st.integers(0, 3), min_size=5, max_size=5), OPTIONS,
        st.lists(st.text("ab", min_size=1, max_size=2), max_size=2))
 @settings(max_examples=40, deadline=None)
@@ -167,6 +168,7 @@ def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]
         assert_close(together.rows([row]), prefill(model, torch.tensor([each])))
 
 
+@pytest.mark.thorough
 @given(st.sampled_from(KERNELS), st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=6),
        st.integers(0, 40_000))
 @settings(max_examples=40, deadline=None)
@@ -270,6 +272,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.text("ab\n", max_size=30), s
                     min_size=1, max_size=6)
 
 
+@pytest.mark.thorough
 @given(st.sampled_from(KERNELS), ARRIVALS)
 @settings(max_examples=25)
 def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arrivals: list[Any]) -> None:

@@ -171,6 +171,7 @@ def test_extra_memory_is_the_peak_less_the_result() -> None:
     assert extra_bytes(three_at_once, "cpu") == x.nbytes
 
 
+@pytest.mark.thorough
 def test_saved_tensors_are_extra_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The reference's backward pass keeps the states of every step."""
     _, _, report = run(capsys, "wkv4", "--shape", "4,32,64", "4,32,128", "--only", "reference")
@@ -419,6 +420,7 @@ def test_an_operator_bound_by_memory_has_a_table_and_a_figure_of_its_bandwidth(t
     assert plot.time_against_size(report).axes[0].get_xlabel() == "columns"
 
 
+@pytest.mark.thorough
 def test_figures_from_a_report(tmp_path: Path) -> None:
     rungs = [row for index in range(4) for row in passes(f"taichi_v{index}", 400 - 90 * index, 900 - 150 * index)]
     report = report_of("timex", "cpu", *(((32, 768, T), [*passes("conv1d", T / 4, T / 2), *rungs]) for T in (128, 768)))

@@ -284,6 +284,7 @@ def test_float64_is_exact_or_refused(case: tuple[Any, Any], device: str) -> None
             of.results(operator, inputs)
 
 
+@pytest.mark.thorough
 def test_gradcheck(case: tuple[Any, Any], device: str) -> None:
     of, operator = case
     if torch.float64 not in operator.requires.dtypes or not of.differentiable:

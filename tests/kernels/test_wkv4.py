@@ -153,6 +153,7 @@ def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
     assert not against_reference(wkv, (time_decay, time_first, steps, v, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("spread", "y", "gradient"), [("+-5", 1e-6, 3e-5), ("+-23", 1e-6, 3e-5), ("+-43", 1e-5, 3e-5),
                                                        ("+-230", 1e-4, 3e-4)])
 def test_the_scans_are_right_at_any_spread(scan: WKV, spread: str, y: float, gradient: float, device: str) -> None:

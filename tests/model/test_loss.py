@@ -183,6 +183,7 @@ def test_without_gradient_there_is_only_the_value() -> None:
     close((value,), plain(*inputs, 0.0)[:1])
 
 
+@pytest.mark.thorough
 @given(st.integers(1, 5), st.integers(1, 300), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_the_first_largest_of_each_row_is_found(rows: int, V: int, levels: int, chance: Any) -> None:
     """With few levels most rows have several largest elements."""
@@ -190,6 +191,7 @@ def test_the_first_largest_of_each_row_is_found(rows: int, V: int, levels: int, 
     assert torch.equal(loss._argmax(x), (x == x.amax(-1, keepdim=True)).int().argmax(-1, keepdim=True))
 
 
+@pytest.mark.thorough
 def test_half_precision_loses_no_gradient_to_underflow() -> None:
     """Each of 32768 rows has a share of 3e-5 in the mean: times most probabilities, that is 0 in float16."""
     hidden, weight, targets = problem(32768, V=300)

@@ -295,6 +295,7 @@ def train(generation: str, kernel: str, steps: int = 20) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @KERNELS
 def test_twenty_training_steps_are_the_same_under_every_kernel(generation: str, kernel: str) -> None:
     reference = train(generation, "reference")

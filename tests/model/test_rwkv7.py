@@ -316,6 +316,7 @@ def test_muon_takes_the_matrices_that_a_plain_matrix_product_uses(fresh: RWKV) -
 # Training: a twin in plain torch, with weights and groups of its own
 
 
+@pytest.mark.thorough
 def test_fifty_steps_are_those_of_a_plain_twin(fresh: RWKV) -> None:
     """From RWKV-LM's initial vectors; matrices that are drawn at random are the model's, checked above."""
     optim = OptimConfig(lr=3e-3, min_lr=3e-3, schedule="constant", warmup_steps=0, weight_decay=0.1, l2_wrap=0, eps=1e-8)

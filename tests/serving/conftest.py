@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 from models import small_model
 from serving_runs import Running, wait_until
 
 from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 BYTES = ByteTokenizer()
 
@@ -44,7 +47,9 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture(scope="session")
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server: Running) -> Iterator["openai.OpenAI"]:
+    import openai  # half a second, which a run without these tests need not wait for
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 

@@ -3,16 +3,18 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from serving_runs import Running
 
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.programs
 MODEL = "tiny"
@@ -29,7 +31,9 @@ def expected(model: RWKV, prompt: str, n: int, seed: int = 0, **options: Any) ->
     return sample
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: "openai.OpenAI") -> None:
+    import openai
+
     assert [each.id for each in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == client.models.retrieve(f"gateway/{MODEL}").id == MODEL
     with pytest.raises(openai.NotFoundError) as refused:
@@ -41,7 +45,8 @@ def test_models(client: openai.OpenAI) -> None:
     {}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5},
     {"logit_bias": {"65": 20}}, {"stop": ["o", "e"]}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_is_what_generate_gives(client: openai.OpenAI, model: RWKV, options: dict[str, Any], stream: bool) -> None:
+def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWKV, options: dict[str, Any],
+                                             stream: bool) -> None:
     sample = expected(model, "once", 30, 7, **{**options, "logit_bias": {int(k): v for k, v in
                                                                           options.get("logit_bias", {}).items()}})
     answer = client.completions.create(model=MODEL, prompt="once", max_tokens=30, seed=7, stream=stream, **options)
@@ -55,8 +60,10 @@ def test_a_completion_is_what_generate_gives(client: openai.OpenAI, model: RWKV,
     assert (text, reason) == (sample.text, {"end_of_text": "stop"}.get(sample.finish_reason, sample.finish_reason))
 
 
-def test_a_text_in_company_is_the_text_alone(client: openai.OpenAI, model: RWKV) -> None:
+def test_a_text_in_company_is_the_text_alone(client: "openai.OpenAI", model: RWKV) -> None:
     """12 clients with prompts, lengths and seeds of their own, streams among them; more than may run and wait."""
+    import openai
+
     def ask(seed: int) -> str:
         prompt, n = "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50
         while True:
@@ -73,7 +80,7 @@ def test_a_text_in_company_is_the_text_alone(client: openai.OpenAI, model: RWKV)
     assert texts == [expected(model, "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50, seed).text for seed in range(12)]
 
 
-def test_several_prompts_and_several_texts_of_each(client: openai.OpenAI, model: RWKV) -> None:
+def test_several_prompts_and_several_texts_of_each(client: "openai.OpenAI", model: RWKV) -> None:
     answer = client.completions.create(model=MODEL, prompt=["ab", "c"], n=2, max_tokens=6, seed=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices] == [expected(model, prompt, 6, seed).text
@@ -83,7 +90,7 @@ def test_several_prompts_and_several_texts_of_each(client: openai.OpenAI, model:
     assert [choice.text for choice in ids.choices] == [answer.choices[0].text, answer.choices[2].text]
 
 
-def test_echo_and_logprobs(client: openai.OpenAI, model: RWKV) -> None:
+def test_echo_and_logprobs(client: "openai.OpenAI", model: RWKV) -> None:
     answer = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1)
     found, sample = answer.choices[0].logprobs, expected(model, "abc", 2, 1)
     assert answer.choices[0].text == "abc" + sample.text
@@ -106,7 +113,7 @@ def test_echo_and_logprobs(client: openai.OpenAI, model: RWKV) -> None:
     assert len(ended.choices[0].logprobs.tokens) == 4, "the token that ended the text is the last"
 
 
-def test_chat(client: openai.OpenAI, model: RWKV) -> None:
+def test_chat(client: "openai.OpenAI", model: RWKV) -> None:
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=12, seed=5, logprobs=True,
                                             top_logprobs=2)
@@ -123,7 +130,7 @@ def test_chat(client: openai.OpenAI, model: RWKV) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_each_turn_of_a_chat_reads_only_what_is_new(client: openai.OpenAI) -> None:
+def test_each_turn_of_a_chat_reads_only_what_is_new(client: "openai.OpenAI") -> None:
     """What the last turn has read is cached: its prompt and its answer, but not the answer's last token, which was only drawn.
     Where the template shows the answer in another way, as by the space that it sets before each, the prompt alone is of use.
     """

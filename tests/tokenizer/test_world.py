@@ -136,6 +136,7 @@ def test_long_texts_have_the_ids_of_short_ones(tokenizer: WorldTokenizer, length
     assert tokenizer.encode(text) == tokenizer._vocabulary._match(text.encode())
 
 
+@pytest.mark.thorough
 @given(text=st.text(st.sampled_from("ab \n\r.é你😀=#"), max_size=60), size=st.integers(1, 50))
 @settings(max_examples=25)
 def test_in_parts_as_whole(tokenizer: WorldTokenizer, text: str, size: int) -> None:

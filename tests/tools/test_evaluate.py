@@ -152,6 +152,7 @@ def score_one(model: RWKV, text: str) -> tuple[float, bool]:
     return total, right
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("batch_size", "chunk_len"), [(1, 1000), (4, 1000), (100, 1000), (4, 1), (100, 7)])
 def test_last_words_are_scored_in_batches_as_alone(words_model: RWKV, batch_size: int, chunk_len: int, tmp_path: Path) -> None:
     expected = [score_one(words_model, text) for text in TEXTS]

@@ -88,6 +88,7 @@ def test_one_lock_at_a_time_and_none_for_nobody(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(one)).hold(tmp_path)
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("arguments", [("resume=auto", "out_dir=mine"), ("resume=mine",),
                                        ("resume=mine/checkpoints/last.ckpt",)])
 def test_a_second_process_is_refused_before_any_work(run: Program, tmp_path: Path, arguments: tuple[str, ...]) -> None:

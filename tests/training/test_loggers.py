@@ -28,6 +28,7 @@ def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     wandb.teardown()
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("name", ["my-exp-1", "plain"])
 def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                       capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,7 @@ def batch_of(config: TrainConfig, V: int) -> tuple[torch.Tensor, torch.Tensor] |
     return Segments(x, x, torch.arange(K).expand(B, K) == 0, 0, 1.0, x.numel()) if K else (x[:, 0], x[:, 0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sizes", "V", "options"), [
     ((2, 64, 8, 128), 256, {}),                                            # activations
     ((2, 64, 8, 128), 256, {"precision": "bf16-mixed"}),
@@ -135,6 +136,7 @@ def test_the_estimate_is_near_the_measured_peak(sizes: tuple[int, ...], V: int, 
     assert memory.estimate(config, V).total == pytest.approx(measured_peak(config, V, "torch_scan"), rel=0.25)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sizes", "options"), [
     ((2, 64, 8, 128), {}), ((2, 64, 8, 128), {"precision": "bf16-mixed"}),
     ((4, 64, 4, 128), {"activation_checkpointing": True}), ((2, 64, 2, 64), {"tbptt": 4}),

@@ -93,6 +93,7 @@ def test_another_document_before_changes_nothing_to_the_bit(generation: str) -> 
     assert_equal(gradients(task, task.training_step(read, 0)), expected, 1e-6)
 
 
+@pytest.mark.thorough
 def test_in_bf16_many_segments_are_as_exact_as_one_sequence() -> None:
     """Of all parameters together, over several models and texts: one alone may be better or worse by chance."""
     errors = torch.tensor([bf16_errors(seed) for seed in range(3)])
@@ -153,6 +154,7 @@ def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, mo
 # Memory
 
 
+@pytest.mark.thorough
 def test_the_activations_of_one_segment_exist_at_a_time() -> None:
     """What each further segment costs is its state, its output and the gradients of both."""
     def step(K: int) -> int:
@@ -187,6 +189,7 @@ def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]
     return map(reading.__getitems__, SegmentSampler(chunks, 3, share, steps * share.parts, 0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("generation", "share"), [
     ("rwkv4", StepLayout(2, 3)), ("rwkv4", StepLayout(2, 1, 0, 3)), ("rwkv4", StepLayout(1, 2, 0, 3)),
     ("rwkv7", StepLayout(1, 2, 0, 3))])

@@ -20,13 +20,13 @@ from typing import Any
 import yaml
 
 from kernels.registry import KernelUnavailable, UnknownKernel, all_names, operators
+from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, options
 from rwkv.errors import UserError
-from rwkv.help import description, page
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import unread
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
