@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["usual", *(pytest.param(name, marks=pytest.mark.thorough) for name in CASES if name != "usual")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "usual" else pytest.mark.thorough) for name in CASES])
 @pytest.mark.parametrize("kernel", compiled_in_soak(kernels()))
 def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: str, folder: Path) -> None:
     """Read whole, in chunks and token by token."""
