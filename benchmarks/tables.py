@@ -118,6 +118,15 @@ def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
                   *([name, f"{seconds:.2f}", f"{seconds / least:.2f}"] for name, seconds in report["seconds"].items())])
 
 
+def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
+    """What each way of tuning trains and takes, and its exact matches; table: markdown or aligned."""
+    rows = [["", "trained values", "minutes", "peak MB", "exact matches", "of new words"]]
+    for row in report["results"]:
+        cost = [f"{row['trained']:,}", f"{row['seconds'] / 60:.1f}", f"{row['peak_mem']:.0f}"] if "trained" in row else [""] * 3
+        rows.append([row["way"], *cost, f"{row['same_words']:.0%}", f"{row['new_words']:.0%}"])
+    return table(rows)
+
+
 def quality(report: Report, table: Callable[..., str] = markdown) -> str:
     """Bits per byte for each model and dtype; table: markdown or aligned."""
     rows = [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
@@ -158,6 +167,7 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu.json", generation), "generation of RWKV-7": ("generation-rwkv7-cpu.json", generation),
     "training": ("training-cpu.json", training),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
+    "tuning": ("tuning-cpu.json", tuning),
     "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),
     "corpus": ("tokenize-corpus.json", corpus)}
 

@@ -76,10 +76,13 @@ def steps_done(run: Path) -> int:
 
 
 def killed_and_continued(folder: Path, arguments: tuple[str, ...], out_dir: str, kills: int, steps: int, seed: int) -> Done:
-    """Kills the run with SIGKILL, each time after a random number of its steps and a moment more, and continues it."""
+    """Kills the run with SIGKILL, each time after a random number of its steps and a moment more, and continues it.
+
+    The last share of the steps is left alone, so that no kill comes after the run's end: it must take a third of a second.
+    """
     chance = random.Random(seed)
     for kill in range(kills):
-        aim = round(steps * (kill + chance.random()) / kills)
+        aim = round(steps * (kill + chance.random()) / (kills + 1))
         process = start(folder, "train", *arguments, f"out_dir={out_dir}", "resume=auto")
         kill_after(process, folder / out_dir, aim, chance.uniform(0, 0.3))
     return finish(start(folder, "train", *arguments, f"out_dir={out_dir}", "resume=auto"))

@@ -11,7 +11,7 @@ def uncollected() -> Iterator[None]:
     """No garbage collection inside; what is there at the end is not searched for garbage before the process ends.
 
     Importing torch and reading a vocabulary make a million objects that stay until the process ends. The collector walks them
-    again and again, which is a sixth of the CPU time from the start of generate.py to its first token. Does nothing where the
+    again and again, which is an eighth of the CPU time from the start of generate.py to its first token. Does nothing where the
     collector is off already.
     """
     if not gc.isenabled():

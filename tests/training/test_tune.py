@@ -191,10 +191,11 @@ def test_memory_of_tuning() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("method", ["full", "lora", "state"])
 def test_five_kills_change_nothing(folder: Path, method: str) -> None:
-    arguments = (*OPTIONS, f"tune={method}", "trainer.max_steps=40", "trainer.checkpoint_every=3", "trainer.val_every=20")
+    arguments = (*OPTIONS, f"tune={method}", "trainer.max_steps=400", "trainer.checkpoint_every=14",
+                 "trainer.val_every=35")
     done = finish(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=whole"))
     assert done.status == 0, done.error
     kill_after(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=killed"), folder / "killed", 5, 0.1)
-    done = killed_and_continued(folder, arguments, "killed", 4, 40, seed=1)
+    done = killed_and_continued(folder, arguments, "killed", 4, 400, seed=1)
     assert done.status == 0, done.error
     assert_same_training(folder / "whole", folder / "killed")
