@@ -1,7 +1,7 @@
 """Samples text from a checkpoint to standard output.
 
   python generate.py prompt="def main"                  from the latest run
-  python generate.py checkpoint=DIRECTORY prompt=...    Hugging Face's or a run's
+  python generate.py checkpoint=DIRECTORY prompt=...   Hugging Face's or a run's
   python generate.py checkpoint=FILE.pth tokenizer=FILE.json dtype=int8
   python generate.py prompts=FILE num_samples=3 seed=7 out=TEXTS.jsonl
   python generate.py prompt="User: hi" stop="User:" save_state=chat.safetensors
