@@ -106,15 +106,14 @@ def _int4_sums(rows):
 
 @ti.func
 def _of_words(words, m: ti.template()):
-    """The m-th integers of words, plus 256 for an even m, else 16, as float32.
+    """The m-th integers of words, plus 16, as float32.
 
-    A float32 from 256 to 512 counts in its bits from the 15th on, one from 16 to 32 in those from the 19th on: an integer that
-    is moved there is a number as soon as an exponent stands beside it.
+    A float32 from 16 to 32 counts in its bits from the 19th on: an integer that is moved there is a number as soon as an
+    exponent stands beside it.
     """
-    by = ti.static(15 - m // 2 * 8)
+    by = ti.static(19 - 4 * m)
     moved = words << by if ti.static(by > 0) else words >> -by
-    bits = moved & (15 << 15) | 0x43800000 if ti.static(m % 2 == 0) else moved & (15 << 19) | 0x41800000
-    return by_lane(ti.bit_cast, bits, ti.f32)
+    return by_lane(ti.bit_cast, moved & (15 << 19) | 0x41800000, ti.f32)
 
 
 @ti.func
@@ -134,7 +133,7 @@ def arrange(x: ti.template(), x_at, y: ti.template(), y_at, K, block):
             y[y_block + (element // 4 % 4 * LANES + m) * LANES + group] = value
             of_chain[m % CHAINS] += value
         for chain in ti.static(range(CHAINS)):
-            y[y_block + BLOCK_4 + chain * LANES + group] = -(256.0 if ti.static(chain % 2 == 0) else 16.0) * of_chain[chain]
+            y[y_block + BLOCK_4 + chain * LANES + group] = -16.0 * of_chain[chain]
         y[y_block + BLOCK_4 + CHAINS * LANES + group] = of_chain.sum()
 
 

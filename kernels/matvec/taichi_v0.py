@@ -40,8 +40,7 @@ def _arranged(x: Tensor) -> Tensor:
     x = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK_4)).view(-1, LANES, 2, WORDS, 4)
     ordered = x.permute(0, 3, 4, 2, 1).reshape(-1, BLOCK_4 // LANES, LANES)              # (blocks,32,8)
     of_chain = ordered.unflatten(1, (-1, CHAINS)).sum(1)                                 # (blocks,4,8)
-    added = of_chain * of_chain.new_tensor([-256.0, -16.0] * 2).unsqueeze(1)
-    return torch.cat((ordered, added, of_chain.sum(1, keepdim=True)), 1).flatten()
+    return torch.cat((ordered, -16 * of_chain, of_chain.sum(1, keepdim=True)), 1).flatten()
 
 
 @cache
