@@ -27,15 +27,16 @@ def with_state(**sizes: int) -> RWKV:
     return model
 
 
-def same_logits(model: RWKV, found: Tensor, expected: Tensor) -> None:
+def same_logits(model: RWKV, found: Tensor, expected: Tensor, in_float32: int = 0) -> None:
     """In float64, but for the order of the sums: half a unit in the last place for each term on a token's way to its logits.
 
-    These are at most the T steps of the state and the inputs of every matrix.
+    These are at most the T steps of the state and the inputs of every matrix. in_float32 is how often on that way something is
+    rounded to float32 besides: half a unit of that each time.
     """
     assert found.dtype == torch.float64
     terms = expected.shape[1] + sum(weight.shape[1] for weight in model.parameters() if weight.dim() == 2)
-    allowed = terms * torch.finfo(torch.float64).eps / 2 * expected.abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
+    units = terms * torch.finfo(torch.float64).eps + in_float32 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found, expected, rtol=0, atol=units / 2 * expected.abs().max().item())
 
 
 def check_gradients(model: RWKV, starts: Tensor | None = None) -> None:
@@ -83,7 +84,7 @@ def test_merged_adapters_give_the_same_logits(generation: str) -> None:
             weight = merged(layer.base.weight, layer.lora_A.weight, layer.lora_B.weight, layer.scale)
             layer.base.weight = torch.nn.Parameter(weight)
             model.set_submodule(name, layer.base)
-    same_logits(model, model(ids)[0], apart)
+    same_logits(model, model(ids)[0], apart, in_float32=2 * model.config.n_layer)        # each merged matrix is
     assert not torch.allclose(small_model(generation=generation).double()(ids)[0], apart, atol=1e-2)
 
 
@@ -114,7 +115,7 @@ def test_a_learnt_state_is_read_before_the_first_token() -> None:
         for t in range(8):
             logits, state = model(ids[:, t:t + 1], state)
             stepped.append(logits)
-    same_logits(model, torch.cat(stepped, 1), whole)
+    same_logits(model, torch.cat(stepped, 1), whole, in_float32=8)                       # the state is, at each step
     starts = torch.zeros(2, 8, dtype=torch.bool)
     starts[:, 5] = True
     packed = model.head(model.forward_features(ids, starts))
