@@ -311,7 +311,7 @@ def _exp(x):
     x = tl.where(x == float("inf"), float("nan"), x)
     x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     rounded = tl.fma(x, LOG2_E, NO_FRACTION)
-    rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -(rounded - NO_FRACTION)))        # Triton 3.7 interprets no constant - tensor
+    rest = tl.fma(x, LOG2_E_LOW, tl.fma(x, LOG2_E, -(rounded - NO_FRACTION)))    # Triton 3.7 interprets no constant - tensor
     return tl.exp2(rest), rounded.to(tl.int32, bitcast=True) - NO_FRACTION_BITS
 
 
