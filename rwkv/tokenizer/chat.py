@@ -251,7 +251,6 @@ class JinjaTemplate(ChatTemplate):
         after = text.partition(answer)[2]
         return (after.strip() or after,) if after else ()
 
-
     def _find_call_start(self) -> tuple[str, str] | None:
         call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
         tool = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
