@@ -77,8 +77,9 @@ def _generate(file: Path, dtype: str) -> list[str]:
 def _first_output(command: list[str], home: Path) -> float:
     """Seconds from the start of the process to its first output after the prompt; its caches are in `home`."""
     home.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"HOME": str(home)}
     began = time.perf_counter()
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "HOME": str(home)}, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         echoed = len(PROMPT) if "generate.py" in command else 0
         read = b""

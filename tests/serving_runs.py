@@ -34,10 +34,15 @@ class Running:
     def log(self) -> str:
         return self._log.read_text()
 
-    def exchange(self, data: bytes, wait: float = 20) -> bytes:
-        """What comes back for these bytes until the server closes the connection, or until nothing comes."""
+    def exchange(self, *parts: bytes, wait: float = 20) -> bytes:
+        """What comes back for these bytes until the server closes the connection, or until nothing comes.
+
+        The parts are sent one after the other, so that the server reads each for itself.
+        """
         with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as connection:
-            connection.sendall(data)
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.05 * (len(parts) > 1))
             received = b""
             try:
                 while part := connection.recv(65536):

@@ -81,9 +81,13 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def imports(text: str, module: str) -> Iterator[Import]:
+@cache
+def imports(text: str, module: str) -> tuple[Import, ...]:
     """Every import by its full name; `from a import b` counts as a.b too, since b may be a module."""
-    tree = parsed(text)
+    return tuple(_imports(parsed(text), module))
+
+
+def _imports(tree: ast.Module, module: str) -> Iterator[Import]:
     late = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
     waiting = {id(node) for part in late for node in ast.walk(part)}
@@ -98,10 +102,10 @@ def imports(text: str, module: str) -> Iterator[Import]:
 
 def broken_rules(module: str, text: str) -> set[str]:
     """The imports of `module` that a rule or the order of the floors forbids."""
-    found = list(imports(text, module))
-    forbidden = {name for name, waits in found for rule in RULES
-                 if re.fullmatch(rule.importer, module) and re.fullmatch(rf"({rule.imported})(\..*)?", name)
-                 and not (rule.at_import_only and waits)}
+    found = imports(text, module)
+    rules = [rule for rule in RULES if re.fullmatch(rule.importer, module)]
+    forbidden = {name for name, waits in found for rule in rules
+                 if re.fullmatch(rf"({rule.imported})(\..*)?", name) and not (rule.at_import_only and waits)}
     if not module.startswith("rwkv"):
         return forbidden
     own = part_of(module)

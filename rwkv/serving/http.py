@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,6 +18,36 @@ MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and h
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
+class Parser:
+    """httptools' parser, which stops after the headers of a request that asks for another protocol and loses its body.
+
+    A server may ignore that wish (RFC 9110, 7.8). Java's HttpClient sends it with every request (`Upgrade: h2c`).
+    """
+
+    def __init__(self, protocol: "Protocol") -> None:
+        self._protocol = protocol
+        self._begin()
+
+    def _begin(self) -> None:
+        self._inner = httptools.HttpRequestParser(self._protocol)
+        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn has it: requests may be pipelined
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            self._inner.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            method = self._inner.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("CONNECT is for proxies") from None
+            lines = [b"%s %s HTTP/1.1" % (method, self._protocol.url)]
+            lines += [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
+            self._begin()
+            self.feed_data(b"\r\n".join([*lines, b"", data[stopped.args[0]:]]))
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. receive_s: seconds for a whole request to come. most: open connections."""
 
@@ -25,6 +56,10 @@ class Protocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _answered: Any = None                # the request that is answered now; self.cycle is the one that came last
     _in_headers, _received = True, 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser: Any = Parser(self)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -55,11 +90,15 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return                       # the parser comes again, without the wish
         self._in_headers = False
         self.scope["state"]["abort"] = self.transport.abort
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stop_deadline()
         self._in_headers, self._received = True, 0
         super().on_message_complete()

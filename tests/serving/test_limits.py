@@ -108,13 +108,25 @@ def test_a_large_body_is_refused(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("data", "status"), [
-    (b"\x16\x03\x01 hello\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000, 431),
+    (b"\x16\x03\x01 hello\r\n\r\n", 400), (b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000, 431),
     (b"GET /hea", 408), (b"", 408), (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{", 408)],
-    ids=["no HTTP", "long headers", "half a header", "nothing", "half a body"])
+    ids=["no HTTP", "a proxy's method", "long headers", "half a header", "nothing", "half a body"])
 def test_what_is_no_request_is_answered_and_closed(server: Running, data: bytes, status: int) -> None:
     began = time.monotonic()
     assert f" {status} ".encode() in server.exchange(data).partition(b"\r\n")[0]
     assert time.monotonic() - began < 15
+
+
+def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -> None:
+    """As Java's HttpClient asks; whole, and cut in its headers and its body. The connection's next request is answered too."""
+    body = json.dumps(OK).encode()
+    request = (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+               b"HTTP2-Settings: AAEAAEAA\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    last = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    for parts in ([request + last], [request[:70], request[70:-5], request[-5:] + last]):
+        answers = server.exchange(*parts)
+        assert (answers.count(b" 200 OK"), answers.count(b"text_completion")) == (2, 1), answers
 
 
 def test_many_half_requests_stop_nobody(server: Running) -> None:

@@ -3,10 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from models import following
 from serving_runs import Running
@@ -14,6 +13,9 @@ from serving_runs import Running
 from rwkv.serving.tools import CallParser
 from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import WorldTokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 TEMPLATE = """\
 {% for tool in tools or [] %}
@@ -49,7 +51,7 @@ WRITTEN = ["".join(row[1:]) for row in ROWS]
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
     folder = tmp_path_factory.mktemp("tools")
     singles = [bytes([value]) for value in range(256)]
     words = sorted({piece.encode() for row in ROWS for piece in row} - set(singles))
@@ -61,18 +63,20 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     (folder / "template.jinja").write_text(TEMPLATE)
     server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
     assert server.process.poll() is None, server.log
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
     server.end()
 
 
-def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
+def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
     return client.chat.completions.create(**{
         "model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 50,
         "tools": TOOLS, **options})
 
 
-def streamed(client: openai.OpenAI, question: str, **options: Any) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
+def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
     content, calls, chunks = "", list[dict[str, Any]](), list(ask(client, question, stream=True, **options))
     for chunk in chunks:
         delta = chunk.choices[0].delta
@@ -97,8 +101,8 @@ def streamed(client: openai.OpenAI, question: str, **options: Any) -> tuple[str,
     ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),
     ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": None})]),
     ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
-    ("1", {"tools": openai.NOT_GIVEN}, WRITTEN[0], [])], ids=str)
-def test_calls_come_back_as_tool_calls(client: openai.OpenAI, question: str, options: dict[str, Any], content: str | None,
+    ("1", {"tools": None}, WRITTEN[0], [])], ids=str)
+def test_calls_come_back_as_tool_calls(client: "openai.OpenAI", question: str, options: dict[str, Any], content: str | None,
                                        calls: list[Any]) -> None:
     choice = ask(client, question, **options).choices[0]
     found = choice.message.tool_calls or []
@@ -110,7 +114,7 @@ def test_calls_come_back_as_tool_calls(client: openai.OpenAI, question: str, opt
 
 
 @pytest.mark.programs
-def test_a_text_that_is_cut_is_no_call(client: openai.OpenAI) -> None:
+def test_a_text_that_is_cut_is_no_call(client: "openai.OpenAI") -> None:
     """What a client cannot run is text, and the reason says why."""
     for cut in (ask(client, "1", max_tokens=5), ask(client, "1", max_tokens=1, tool_choice=WEATHER)):
         assert cut.choices[0].finish_reason == "length"
@@ -119,7 +123,7 @@ def test_a_text_that_is_cut_is_no_call(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.programs
-def test_the_template_gets_tools_calls_and_what_they_gave(client: openai.OpenAI, tmp_path: Path) -> None:
+def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI", tmp_path: Path) -> None:
     """The prompt has as many tokens (bytes here, but for the model's own words) as what the template is to write."""
     first = ask(client, "1").choices[0].message
     messages = [{"role": "user", "content": "1"}, first.model_dump(exclude_none=True),
@@ -147,7 +151,9 @@ def test_the_template_gets_tools_calls_and_what_they_gave(client: openai.OpenAI,
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "messages[0].tool_calls[0].function.arguments")], ids=str)
-def test_wrong_tools_are_named(client: openai.OpenAI, options: dict[str, Any], param: str) -> None:
+def test_wrong_tools_are_named(client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, "1", **options)
     assert refused.value.param is not None
