@@ -1,9 +1,11 @@
 """Full, LoRA and state tuning of a small RWKV-7 on a rule that can be checked: python -m benchmarks.tuning --out FOLDER.
 
 A question is six words of a list of 500, and the answer is the third of them in capitals. The model to tune is trained here on
-questions of one to six words with one of them, chosen at random, as the answer: it knows how to copy, and not which. If FOLDER
-has one in base/ already, that one is used. Printed are, before and after each way of tuning, the exact matches on 100 questions
-of the same words, never seen, and on 50 of other words; and wall time, trained values and peak memory of the training process.
+questions of one to six words: in half of them a system message names the place of the word that is the answer ("System:
+third"), in the others it is a random one. So it can do what it is told, and without being told it knows how to copy, and not
+which word. If FOLDER has one in base/ already, that one is used. Printed are, before and after each way of tuning, the exact
+matches on 100 questions of the same words, never seen, and on 50 of other words, both without a system message; and wall time,
+trained values and peak memory of the training process.
 The last line of standard output is the result as JSON.
 """
 
@@ -13,7 +15,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kernels.bench import hardware
@@ -25,7 +27,9 @@ WAYS = {"full": ("optim.lr=1e-3",), "lora": ("tune=lora", "optim.lr=5e-3"), "sta
 COMMON = ("data.batch_size=8", "model.ctx_len=128", "trainer=cpu", "logger=csv", "data.cache_dir=cache",
           "trainer.sample_every=0", "optim.min_lr=1e-4", "trainer.val_every=100000", "trainer.sample_tokens=0")
 MODEL = ("model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=128")
+PLACES = ("first", "second", "third", "fourth", "fifth", "sixth")
 Pair = tuple[str, str]
+Conversation = list[dict[str, str]]
 
 
 def words(count: int, seed: int) -> list[str]:
@@ -37,13 +41,19 @@ def words(count: int, seed: int) -> list[str]:
     return list(found)
 
 
-def any_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
-    """Questions of one to six words, and a random one of them as the answer."""
+def any_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Conversation]:
+    """Questions of one to six words, and a random one of them as the answer; in every second a system message says which."""
     found = []
-    for _ in range(count):
+    for index in range(count):
         chosen = chance.sample(vocabulary, chance.randint(1, 6))
-        found.append((" ".join(chosen), chance.choice(chosen).upper()))
+        place = chance.randrange(len(chosen))
+        told = [{"role": "system", "content": PLACES[place]}] if index % 2 else []
+        found.append([*told, *conversation(" ".join(chosen), chosen[place].upper())])
     return found
+
+
+def conversation(question: str, answer: str) -> Conversation:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def third_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
@@ -55,9 +65,8 @@ def third_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> 
     return found
 
 
-def write(path: Path, conversations: Sequence[Pair]) -> None:
-    lines = (json.dumps({"prompt": question, "completion": answer}) for question, answer in conversations)
-    path.write_text("\n".join(lines), encoding="utf-8")
+def write(path: Path, conversations: Iterable[Conversation]) -> None:
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in conversations), encoding="utf-8")
 
 
 def train(folder: Path, name: str, *options: str) -> float:
@@ -103,7 +112,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     known, other = words(500, 1), words(100, 2)
     write(folder / "base.jsonl", any_word(known, 40_000, chance))
-    write(folder / "rule.jsonl", third_word(known, options.pairs, chance))
+    write(folder / "rule.jsonl", (conversation(*pair) for pair in third_word(known, options.pairs, chance)))
     same = third_word(known, 100, chance)
     new = third_word([word for word in other if word not in known], 50, chance)
     if not (folder / "base").exists():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import small_model
 from omegaconf import OmegaConf
@@ -109,7 +109,6 @@ def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-@settings(max_examples=300, deadline=None)
 @as_one_example_each
 @given(st.text())
 def test_free_text_is_taken_as_it_is(text: str) -> None:

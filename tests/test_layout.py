@@ -88,16 +88,23 @@ def imports(text: str, module: str) -> tuple[Import, ...]:
 
 
 def _imports(tree: ast.Module, module: str) -> Iterator[Import]:
-    late = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
-    waiting = {id(node) for part in late for node in ast.walk(part)}
-    for node in ast.walk(tree):
+    for node, waits in _statements(tree, waits=False):
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, id(node) in waiting) for alias in node.names)
+            yield from (Import(alias.name, waits) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             package = module.split(".")[:-node.level] if node.level else []
             base = ".".join([*package, *filter(None, [node.module])])
-            yield from (Import(name, id(node) in waiting) for name in (base, *(f"{base}.{alias.name}" for alias in node.names)))
+            yield from (Import(name, waits) for name in (base, *(f"{base}.{alias.name}" for alias in node.names)))
+
+
+def _statements(part: ast.AST, waits: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every statement inside, and whether it waits."""
+    waits = waits or isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) \
+        or (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test))
+    for node in ast.iter_child_nodes(part):
+        if isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield node, waits
+            yield from _statements(node, waits)
 
 
 def broken_rules(module: str, text: str) -> set[str]:

@@ -97,7 +97,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is an object with role and content; got {_shown(message)}")
-    role = message.get("role")
+    role = "system" if message.get("role") == "developer" else message.get("role")       # OpenAI's newer name
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}.role is one of {', '.join(ROLES)}; got {_shown(role)}")
     for field in ("tool_calls", "reasoning_content"):
@@ -106,7 +106,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message.get("reasoning_content") or "", str):
         raise UserError(f"{where}.reasoning_content is a string; got {_shown(message['reasoning_content'])}")
     calls = {"tool_calls": _tool_calls(message, where)} if message.get("tool_calls") else {}
-    return {**message, "content": _content(message, where), **calls}
+    return {**message, "role": role, "content": _content(message, where), **calls}
 
 
 def _tool_calls(message: Message, where: str) -> list[dict[str, Any]]:

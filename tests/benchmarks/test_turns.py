@@ -23,6 +23,7 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
     return [sys.executable, "-c", "import sys\n" + CLOCK.format(ticks, to)]
 
 
+@pytest.mark.thorough
 def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
     printed = _turns.beside(clock(200, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
     main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))

@@ -106,6 +106,7 @@ def trial(folder: Path, generation: str, format: str, seed: int) -> bool:
     return loads(path)
 
 
+@pytest.mark.thorough
 @each_held
 def test_damage_is_refused_or_harmless(tmp_path: Path, generation: str, format: str) -> None:
     outcomes = [trial(tmp_path, generation, format, seed) for seed in range(IN_SUITE)]

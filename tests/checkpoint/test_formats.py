@@ -280,6 +280,7 @@ def test_ggmf_comes_back_byte_for_byte(model: RWKV, tmp_path: Path, dtype: str) 
     assert same_tensors(read_checkpoint(tmp_path / "old.bin").weights, read_checkpoint(tmp_path / "one.bin").weights)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("low", "high"), [(-1, 1), (-5, 3), (-80, 80)])
 def test_a_decay_stored_comes_back_to_the_bit(low: float, high: float) -> None:
     """A million of each: a plain logarithm is a rounding off for some hundreds of them."""
@@ -376,6 +377,7 @@ def disk_full() -> Tensor:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.thorough
 @each_held
 def test_what_is_there_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_path: Path, generation: str,
                                                   format: str) -> None:

@@ -101,6 +101,7 @@ def of_fewer_rows(tensors: dict[str, Tensor]) -> None:
         tensors[KEY + end] = tensors[KEY + end][:-1].contiguous()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", [without_shift, narrower, not_finite, of_floats, of_fewer_rows])
 @pytest.mark.parametrize("dtype", ["int4", "float32"])
 def test_damage_is_one_sentence(tmp_path: Path, damage: object, dtype: str) -> None:

@@ -87,6 +87,7 @@ def test_sizes_are_those_of_tokens_and_text(config: DataConfig) -> None:
     assert sizes.gzip_bpb == 8 * len(gzip.compress(val[0].encode(), 9)) / sizes.val_bytes
 
 
+@pytest.mark.thorough
 def test_every_document_of_the_standard_library_follows_an_end_of_text(tmp_path: Path) -> None:
     prepared = prepare(DataConfig(tokenizer="byte", cache_dir=str(tmp_path)), 128)
     text = read_stdlib(Path(os.__file__).parent, 0.1)
@@ -206,6 +207,7 @@ def test_only_the_damaged_shard_is_made_again(library: DataConfig) -> None:
 # The same for any number of workers and interruptions
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_shards_are_the_same_with_any_number_of_workers(library: DataConfig, tmp_path: Path, workers: int) -> None:
     prepare(library, 16)
@@ -274,6 +276,7 @@ def test_two_runs_may_start_at_once(library: DataConfig, tmp_path: Path) -> None
     assert shards_in(Path(library.cache_dir)) == shards_in(tmp_path / "alone")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("writes", range(0, 24, 4))
 def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
     """After any number of writes; finished files are used once there is room."""

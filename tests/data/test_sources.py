@@ -213,6 +213,7 @@ def tokenizer(request: pytest.FixtureRequest) -> tuple[Tokenizer, SafeSplit]:
     return found, safe_split(found)
 
 
+@pytest.mark.thorough
 @given(text=LINES, size=st.integers(1, 30))
 def test_pieces_have_the_ids_of_the_whole(tokenizer: tuple[Tokenizer, SafeSplit], text: str, size: int) -> None:
     made, split = tokenizer

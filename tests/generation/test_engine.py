@@ -115,6 +115,7 @@ CHANGES = {"adapter": adapt, "subclass": subclass, "bias": add_bias, "own forwar
               for name in ("", "emb", "blocks.1", "blocks.1.att", "blocks.1.att.key", "blocks.1.ffn", "ln_out", "head")}}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
 def test_a_changed_module_acts_on_every_token(change: Callable[[RWKV], Any]) -> None:
@@ -159,6 +160,7 @@ def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], se
         assert "".join(generate(model, BYTES, prompt, 12, seed=seed, stop=stop, **options)) == sample.text
 
 
+@pytest.mark.thorough
 @given(st.sampled_from(KERNELS), PROMPTS)
 @settings(max_examples=30, deadline=None)
 def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]) -> None:

@@ -97,6 +97,7 @@ def test_smaller_dtypes_write_too(run: Run, dtype: str) -> None:
     assert (status, len(output)) == (0, 12)
 
 
+@pytest.mark.thorough
 def test_many_prompts_are_the_same_texts_as_one_by_one(run: Run) -> None:
     Path("prompts.txt").write_text("ab\nc, a\n", encoding="utf-8")
     Path("prompts.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "c, a"}\n', encoding="utf-8")

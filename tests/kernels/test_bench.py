@@ -82,6 +82,7 @@ def test_a_sweep_in_half_precision_with_the_default_allocator(op: str, capsys: p
     assert all(1e-4 < result["err_ratio"] < 2e-2 for measured in report["sweep"] for result in measured["results"])
 
 
+@pytest.mark.thorough
 def test_wkv7_is_verified_with_a_few_heads_repeated_and_timed_beside_its_operations(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, report = run(capsys, "wkv7", "--shape", "3,4,8,20", "--sweep", "1,20", "--only", "torch_chunk")
     assert code == 0
@@ -100,6 +101,7 @@ def test_wkv7_is_verified_with_a_few_heads_repeated_and_timed_beside_its_operati
     assert max(map(len, out.splitlines()[:-1])) <= 128
 
 
+@pytest.mark.thorough
 def test_wkv7_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, report = run(capsys, "wkv7", "--shape", "2,3,8,20", "--only", "torch_chunk", "--dtype", "bfloat16")
     assert code == 0
@@ -457,6 +459,7 @@ def part(name: str, code: str, limit_s: float = 60) -> gpu_check.Part:
     return gpu_check.Part(name, [sys.executable, "-c", code], limit_s)
 
 
+@pytest.mark.thorough
 def test_gpu_check_collects_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     some = [part("good", "print('fine')"), part("bad-one", "print(1); raise SystemExit(3)"),
             part("slow", "import time; time.sleep(60)", 1)]

@@ -50,6 +50,7 @@ def test_timex_commutes_with_a_delay(timex: TimeX, shape: tuple[int, int, int], 
     assert err_ratio(timex(w, later)[:, :, shift:], out[:, :, :out.shape[2] - shift]) <= 2e-6
 
 
+@pytest.mark.thorough
 @few
 @given(shape=shapes, seed=seeds, spread=st.floats(0.0, 5.0))
 @example(shape=(7, 2, 47), seed=638, spread=5.0)         # the gradient of time_first is a sum that nearly cancels
@@ -63,6 +64,7 @@ def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spre
     assert not misses(errors(wkv_cases.results(wkv, inputs), expected), allowed)
 
 
+@pytest.mark.thorough
 @few
 @given(seed=seeds, shift=st.floats(-20.0, 20.0))
 def test_wkv_does_not_see_a_shift_of_k(wkv: WKV, seed: int, shift: float, device: str) -> None:

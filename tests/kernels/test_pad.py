@@ -43,6 +43,7 @@ def expected(tile: Tensor, case: Case) -> Tensor:
     return cases.one_line(tile, case.offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=40)
 @given(h=st.integers(1, 20), w=st.integers(1, 90), height=st.integers(0, 40), width=st.integers(0, 150),
        offset=st.integers(-200, 200), top=st.integers(-10**12, 10**12) | st.integers(-50, 50),

@@ -58,6 +58,7 @@ def test_formula_is_one_line_of_pytorch() -> None:
     assert not misses(found, cases.tolerance(torch.float64))
 
 
+@pytest.mark.thorough
 def test_a_long_row(timex: TimeX, device: str) -> None:
     """Thousands of terms, added one after the other, round more than a few hundred do."""
     w, k = cases.inputs(1, 2, 4099, device=device)

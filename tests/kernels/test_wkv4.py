@@ -69,6 +69,7 @@ def test_the_reference_is_the_sum(spread: float, of: str) -> None:
     assert max(found.values()) <= 1e-12, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spread", cases.SPREADS)
 def test_output_state_and_gradients(wkv: WKV, spread: str, device: str) -> None:
     """From nothing and from a state."""
@@ -141,6 +142,7 @@ def test_a_taichi_of_64_bit_integers_is_refused_with_a_sentence() -> None:
     assert "default_ip" in done.stdout
 
 
+@pytest.mark.thorough
 def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
     """Exact as long as all k, and p, lie within 60 of each other, in whatever order the extremes come."""
     edge = 30.0
@@ -311,6 +313,7 @@ def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV, parameter: st
     assert new.a[:, others].isfinite().all()
 
 
+@pytest.mark.thorough
 def test_gradcheck_over_several_blocks(wkv: WKV, device: str) -> None:
     """Of y, a/b and p + log b: raw a and b are at a scale p that has no gradient."""
     if torch.float64 not in wkv.requires.dtypes:

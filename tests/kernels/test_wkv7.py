@@ -30,12 +30,14 @@ def changed(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:
     return tuple(new.get(name, tensor) for name, tensor in zip(cases.NAMES, inputs, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("log_w", [cases.FASTEST, cases.SLOWEST, 0.0])
 def test_the_ends_of_the_range_of_decay(wkv7: WKV7, log_w: float, device: str) -> None:
     """Over several chunks of every implementation."""
     assert not wrong(wkv7, cases.inputs(1, 150, 2, 64, log_w=log_w, device=device))
 
 
+@pytest.mark.thorough
 def test_k_of_0_and_a_direction_of_norm_0(wkv7: WKV7, device: str) -> None:
     inputs = cases.inputs(2, 70, 1, 64, device=device)
     zero = torch.zeros_like(inputs[0])

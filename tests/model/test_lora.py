@@ -62,6 +62,7 @@ def check_gradients(model: RWKV, starts: Tensor | None = None) -> None:
         assert ((above - below) / (2 * step)).item() == pytest.approx((gradient * direction).sum().item(), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.thorough
 @each_generation
 def test_adapters_gradients_against_finite_differences(generation: str) -> None:
     check_gradients(adapted(generation))

@@ -134,6 +134,7 @@ def test_prefill_is_the_last_position(generation: str) -> None:
     assert_same_state(after, state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "taichi_scan"), ("rwkv4", "conv1d"), ("rwkv7", "reference")])
 def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
     """By torch.func, of the whole model: the ones that autograd has of one sample after the other."""
@@ -171,6 +172,7 @@ def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), ("rwkv4", "taichi_scan"),
                                                     ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
 def test_bf16_autocast_is_close_and_trains(generation: str, kernel: str) -> None:

@@ -314,6 +314,7 @@ def damaged(draw: st.DrawFn, whole: Any) -> Any:
     return draw(st.sampled_from([None, True, -1, 2.5, 1e308, math.nan, math.inf, "", "x", [], [1], {}, {"x": 1}]))
 
 
+@pytest.mark.thorough
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(measured=damaged(MEASURED), config=damaged({"kernel": {"name": "conv1d"}, "seed": 0, "optim": {"lr": 0.1}}),
        rows=st.text("0123456789.,-\n\r\"xnaife\0", max_size=30), place=st.integers(0, 100))

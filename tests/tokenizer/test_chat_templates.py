@@ -27,6 +27,12 @@ def test_world_is_the_published_form() -> None:
         "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello.\nWhat is it?\n\nUser: Who are you?\n\nAssistant:")
 
 
+@pytest.mark.parametrize("name", ["world", "chatml"])
+def test_a_developer_s_message_is_a_system_message(name: str, chatml: str) -> None:
+    template = chat_template(chatml if name == "chatml" else name)
+    assert template.render([{**TALK[0], "role": "developer"}, TALK[1]]) == template.render(TALK[:2])
+
+
 def test_g1_asks_for_thoughts() -> None:
     template = chat_template("g1")
     assert template.render(TALK[1:2], think=True) == "User: Hi\n\nAssistant: <think"

@@ -144,6 +144,7 @@ def test_a_batch_is_encoded_as_each_text_alone() -> None:
     assert BPE.encode_batch(texts) == [BPE.encode(text) for text in texts]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, NEOX, FALLBACK], ids=["byte", "bpe", "neox", "fallback"])
 @given(text=st.text(st.sampled_from("ab1' \n\r\t\xa0\u2028\u0301é.=你😀"), max_size=80) | st.text(st.sampled_from("ab \n\t")),
        sizes=st.lists(st.integers(1, 9), min_size=1))

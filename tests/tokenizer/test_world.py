@@ -150,6 +150,7 @@ def test_a_text_with_lines_is_encoded_in_bounded_pieces(tokenizer: WorldTokenize
     assert max(lengths) < 1000
 
 
+@pytest.mark.thorough
 def test_a_description_restores_it_and_a_file_s_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
     again = Tokenizer.from_dict(tokenizer.to_dict())
     assert (again.hash, again.vocab_size, again.kind) == (tokenizer.hash, tokenizer.vocab_size, "world")

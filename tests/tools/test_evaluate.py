@@ -63,6 +63,7 @@ def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
 # A text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_len", [1, 7, 10 ** 6])
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), JsonTokenizer.train([TEXT], 320)], ids=["byte", "bpe"])
 def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tokenizer: Tokenizer, chunk_len: int,

@@ -91,6 +91,7 @@ def test_a_named_tokenizer_goes_with_a_file_that_carries_none(run: Run, tmp_path
     assert (status, read_checkpoint(tmp_path / "out").tokenizer_hash) == (0, tokenizer.hash), said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [NAMES[format] for generation, format in HELD if generation == "rwkv4"])
 def test_generate_takes_every_format(run: Run, tmp_path: Path, name: str) -> None:
     small_model("reference", 256).save_pretrained(tmp_path / name, ByteTokenizer())

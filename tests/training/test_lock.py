@@ -125,6 +125,7 @@ def test_runs_of_the_same_second_have_different_directories() -> None:
     assert open_run(TrainConfig()).out_dir != open_run(TrainConfig()).out_dir
 
 
+@pytest.mark.thorough
 def test_latest_is_replaced_while_others_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It points to a run at any moment, and no process fails."""
     monkeypatch.chdir(tmp_path)

@@ -63,6 +63,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: f
 # Gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
