@@ -1,6 +1,12 @@
-"""The C library's allocator, told to keep large freed blocks: a training step's temporaries then cost no page faults."""
+"""How memory is allocated on a CPU.
+
+keep_large_blocks      the C library keeps freed blocks: a training step's temporaries then cost no page faults
+use_large_pages        torch's large tensors lie in pages of 2 MB: what reads all weights for each token looks up fewer of them
+"""
 
 import ctypes
+import os
+import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # malloc.h of the GNU C library
 LARGE = 2 ** 30
@@ -13,6 +19,16 @@ def keep_large_blocks() -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return bool(mallopt(M_MMAP_THRESHOLD, LARGE)) and bool(mallopt(M_TRIM_THRESHOLD, LARGE))
+
+
+def use_large_pages() -> None:
+    """Asks torch for them on Linux, unless the user has set it. Call it before torch is imported.
+
+    Where the system gives them only to who asks (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch,
+    c10/core/impl/alloc_cpu.cpp.
+    """
+    if sys.platform == "linux" and "torch" not in sys.modules:
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def give_back_free_blocks() -> None:

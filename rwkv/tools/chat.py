@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from kernels.backends import threads
+from kernels.backends import allocator, threads
 from rwkv import cli
 from rwkv.config import ChatConfig
 from rwkv.errors import UserError
@@ -189,7 +189,8 @@ def _typed() -> Iterator[str]:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported
+    threads.wait_briefly()               # before torch is imported, as the next
+    allocator.use_large_pages()
     cli.run(chat, ChatConfig, "chat", __doc__)
 
 

@@ -17,7 +17,7 @@ it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
-from kernels.backends import threads
+from kernels.backends import allocator, threads
 from rwkv import cli
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -32,7 +32,8 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported, here or in the engine's process
+    threads.wait_briefly()               # before torch is imported, here or in the engine's process, as the next
+    allocator.use_large_pages()
     cli.run(serve, ServeConfig, "serve", __doc__)
 
 
