@@ -21,7 +21,7 @@ train: $(INSTALLED)                      ## train the default model and print a 
 test: lint                               ## everything that must be true
 	$(BIN)/python -m pytest $(PARALLEL)
 
-quick: $(READY_TO_TEST)                  ## the tests without whole programs, compilers and depth: two minutes of CPU time
+quick: $(READY_TO_TEST)                  ## the tests without whole programs, compilers and depth: a minute on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files

@@ -149,9 +149,8 @@ class Worker:
 
 @contextmanager
 def worker(command: list[str]) -> Iterator[Worker]:
-    """The command as a Worker, which ends with the block. Ours has the environment that generate.py sets."""
-    ours = {"GOMP_SPINCOUNT": threads.SPINS, "THP_MEM_ALLOC_ENABLE": "1"}        # kernels/backends: threads.py and allocator.py
-    environment = ours | os.environ if command[0] == sys.executable else None
+    """The command as a Worker, which ends with the block. Ours waits as generate.py does: see kernels/backends/threads.py."""
+    environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
     with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as process:
         try:

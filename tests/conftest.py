@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 if TYPE_CHECKING:
     from cuda_host import Host
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    import torch                         # here and below, because the process that starts the others has no use for it
+
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
@@ -84,6 +85,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> "Host":
 @pytest.fixture(scope="module")
 def poisoned_memory() -> Iterator[None]:
     """torch.empty gives NaN: an element that a kernel forgets to write cannot pass for a right one."""
+    import torch
+
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -24,8 +24,8 @@ def keep_large_blocks() -> bool:
 def use_large_pages() -> None:
     """Asks torch for them on Linux, unless the user has set it. Call it before torch is imported.
 
-    Where the system gives them only to who asks (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch,
-    c10/core/impl/alloc_cpu.cpp.
+    For programs that live long: the system takes half a second to a second longer to make 600 MB of them. Where it gives them
+    only to who asks (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch, c10/core/impl/alloc_cpu.cpp.
     """
     if sys.platform == "linux" and "torch" not in sys.modules:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -16,7 +16,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
-from kernels.backends import allocator, threads
+from kernels.backends import threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected
@@ -66,8 +66,7 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported, as the next
-    allocator.use_large_pages()
+    threads.wait_briefly()               # before torch is imported
     cli.run(generate, GenerateConfig, "generate", __doc__)
 
 

@@ -71,7 +71,8 @@ def test_the_shapes_are_the_models(sizes: dict[str, int]) -> None:
 # Round trips
 
 
-@pytest.mark.parametrize("dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in DTYPES[1:])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", DTYPES)
 @each_held
 def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str,
                                                       dtype: str) -> None:

@@ -134,7 +134,7 @@ def learner(generation: str) -> LanguageModel:
 
 
 @each_generation
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str, checkpointed: bool) -> None:
     """Losses to 1e-6, and gradients."""
     task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])

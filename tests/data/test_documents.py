@@ -76,6 +76,7 @@ def first_epoch(tokens: TokenArray, ctx_len: int, K: int, layout: StepLayout, se
     return [target for target in targets if target != IGNORED]
 
 
+@pytest.mark.thorough
 @FEWER
 @given(sizes=SIZES, ctx_len=st.integers(1, 9), K=st.integers(1, 4), layout=LAYOUTS, seed=st.integers(0, 3))
 def test_every_token_is_predicted_once_in_an_epoch(folder: Path, sizes: list[int], ctx_len: int, K: int, layout: StepLayout,

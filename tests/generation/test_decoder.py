@@ -49,6 +49,7 @@ def test_rows_can_be_dropped_and_reordered(generation: str) -> None:
     torch.testing.assert_close(decoder.step(several[[3, 1], 5]), model(several)[0][[3, 1], -1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 @each_generation
 @pytest.mark.parametrize("kind", [Decoder, CallingDecoder])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

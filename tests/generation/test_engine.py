@@ -134,6 +134,7 @@ def test_a_changed_module_acts_on_every_token(change: Callable[[RWKV], Any]) -> 
     assert unchanged[1:] != expected[1:]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prompt", [PROMPT, ""])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str) -> None:

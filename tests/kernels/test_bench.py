@@ -410,6 +410,7 @@ def test_the_table_of_wkv7_has_its_times_relative_to_the_limit() -> None:
     assert "| torch_chunk | x 2.0 | x 2.0 | 0.0 to 0.0 | 0.0 to 0.0 |" in text
 
 
+@pytest.mark.thorough
 def test_an_operator_bound_by_memory_has_a_table_and_a_figure_of_its_bandwidth(tmp_path: Path) -> None:
     rows = [*passes("torch_own", 10, 20, launches=1), *passes("cuda_v0", 11, 22, vs_baseline=0.9, launches=1)]
     report = report_of("softmax", "cpu", ((4096, 4096), rows), ((4096, 128), passes("torch_own", 1, 2, launches=1)),

@@ -85,6 +85,7 @@ def test_the_formula_is_the_pages(device: str) -> None:
     assert torch.equal(FORMULA(tile, 2, (8, 7))[7:11, 8:11], tile)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: torch.dtype, device: str,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:

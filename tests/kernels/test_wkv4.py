@@ -79,6 +79,7 @@ def test_output_state_and_gradients(wkv: WKV, spread: str, device: str) -> None:
         assert not against_reference(wkv, (*inputs[:4], None)), shape
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("of", ["y", "state"])
 def test_gradients_of_each_output_alone(wkv: WKV, of: str, device: str) -> None:
     assert not against_reference(wkv, cases.inputs(3, 100, 4, device=device), of)

@@ -505,6 +505,7 @@ values = st.floats(-1e30, 1e30, allow_subnormal=False) | st.sampled_from([math.n
 points = st.lists(st.tuples(st.integers(0, 10**6), values), max_size=30)
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(st.lists(points, max_size=3), st.booleans())
 def test_every_line_stays_inside_its_figure(series: list[list[tuple[int, float]]], logarithmic: bool) -> None:

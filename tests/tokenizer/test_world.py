@@ -125,6 +125,7 @@ def test_text_comes_back_and_no_half_character_is_shown(tokenizer: WorldTokenize
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
 
 
+@pytest.mark.thorough
 @given(text=st.text("ab 1.€é你😀\r\n"))
 def test_the_library_and_python_give_the_same_ids(tokenizer: WorldTokenizer, text: str) -> None:
     assert tokenizer.encode_batch([text]) == [tokenizer._vocabulary._match(text.encode())]
