@@ -43,7 +43,7 @@ from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
 from rwkv.model.quantized import Int4Linear, Int8Linear
-from rwkv.pretrained import RWKV
+from rwkv.pretrained import BITS, RWKV
 
 WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
 PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "llama.cpp": ["F32"], "rwkv.cpp": ["FP32"]},
@@ -58,7 +58,6 @@ GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
 ROUNDS = 5                               # in each the programs take turns, and each its works
 TURN_S = 0.6                             # seconds of a work
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}          # of a weight of a matrix, with its share of the scales
 LIMIT = "limit of "                      # before a work's name: its matrix products alone
 READ = "read"                            # the work that measures the bandwidth
 Row = dict[str, Any]

@@ -377,8 +377,8 @@ class ServeConfig:
     device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
     dtype: str = option("float32", DTYPE, one_of=DTYPES)
     model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name", verbatim=NAME)
-    template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: g1 for a checkpoint with that in its "
-                                  "name, else world", verbatim=PATH)
+    template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: the one of the run's data, else by "
+                                  "the file's name", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", verbatim=NAME)
     port: int = option(8000, "port; 0: a free one", least=0)
     api_key: str | None = option(None, "key that clients must send; null: none", verbatim=NAME)

@@ -1,4 +1,4 @@
-"""The public model, RWKV: Model with from_pretrained and save_pretrained; and the tokenizer of a checkpoint."""
+"""The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -10,9 +10,11 @@ from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
+from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-DTYPES = ("float32", "bfloat16", "int8", "int4")         # that a model computes in
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
+DTYPES = tuple(BITS)                     # that a model computes in
 QUANTISED = ("int8", "int4")             # its matrices, on a CPU
 
 
@@ -112,3 +114,9 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer:
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer={suggested}")
     require_tokenizer(checkpoint, tokenizer, described)
     return tokenizer
+
+
+def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
+    """The chat template's name: `name`, by default that of the data the run has learnt, or else by the file's name."""
+    learnt = (checkpoint.run or {}).get("data", {}).get("template")
+    return name or learnt or default_template(str(checkpoint.path))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-    import torch                         # here and below, because the process that starts the others has no use for it
+    import torch  # here and below, because the process that starts the others has no use for it
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

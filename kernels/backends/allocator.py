@@ -1,6 +1,6 @@
 """How memory is allocated on a CPU.
 
-keep_large_blocks      the C library keeps freed blocks: a training step's temporaries then cost no page faults
+keep_large_blocks      the C library keeps freed blocks: the temporaries of a step then cost no page faults
 use_large_pages        torch's large tensors lie in pages of 2 MB: what reads all weights for each token looks up fewer of them
 """
 

@@ -22,6 +22,7 @@ from rwkv.errors import UserError
 
 ORDERS = ("hf", "rwkv")
 SMALL, LARGE = 1e-30, 1e30               # limits of options, so that logits stay within float32
+BLOCK = 512                              # tokens whose probabilities are added up first
 SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
 
 
@@ -144,10 +145,22 @@ def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tens
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index (B,) at which the cumulative probability of each row (B,N) first exceeds uniform (B,)."""
-    cumulative = probabilities.double().cumsum(-1)
-    drawn = torch.searchsorted(cumulative, (uniform.double() * cumulative[:, -1]).unsqueeze(-1), right=True)
-    return drawn.squeeze(-1)
+    """The index (B,) at which the cumulative probability of each row (B,N) first exceeds uniform (B,).
+
+    The block of BLOCK tokens in which it does is found first: a cumulative sum over a whole vocabulary takes ten times as long.
+    """
+    N = probabilities.shape[-1]
+    whole = N // BLOCK * BLOCK
+    sums = torch.cat((probabilities[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64),
+                      probabilities[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), 1)
+    ends = sums.cumsum(-1)
+    wanted = uniform.double().unsqueeze(-1) * ends[:, -1:]
+    block = torch.searchsorted(ends, wanted, right=True).clamp(max=ends.shape[-1] - 1)
+    ids = block * BLOCK + torch.arange(min(BLOCK, N))
+    cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
+    below_all = cumulative[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64))     # rounding leads to no token after them
+    inside = torch.minimum(wanted - (ends - sums).gather(-1, block), below_all)
+    return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,9 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded. tokenizer: its definition, for Tokenizer.from_dict. plan: lines (subject, text) for people."""
+    """The model is loaded.
+
+    tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
+    people.
+    """
 
     tokenizer: dict[str, Any]
+    template: str
     plan: list[tuple[str, str]]
 
 

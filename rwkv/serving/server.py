@@ -15,7 +15,7 @@ from rwkv.serving.http import Protocol, Server
 from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.remote import RemoteEngine
-from rwkv.tokenizer.chat import ChatTemplate, chat_template, default_template
+from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AFTER_GRACE = 10                         # seconds for the last events to be written
@@ -26,7 +26,6 @@ def serve(config: ServeConfig) -> None:
     """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for a wrong address or option."""
     if config.cors and "*" in config.cors and config.api_key is not None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
-    template = chat_template(config.template or default_template(config.checkpoint))
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
@@ -35,7 +34,7 @@ def serve(config: ServeConfig) -> None:
         ready = engine.wait_until_ready()
         for subject, text in ready.plan:
             _say(subject, text)
-        _run(config, engine, ready, template, listener)
+        _run(config, engine, ready, listener)
     finally:
         engine.close()
 
@@ -52,8 +51,8 @@ def _bind(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, template: ChatTemplate, listener: socket.socket) -> None:
-    path = Path(config.checkpoint).resolve()
+def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
+    path, template = Path(config.checkpoint).resolve(), chat_template(ready.template)
     service = Service(config, engine, Tokenizer.from_dict(ready.tokenizer), template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))

@@ -7,6 +7,7 @@ import signal
 import traceback
 from multiprocessing.connection import Connection
 
+from kernels.backends.allocator import keep_large_blocks
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
@@ -14,15 +15,16 @@ from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
+from rwkv.tokenizer.chat import chat_template
 
 MIB = 2**20
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}           # of a weight
 
 
 def main(connection: Connection, config: ServeConfig) -> None:
     """Loads the model, sends Ready or Failed, and then generates what it is asked for until None or the connection's end."""
     for number in (signal.SIGINT, signal.SIGTERM):               # the process with HTTP decides when this one ends
         signal.signal(number, signal.SIG_IGN)
+    keep_large_blocks()
     try:
         worker = _load(connection, config)
         worker.run()
@@ -40,16 +42,18 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.operators import operator_for
     from rwkv.model.program import decoding_line
-    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+    from rwkv.pretrained import BITS, RWKV, computed_in, template_of, tokenizer_of
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     checkpoint = read_checkpoint(config.checkpoint)
+    template = template_of(checkpoint, config.template)
+    chat_template(template)              # refused before the model is loaded
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
     row = state_nbytes(model.config) + 4 * model.vocab_size
-    weights = n_parameters(model.config, model.vocab_size) * BYTES[config.dtype]
+    weights = n_parameters(model.config, model.vocab_size) * BITS[config.dtype] // 8
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, "
                       f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{wkv.name} on {device}, {config.dtype}, threads "
@@ -58,7 +62,7 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)
-    connection.send(Ready(tokenizer.to_dict(), plan))
+    connection.send(Ready(tokenizer.to_dict(), template, plan))
     return worker
 
 

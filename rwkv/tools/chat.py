@@ -40,6 +40,7 @@ SETTINGS = (*OF_SAMPLING, "max_new_tokens", "think", "seed")     # of /set
 
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
+    allocator.keep_large_blocks()
     talk = _open(config)
     session = Terminal(talk)
     turns = _typed() if sys.stdin.isatty() else _piped()
@@ -61,14 +62,13 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.generation.states import load_context
     from rwkv.model.operators import operator_for
     from rwkv.model.program import decoding_line
-    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
-    from rwkv.tokenizer.chat import chat_template, default_template
+    from rwkv.pretrained import RWKV, computed_in, template_of, tokenizer_of
+    from rwkv.tokenizer.chat import chat_template
 
     sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     checkpoint = read_checkpoint(config.checkpoint)
-    data = (checkpoint.run or {}).get("data", {})
-    template = chat_template(config.template or data.get("template") or default_template(str(checkpoint.path)))
+    template = chat_template(template_of(checkpoint, config.template))
     template.answer_start(config.think)          # refused before the model is loaded
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)

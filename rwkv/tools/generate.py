@@ -16,7 +16,7 @@ import sys
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
-from kernels.backends import threads
+from kernels.backends import allocator, threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected
@@ -24,6 +24,7 @@ from rwkv.io.unread import abandon, unread
 
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
+    allocator.keep_large_blocks()
     model, tokenizer, prompts, context = _open(config)
 
     from rwkv.generation.output import run_generation

@@ -313,6 +313,15 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Running]) -> None:
         assert server.process.wait(10) == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_smaller_dtypes_are_served(start: Callable[..., Running], dtype: str) -> None:
+    server = start(f"dtype={dtype}")
+    assert server.process.poll() is None, server.log
+    assert f"on cpu, {dtype}" in server.log
+    answer = httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": False, "max_tokens": 5}, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 5
+
+
 @pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),
                                                (("template=nothing.jinja",), "nothing.jinja"), (("port=70000",), "port"),
                                                (("cors=*", "api_key=x"), "cors")])
