@@ -182,7 +182,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
     tokens = torch.randint(model.vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
     prefill(model, tokens[:, :8])        # compiles the kernels
     began = time.perf_counter()
-    decoder_of(model, prefill(model, tokens).state, alone=True).step(tokens[:, 0])
+    decoder_of(model, prefill(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
     peak_mib = _peak_mib()               # before the inputs of the matrix products exist
     read, read_bytes = hardware.read("cpu")
@@ -270,7 +270,7 @@ def _seconds(function: Callable[[], Any], least: float) -> float:
 
 
 def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
-    decoder, tokens = decoder_of(model, model.empty_state(B), alone=B == 1), torch.arange(B)
+    decoder, tokens = decoder_of(model, model.empty_state(B)), torch.arange(B)
     return lambda: decoder.step(tokens)
 
 

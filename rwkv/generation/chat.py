@@ -95,7 +95,7 @@ class Chat:
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
         engine = Engine(self.model, self.tokenizer, [prompt[len(read):]], [self.seed],
-                        StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context, alone=True)
+                        StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
         self.seed += 1
         self.stats = Stats(engine.prompt_tokens, first_s=started, all_s=started)
         self._keep(prompt, engine.context())

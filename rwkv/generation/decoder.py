@@ -21,11 +21,11 @@ from rwkv.model.program import ModelProgram, most_rows, program_of
 from rwkv.model.step import PLAIN, norm_function, product_function
 
 
-def decoder_of(model: Model, state: State, alone: bool = False) -> "Decoder | SwitchingDecoder | CallingDecoder":
-    """The fastest decoder that fits the model. alone: there will never be more than one row."""
+def decoder_of(model: Model, state: State) -> "Decoder | SwitchingDecoder | CallingDecoder":
+    """The fastest decoder that fits the model."""
     if not (untouched(model) and all(_plain(module, model) for module in model.modules() if module is not model)):
         return CallingDecoder(model, state)
-    most = most_rows(model, alone)
+    most = most_rows(model)
     program = program_of(model) if most else None
     return Decoder(model, state) if program is None else SwitchingDecoder(model, state, program, most)
 

@@ -55,7 +55,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
     the model.
     """
     engine = Engine(model, tokenizer, [prompt], [seed], StoppingCriteria(max_new_tokens, stop, stop_tokens),
-                    Sampling(**sampling), context, cache, alone=True)
+                    Sampling(**sampling), context, cache)
     return (piece for _, piece in engine if piece)
 
 
@@ -65,8 +65,8 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
     It is so to the token for small models, and on a CPU for large ones with up to as many rows as MOST_ROWS in
-    rwkv/model/program.py allows. With more rows, and in int8, PyTorch's products have other last bits than those of
-    kernels/decoding, and texts may go apart where two tokens are almost as likely.
+    rwkv/model/program.py allows. With more rows PyTorch's products have other last bits than those of kernels/decoding, and
+    texts may go apart where two tokens are almost as likely.
 
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """
@@ -85,13 +85,13 @@ class Engine:
     The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
     later; its prompt is read between the steps of the others, a slice of SLICE tokens at most in each. cache: also gets what
-    each row has read and written when it ends. alone: there will be one row only. Not for several threads.
+    each row has read and written when it ends. Not for several threads.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] = (), seeds: Sequence[int] = (),
                  stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
-                 context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0,
-                 alone: bool = False) -> None:
+                 context: PrefillResult | None = None, cache: PrefixCache | None = None,
+                 n_logprobs: int = 0) -> None:
         prompts = strings("prompts", prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):
@@ -103,7 +103,7 @@ class Engine:
         self._readings: deque[_Shared] = deque()         # prompts that are being read, the next one first
         self._rows: list[Row] = []                       # of the decoder, in its order; those that ended leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
-        self._decoder = decoder_of(model, model.empty_state(0), alone)
+        self._decoder = decoder_of(model, model.empty_state(0))
         self._drawn: Tensor | None = None                # the tokens drawn last, while the decoder has not read them
         self._added = 0                                  # rows so far
 

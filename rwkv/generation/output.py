@@ -83,8 +83,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
         for first in range(0, len(jobs), config.batch_size):
             batch, seeds = zip(*jobs[first:first + config.batch_size], strict=True)
             started = time.perf_counter()
-            engine = Engine(model, tokenizer, batch, seeds, stopping, sampling, context, n_logprobs=config.logprobs,
-                            alone=len(jobs) == 1)
+            engine = Engine(model, tokenizer, batch, seeds, stopping, sampling, context, n_logprobs=config.logprobs)
             prefilled = time.perf_counter()
             if config.stream and len(jobs) == 1:
                 _stream(engine, stop)

@@ -134,7 +134,7 @@ def adjusted(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> T
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The candidates' ids (B,N), or None for the whole vocabulary in its order, and their probabilities (B,N)."""
-    if options.order == "hf":
+    if options.order == "hf" and options.temperature != 1:
         logits = logits / options.temperature
     ids, kept = _keep_likeliest(logits, options)
     if options.min_p > 0:

@@ -58,7 +58,7 @@ def _load(connection: Connection, config: ServeConfig) -> "_Worker":
                       f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{wkv.name} on {device}, {config.dtype}, threads "
                        f"{torch.get_num_threads()}"),
-            *([("decoding", decoding.partition(": ")[2])] if (decoding := decoding_line(model, alone=False)) else []),
+            *([("decoding", decoding.partition(": ")[2])] if (decoding := decoding_line(model)) else []),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)

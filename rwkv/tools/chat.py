@@ -74,7 +74,7 @@ def _open(config: ChatConfig) -> Any:
     tokenizer = tokenizer_of(checkpoint, config.tokenizer)
     model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
     context = load_context(config.state, model, tokenizer) if config.state else None
-    decoding = decoding_line(model, alone=True)
+    decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
     talk = Chat(model, tokenizer, template, sampling, config.max_new_tokens, config.seed, config.think, context)

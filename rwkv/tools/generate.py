@@ -37,7 +37,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    decoding = decoding_line(model, alone=len(prompts) * config.num_samples == 1)
+    decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
     if not whole:

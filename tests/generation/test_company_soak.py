@@ -8,7 +8,7 @@ from models import each_generation, small_model
 
 from rwkv.generation.engine import generate_batch
 from rwkv.model.program import most_rows
-from rwkv.model.quantized import to_int4
+from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -20,13 +20,15 @@ LARGE = {"n_embd": 256, "n_ffn": 1024, "vocab_size": 8192, "n_layer": 4}
 
 def model_in(dtype: str, generation: str) -> RWKV:
     model = small_model("reference", generation=generation, **LARGE).requires_grad_(False).eval()
-    return to_int4(model) if dtype == "int4" else model.to(getattr(torch, dtype))
+    if dtype in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[dtype](model)
+    return model.to(getattr(torch, dtype))
 
 
 @each_generation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_text_of_a_batch_is_the_text_alone(dtype: str, generation: str) -> None:
-    """In batches that the program takes; int8, where none is, is not promised."""
+    """In batches that the program takes."""
     model = model_in(dtype, generation)
     together = min(TOGETHER, most_rows(model))
     assert together > 1

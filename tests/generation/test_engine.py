@@ -332,7 +332,7 @@ def test_a_text_in_company_differs_from_the_text_alone_only_at_a_boundary(sizes:
     distances = []
     for row in rows:
         ids, seed, together = row.prompt_ids, row.sample.seed, row.sample.tokens
-        alone = Engine(model, BYTES, alone=True)
+        alone = Engine(model, BYTES)
         text = _finished(alone, alone.add(ids, seed, StoppingCriteria(len(together)), options)).tokens
         differs = next((at for at, pair in enumerate(zip(text, together, strict=True)) if len({*pair}) == 2), None)
         assert differs is None or distance_to_a_boundary(model, ids, text[:differs + 1], seed, options) <= 1e-4
@@ -343,7 +343,7 @@ def test_a_text_in_company_differs_from_the_text_alone_only_at_a_boundary(sizes:
 def distance_to_a_boundary(model: RWKV, ids: list[int], written: list[int], seed: int, options: Sampling) -> float:
     """How far the draw of the last token written lay from the nearest end of a token's share of [0, 1), in the text alone."""
     generator, start = torch.Generator().manual_seed(seed), prefill(model, torch.tensor([ids]))
-    decoder, logits = decoder_of(model, start.state, alone=True), start.logits
+    decoder, logits = decoder_of(model, start.state), start.logits
     draws = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for _ in written])
     for token in written[:-1]:
         logits = decoder.step(torch.tensor([token]))
