@@ -16,10 +16,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for name, (file, table) in TABLES.items():
-        if (FOLDER / file).exists():
-            report = read_json(FOLDER / file)
-            text = filled(text, name, f"{caption(report)}\n\n{table(report)}")
+    for name, (files, table) in TABLES.items():
+        reports = [read_json(file) for file in sorted(FOLDER.glob(files))]           # of each machine that was measured
+        if reports:
+            text = filled(text, name, "\n\n".join(f"{caption(report)}\n\n{table(report)}" for report in reports))
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -164,7 +164,8 @@ def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
-    "generation": ("generation-cpu.json", generation), "generation of RWKV-7": ("generation-rwkv7-cpu.json", generation),
+    "generation": ("generation-cpu*.json", generation),
+    "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
     "training": ("training-cpu.json", training),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
     "tuning": ("tuning-cpu.json", tuning),
