@@ -36,16 +36,21 @@ class Parser:
         return getattr(self._inner, name)
 
     def feed_data(self, data: bytes) -> None:
-        try:
-            self._inner.feed_data(data)
-        except httptools.HttpParserUpgrade as stopped:
-            method = self._inner.get_method()
-            if method == b"CONNECT":
-                raise httptools.HttpParserError("CONNECT is for proxies") from None
-            lines = [b"%s %s HTTP/1.1" % (method, self._protocol.url)]
-            lines += [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
-            self._begin()
-            self.feed_data(b"\r\n".join([*lines, b"", data[stopped.args[0]:]]))
+        while data:
+            try:
+                self._inner.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                data = self._without_the_wish() + data[stopped.args[0]:]
+                self._begin()
+
+    def _without_the_wish(self) -> bytes:
+        """The first line and the headers once more. Raises HttpParserError for the method CONNECT, which is a proxy's."""
+        method, version = self._inner.get_method(), self._inner.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("CONNECT")
+        headers = [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([b"%s %s HTTP/%s" % (method, self._protocol.url, version), *headers, b"", b""])
 
 
 class Protocol(HttpToolsProtocol):

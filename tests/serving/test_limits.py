@@ -127,6 +127,8 @@ def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -
     for parts in ([request + last], [request[:70], request[70:-5], request[-5:] + last]):
         answers = server.exchange(*parts)
         assert (answers.count(b" 200 OK"), answers.count(b"text_completion")) == (2, 1), answers
+    many = request.replace(b"POST /v1/completions", b"PUT /health") * 1500
+    assert server.exchange(many + last).count(b" 405 ") == 1500
 
 
 def test_many_half_requests_stop_nobody(server: Running) -> None:
