@@ -37,9 +37,12 @@ def test_formula_is_one_line_of_pytorch(shape: tuple[int, ...]) -> None:
 
 
 def test_the_longest_row(softmax: Softmax, device: str) -> None:
-    """A quarter of a million terms: all within 1e-6, but for PyTorch, compiled or not, which adds up vector after vector."""
+    """A quarter of a million terms: all within 1e-6, but for those that add up vector after vector.
+
+    Those are PyTorch, compiled or not, and Taichi where LLVM makes no more chains of it (a Xeon: 3.5e-6).
+    """
     x = cases.inputs(1, cases.LONGEST, device=device)
-    M = cases.LONGEST if softmax.name.startswith("torch") else 1
+    M = cases.LONGEST if softmax.name.startswith(("torch", "taichi")) else 1
     assert not misses(errors(cases.results(softmax, x), reference(x)), cases.tolerance(torch.float32, M))
 
 
