@@ -9,25 +9,25 @@ from functools import partial
 
 from kernels.backends import allocator, threads
 
-threads.wait_briefly()                   # as serve.py does, before torch is imported
-allocator.use_large_pages()
-
-import torch  # noqa: E402
-
-from benchmarks.serving import PROMPT  # noqa: E402
-from rwkv.generation.decoder import decoder_of  # noqa: E402
-from rwkv.generation.engine import Engine  # noqa: E402
-from rwkv.generation.prefill import prefill  # noqa: E402
-from rwkv.generation.sampling import Sampling  # noqa: E402
-from rwkv.generation.stopping import StoppingCriteria  # noqa: E402
-from rwkv.pretrained import RWKV  # noqa: E402
-from rwkv.tokenizer.tokenizers import Tokenizer  # noqa: E402
-
 TURN_S = 0.5
 
 
 def main() -> None:
+    threads.wait_briefly()               # as serve.py does, before torch is imported
+    allocator.use_large_pages()
     allocator.keep_large_blocks()
+
+    import torch
+
+    from benchmarks.serving import PROMPT
+    from rwkv.generation.decoder import decoder_of
+    from rwkv.generation.engine import Engine
+    from rwkv.generation.prefill import prefill
+    from rwkv.generation.sampling import Sampling
+    from rwkv.generation.stopping import StoppingCriteria
+    from rwkv.pretrained import RWKV
+    from rwkv.tokenizer.tokenizers import Tokenizer
+
     model, tokenizer = RWKV.from_pretrained(sys.argv[1], dtype=sys.argv[2]), Tokenizer.named(sys.argv[3])
     for line in sys.stdin:
         texts, seconds = json.loads(line)

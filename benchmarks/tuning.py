@@ -5,8 +5,7 @@ questions of one to six words: in half of them a system message names the place 
 third"), in the others it is a random one. So it can do what it is told, and without being told it knows how to copy, and not
 which word. If FOLDER has one in base/ already, that one is used. Printed are, before and after each way of tuning, the exact
 matches on 100 questions of the same words, never seen, and on 50 of other words, both without a system message; and wall time,
-trained values and peak memory of the training process.
-The last line of standard output is the result as JSON.
+trained values and peak memory of the training process. The last line of standard output is the result as JSON.
 """
 
 import argparse

@@ -90,8 +90,7 @@ class Engine:
 
     def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] = (), seeds: Sequence[int] = (),
                  stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
-                 context: PrefillResult | None = None, cache: PrefixCache | None = None,
-                 n_logprobs: int = 0) -> None:
+                 context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0) -> None:
         prompts = strings("prompts", prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rwkv.generation.sampling import SHORTLIST, Sampling, TokenCounts, adjusted, distribution, logprobs, next_tokens
+from rwkv.generation.sampling import SHORTLIST, Sampling, TokenCounts, adjusted, distribution, logprobs, next_tokens, pick
 
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
 DRAWS = 20_000
@@ -197,3 +197,16 @@ def test_ids_outside_the_vocabulary_are_one_sentence() -> None:
     for options in ({"banned": (7,)}, {"logit_bias": {-1: 1.0}}, {"banned": (0, 1, 2)}):
         with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
             Sampling(**options).check_ids(3)
+
+
+@pytest.mark.parametrize("N", [1, 511, 512, 513, 2000])
+def test_a_draw_is_where_the_cumulative_sum_exceeds_the_number(N: int) -> None:
+    """At both ends of [0, 1) too, and never a token of probability 0."""
+    probabilities = torch.rand(40, N, generator=torch.Generator().manual_seed(0))
+    probabilities[:, 1::2] = 0
+    uniform = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    uniform[0], uniform[1] = 0, 1 - 2**-53
+    cumulative = probabilities.double().cumsum(-1)
+    expected = torch.searchsorted(cumulative, (uniform * cumulative[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    assert torch.equal(pick(probabilities, uniform), expected)
+    assert (probabilities.gather(-1, expected.unsqueeze(-1)) > 0).all()
