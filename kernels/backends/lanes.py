@@ -1,4 +1,4 @@
-"""Conversions of vectors in Taichi kernels, and bfloat16 in memory, for which Taichi has no type.
+"""Vectors in Taichi kernels: conversions, exponentials, and bfloat16 in memory, for which Taichi has no type.
 
 Vectors are converted element by element, because Taichi's own conversion of a whole vector aborts the process; LLVM merges the
 elements into vector instructions again. bfloat16 is read and written as 16-bit integers, so that no pass over memory is needed
@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels.backends.taichi import ti
+
+LOG2_E = 1.4426950408889634
+EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
+        0.00015403530393381606)          # of 2^f, |f| <= 1/2, to 1e-8
+LEAST = -80.0                            # e^x of a smaller x is computed as e^-80
 
 
 class Stored(NamedTuple):
@@ -59,3 +64,35 @@ def by_lane(convert: ti.template(), x, dtype: ti.template()):
         return ti.Vector([convert(x[lane], dtype) for lane in ti.static(range(x.get_shape()[0]))])
     else:
         return convert(x, dtype)
+
+
+@ti.func
+def exp(x):
+    """e^x for LEAST <= x <= 0, to 2 units in the last place; Taichi's own is a call for each element."""
+    z = x * LOG2_E
+    power = ti.floor(z + 0.5)
+    f = z - power
+    m = 0.0 * f + EXP2[-1]
+    for c in ti.static(EXP2[-2::-1]):
+        m = m * f + c
+    return m * by_lane(ti.bit_cast, (by_lane(ti.cast, power, ti.i32) + 127) << 23, ti.f32)
+
+
+@ti.func
+def exp_of_any(x):
+    """The same for any x <= 0."""
+    return exp(ti.select(x < LEAST, LEAST, x))
+
+
+@ti.func
+def sigmoid(x):
+    e = exp_of_any(ti.min(x, 0.0 - x))
+    return ti.select(x < 0.0, e, 1.0) / (1.0 + e)
+
+
+@ti.func
+def tanh(x):
+    """To 1e-7, not relative to x."""
+    e = exp_of_any(2.0 * ti.min(x, 0.0 - x))
+    size = (1.0 - e) / (1.0 + e)
+    return ti.select(x < 0.0, 0.0 - size, size)

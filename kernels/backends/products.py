@@ -14,7 +14,6 @@ from kernels.backends.taichi import INDEX, ti
 LANES, CHAINS = 8, 4                     # of a vector; vectors that are summed each in a chain of its own
 WHOLE = LANES * CHAINS
 ROWS = 4                                 # of x, that share what is read and converted of W
-CHUNK = 2048                             # k of int8 in one float sum: 127 * 127 * CHUNK / LANES < 2^24
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
 WORDS = GROUP // 8                       # of 32 bits, of a group
 BLOCK_4 = LANES * GROUP                  # of a row of W in int4: eight groups, side by side
@@ -26,13 +25,12 @@ MATRIX = {"float32": Floats, "bfloat16": Halves, "int8": ti.types.ndarray(dtype=
 SCALES = {"float32": Floats, "bfloat16": Floats, "int8": Floats, "int4": Halves}
 
 
-def _float_sums(rows, read, convert=None, scaled=False):
-    """read(w, scale, shift, w_at, scale_at, n, K, block, c): eight weights of row n from 32 block + 8 c on, as float32.
+def _sums_in_chains(rows, convert, integers=False, in_steps=False):
+    """convert: from a number of W, or a vector of them, to float32.
 
-    convert: the same for one number; None where K is whole blocks. scaled: W has a scale for each of its rows, and x is in
-    steps, of a size for each of its rows.
+    integers: W is integers with a scale for each of its rows, and x whole numbers. The sum of a chain is exact in float32 for
+    255 * 127 * K / 32 < 2^24, and chains are added up as integers. in_steps: a row of x has a factor, the size of a step.
     """
-    has_tail = convert is not None
 
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
@@ -41,30 +39,29 @@ def _float_sums(rows, read, convert=None, scaled=False):
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
         for block in range(K // WHOLE):
             for c in ti.static(range(CHAINS)):
-                weights = read(w, scale, shift, w_at, scale_at, n, K, block, c)
+                weights = convert(vector(w, w_at + n * K + block * WHOLE, c * LANES))
                 for i in ti.static(range(rows)):
                     acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
-                    if ti.static(not scaled):          # those sums are exact in any order
-                        acc[i * CHAINS + c] = _fixed(acc[i * CHAINS + c], zero)
+                    if ti.static(not integers):        # those sums are exact in any order
+                        acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c], zero)
         for i in ti.static(range(rows)):
-            halves = [_fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
-            total = sum_of(_fixed(halves[0] + halves[1], zero), zero)
-            if ti.static(has_tail):
+            row, total = ti.min(first + i, R - 1), 0.0
+            if ti.static(integers):
+                chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
+                whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
+                for k in range(K // WHOLE * WHOLE, K):
+                    whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
+                total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
+                if ti.static(in_steps):
+                    total *= x[step_at + row * LANES]
+            else:
+                halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
+                total = sum_of(fixed(halves[0] + halves[1], zero), zero)
                 for k in range(K // WHOLE * WHOLE, K):
                     total += convert(w[w_at + n * K + k]) * x[at[i] + k]
-            if ti.static(scaled):
-                total *= scale[scale_at + n] * x[step_at + ti.min(first + i, R - 1) * LANES]
-            y[y_at + ti.min(first + i, R - 1) * N + n] = total
+            y[y_at + row * N + n] = total
 
     return sums
-
-
-def _reader(convert):
-    @ti.func
-    def read(w: ti.template(), scale: ti.template(), shift: ti.template(), w_at, scale_at, n, K, block, c: ti.template()):
-        return convert(vector(w, w_at + n * K + block * WHOLE, c * LANES))
-
-    return read
 
 
 @ti.func
@@ -90,14 +87,14 @@ def _int4_sums(rows):
                     weights = _of_words(words, m)
                     for i in ti.static(range(rows)):
                         more = weights * vector(x, at[i] + x_block + word * LANES * LANES, m * LANES)
-                        parts[CHAINS * i + m % CHAINS] = _fixed(parts[CHAINS * i + m % CHAINS] + more, zero)
+                        parts[CHAINS * i + m % CHAINS] = fixed(parts[CHAINS * i + m % CHAINS] + more, zero)
             scales = from_bfloat16(vector(scale, scale_at + group))
             shifts = from_bfloat16(vector(shift, scale_at + group))
             for i in ti.static(range(rows)):
-                halves = [_fixed(parts[CHAINS * i + part] + parts[CHAINS * i + part + 2], zero) for part in ti.static((0, 1))]
-                products = _fixed(halves[0] + halves[1], zero)
+                halves = [fixed(parts[CHAINS * i + part] + parts[CHAINS * i + part + 2], zero) for part in ti.static((0, 1))]
+                products = fixed(halves[0] + halves[1], zero)
                 shifted = shifts * vector(x, at[i] + x_block, BLOCK_4 + CHAINS * LANES)
-                acc[i] = _fixed(acc[i] + _fixed(products * scales + shifted, zero), zero)
+                acc[i] = fixed(acc[i] + fixed(products * scales + shifted, zero), zero)
         for i in ti.static(range(rows)):
             y[y_at + ti.min(first + i, R - 1) * N + n] = sum_of(acc[i], zero)
 
@@ -137,29 +134,6 @@ def arrange(x: ti.template(), x_at, y: ti.template(), y_at, K, block):
         y[y_block + BLOCK_4 + CHAINS * LANES + group] = of_chain.sum()
 
 
-def _int8_sums(rows):
-    """The same with sums of whole numbers. Their parts are exact in float32 for CHUNK numbers, and are added up as integers."""
-    @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
-        at = [x_at + ti.min(first + i, R - 1) * K for i in ti.static(range(rows))]
-        totals = [0 for _ in ti.static(range(rows))]
-        for chunk in range(tiles(K, CHUNK)):
-            acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows))]
-            for j in range(chunk * (CHUNK // LANES), ti.min(K, (chunk + 1) * CHUNK) // LANES):
-                weights = _from_integers(vector(w, w_at + n * K + j * LANES))
-                for i in ti.static(range(rows)):
-                    acc[i] += weights * vector(x, at[i] + j * LANES)
-            for i in ti.static(range(rows)):
-                totals[i] += by_lane(ti.cast, acc[i], ti.i32).sum()
-        for i in ti.static(range(rows)):
-            for k in range(K // LANES * LANES, K):
-                totals[i] += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
-            y[y_at + ti.min(first + i, R - 1) * N + n] = ti.cast(totals[i], ti.f32) * scale[scale_at + n]
-
-    return sums
-
-
 @ti.func
 def tiles(size, tile):
     return (size + tile - 1) // tile
@@ -178,12 +152,12 @@ def sum_of(v, zero):
     zero: 0, which the compiler does not know. LLVM may reorder a sum of more than two terms, and does so by what is around it;
     it does not look through an integer operation.
     """
-    fours = [_fixed(v[lane] + v[lane + 4], zero) for lane in ti.static(range(4))]
-    return _fixed(_fixed(fours[0] + fours[2], zero) + _fixed(fours[1] + fours[3], zero), zero)
+    fours = [fixed(v[lane] + v[lane + 4], zero) for lane in ti.static(range(4))]
+    return fixed(fixed(fours[0] + fours[2], zero) + fixed(fours[1] + fours[3], zero), zero)
 
 
 @ti.func
-def _fixed(x, zero):
+def fixed(x, zero):
     """x, a number or a vector, as LLVM cannot see through."""
     return by_lane(ti.bit_cast, by_lane(ti.bit_cast, x, ti.i32) ^ zero, ti.f32)
 
@@ -200,6 +174,6 @@ def sums_of(form, rows, whole_numbers=False):
     if form == "int4":
         return _int4_sums(rows)
     if form == "int8":
-        return _int8_sums(rows) if whole_numbers else _float_sums(rows, _reader(_from_integers), scaled=True)
+        return _sums_in_chains(rows, _from_integers, integers=True, in_steps=not whole_numbers)
     convert = as_it_is if form == "float32" else from_bfloat16
-    return _float_sums(rows, _reader(convert), convert)
+    return _sums_in_chains(rows, convert)

@@ -21,6 +21,7 @@ A file beside this one has REQUIRES and bind(program, form) -> function(register
 registers of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ LANES = 8                                # all widths are multiples of this; but
 NONE = -1                                # in the place of a register or a constant that an instruction lacks
 MAPS = ("tanh", "sigmoid", "relu2")
 FASTEST_LOG_W = -0.6065306597126334      # of RWKV-7's decay: -e^-0.5
+Function = Callable[[Tensor], Tensor]
 LEAST_NORM = 1e-12                       # of RWKV-7's kk, as in torch.nn.functional.normalize
 
 
@@ -86,6 +88,19 @@ class Wkv7(NamedTuple):
     eps: int
 
 
+class Product(NamedTuple):
+    """y = W x. function: the same by PyTorch for many rows, (R,K) -> (R,N); None where there is none.
+
+    In int8 the function takes whole numbers, and y lacks the factor of its row.
+    """
+
+    x: int
+    y: int
+    weight: Packed
+    K: int
+    function: Function | None = None
+
+
 @dataclass
 class Program:
     """Instructions in order, and what they work on. Each method adds a register, a constant or an instruction.
@@ -97,6 +112,7 @@ class Program:
     size: int = 0
     instructions: list[Instruction] = field(default_factory=list)
     weights: list[Packed] = field(default_factory=list)
+    functions: list[Function | None] = field(default_factory=list)       # of the products
     _constants: list[Tensor] = field(default_factory=list)
     _constants_size: int = 0
     _shared: dict[tuple[str, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
@@ -127,13 +143,15 @@ class Program:
         self._add("mix", x, last, y, width, len(shares), self.constant(shares))
 
     def product(self, x: int, y: int, weight: Packed, K: int) -> None:
-        extra = NONE
-        if weight.form == "int8":
-            x, extra = self._round(x, weight, K)
-        elif weight.form == "int4":
-            extra = self._arrange(x, K)
-        self.weights.append(weight)
-        self._add("product", x, y, len(weight.weight), K, extra, len(self.weights) - 1)
+        self.products([Product(x, y, weight, K)])
+
+    def products(self, products: Sequence[Product]) -> None:
+        """Those that do not depend on each other. All inputs are prepared first, so that products follow products."""
+        prepared = [self._prepare(i, product) for i, product in enumerate(products)]
+        for (x, extra), product in zip(prepared, products, strict=True):
+            self.weights.append(product.weight)
+            self.functions.append(product.function)
+            self._add("product", x, product.y, len(product.weight.weight), product.K, extra, len(self.weights) - 1)
 
     def small_product(self, x: int, y: int, weight: Tensor) -> None:
         """Of a W (N,K) that becomes a constant."""
@@ -151,19 +169,18 @@ class Program:
     def wkv7(self, places: Wkv7, heads: int, N: int) -> None:
         self._add("wkv7", *places, heads, N)
 
-    def _round(self, x: int, weight: Packed, K: int) -> tuple[int, int]:
-        """The registers of x in the whole steps that the weight asks for, and of the step's size."""
-        rounded, step = self._scratch("rounded", K), self._scratch("step", 1)
-        steps, signed = weight.shift.tolist()
-        self._add("round", x, rounded, K, step, int(steps), int(signed))
-        return rounded, step
-
-    def _arrange(self, x: int, K: int) -> int:
-        """The register of what a back end reads of x in place of it: five numbers for each group beside x itself."""
-        groups = groups_of(K)
-        arranged = self._scratch("arranged", groups * (GROUP + 5))
-        self._add("arrange", x, arranged, K)
-        return arranged
+    def _prepare(self, i: int, product: Product) -> tuple[int, int]:
+        """The registers that the i-th of several products reads: x or what it becomes, and what belongs to it or NONE."""
+        if product.weight.form == "int8":                # x in the whole steps that the weight asks for, and a step's size
+            rounded, step = self._scratch(f"rounded {i}", product.K), self._scratch(f"step {i}", 1)
+            steps, signed = product.weight.shift.tolist()
+            self._add("round", product.x, rounded, product.K, step, int(steps), int(signed))
+            return rounded, step
+        if product.weight.form == "int4":                # five numbers for each group beside x itself
+            arranged = self._scratch(f"arranged {i}", groups_of(product.K) * (GROUP + 5))
+            self._add("arrange", product.x, arranged, product.K)
+            return product.x, arranged
+        return product.x, NONE
 
     def _scratch(self, what: str, width: int) -> int:
         """A register that each instruction may overwrite."""

@@ -8,21 +8,24 @@ them in memory, and a larger program takes several launches.
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
 # ruff: noqa: SIM102  a static condition decides what is compiled, and stands by itself
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.backends.lanes import exp, exp_of_any, sigmoid, tanh
 from kernels.backends.products import (
     ARRANGED,
     BLOCK_4,
+    CHAINS,
     LANES,
     MATRIX,
     ROWS,
     SCALES,
     Floats,
     arrange,
+    fixed,
     sum_of,
     sums_of,
     tiles,
@@ -44,26 +47,40 @@ AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the w
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 8                                # tiles of a product for each thread: of fewer, the last keeps the others waiting
+TO_EVEN = 1.5 * 2.0**23                  # a float32 to which this is added is a whole number, a half rounded to the even one
 APART = 16                               # integers between two counters, so that no two are in one cache line
 Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
 
 def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
-    constants, parts = program.constants(), PARTS * torch.get_num_threads()
-    launches = [_launch_of(part, program.weights, parts) for part in _within_reach(program)]
-    nothing = torch.zeros(1, dtype=FORMS[form])
-
-    used = frozenset(instruction.name for instruction in program.instructions)
+    launches = launches_of(_within_reach(program), program, form)
 
     def run(registers: Tensor, R: int) -> None:
-        kernel = _kernel(form, used, 1 if R == 1 else ROWS)
-        for part in launches:
-            part.counters.zero_()
-            first = nothing if part.first is None else part.first
-            launch(kernel, first, part.scale, part.shift, constants, registers, part.code, part.counters,
-                   len(part.code) // WIDTH, R, parts, torch.get_num_threads())
+        for start in launches:
+            start(registers, R)
 
     return run
+
+
+def launches_of(parts: list[list[Instruction]], program: Program, form: str,
+                threads: int | None = None) -> list[Callable[[Tensor, int], None]]:
+    """Functions that carry out the parts of a program, one launch each.
+
+    threads: all by default. One is the caller's own, which wakes no other: 15 us instead of 90.
+    """
+    threads = threads or torch.get_num_threads()
+    constants, tiles = program.constants(), PARTS * threads
+    used = frozenset(each.name for part in parts for each in part)
+    N7 = next((each.arguments[-1] for part in parts for each in part if each.name == "wkv7"), 0)
+    nothing = torch.zeros(1, dtype=FORMS[form])
+
+    def start(part: _Launch, registers: Tensor, R: int) -> None:
+        part.counters.zero_()
+        first = nothing if part.first is None else part.first
+        launch(_kernel(form, used, N7, 1 if R == 1 else ROWS, threads == 1), first, part.scale, part.shift, constants, registers,
+               part.code, part.counters, len(part.code) // WIDTH, R, tiles, threads)
+
+    return [partial(start, _launch_of(part, program.weights, tiles)) for part in parts]
 
 
 class _Launch(NamedTuple):
@@ -130,14 +147,18 @@ def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
 
 
 @cache
-def _kernel(form: str, used: frozenset[str], rows: int):
-    """The kernel for programs of these instructions: what a program does not use is not compiled. rows: that share weights."""
+def _kernel(form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
+    """The kernel for programs of these instructions: what a program does not use is not compiled.
+
+    N7: N of wkv7. rows: that share weights. serial: by the thread that calls it, alone.
+    """
     has = [name in used for name in NAMES]
     stored, scales, sums, small_sums = MATRIX[form], SCALES[form], sums_of(form, rows), sums_of("float32", rows)
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, c: Floats, g: Floats, code: Integers, counters: Integers,
                count: int, R: int, parts: int, n: int):
+        ti.loop_config(serialize=serial)
         for step in range(n * BLOCK):
             if step % BLOCK == 0:
                 for i in range(count):
@@ -178,7 +199,7 @@ def _kernel(form: str, used: frozenset[str], rows: int):
                                 _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
                         if ti.static(has[WKV7]):
                             if name == WKV7:
-                                _wkv7(c, g, code, at + 2, tile, R, code[at + 1])
+                                _wkv7(c, g, code, at + 2, tile, R, code[at + 1], N7 // LANES)
                         if ti.static(has[ROUND]):
                             if name == ROUND:
                                 _round(g, code, at + 2, tile, R)
@@ -198,14 +219,16 @@ def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, R):
     """A tile is a row."""
     width = code[at + 2]
     x, y = code[at] * R + row * width, code[at + 1] * R + row * width
+    sums = ti.Vector([0.0] * LANES)
     if code[at + 6] >= 0:
         added = code[at + 6] * R + row * width
         for j in range(width // LANES):
-            for lane in ti.static(range(LANES)):
-                g[(x + j * LANES & INDEX) + lane] += g[(added + j * LANES & INDEX) + lane]
-    sums = ti.Vector([0.0] * LANES)
-    for j in range(width // LANES):
-        sums += vector(g, x + j * LANES)
+            now = vector(g, x + j * LANES) + vector(g, added + j * LANES)
+            _store(g, x + j * LANES, now)
+            sums += now
+    else:
+        for j in range(width // LANES):
+            sums += vector(g, x + j * LANES)
     mean = sum_of(sums, R >> 30) / width
     squares = ti.Vector([0.0] * LANES)
     for j in range(width // LANES):
@@ -214,9 +237,7 @@ def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, R):
     factor = 1.0 / ti.sqrt(sum_of(squares, R >> 30) / width + c[code[at + 5]])
     for j in range(width // LANES):
         normal = (vector(g, x + j * LANES) - mean) * factor
-        normal = normal * vector(c, code[at + 3] + j * LANES) + vector(c, code[at + 4] + j * LANES)
-        for lane in ti.static(range(LANES)):
-            g[(y + j * LANES & INDEX) + lane] = normal[lane]
+        _store(g, y + j * LANES, normal * vector(c, code[at + 3] + j * LANES) + vector(c, code[at + 4] + j * LANES))
 
 
 @ti.func
@@ -228,16 +249,15 @@ def _round(g: ti.template(), code: ti.template(), at, row, R):
     for j in range(width // LANES):
         values = vector(g, x + j * LANES)
         if code[at + 5] == 1:
-            largest = ti.Vector([ti.max(largest[lane], abs(values[lane])) for lane in ti.static(range(LANES))])
+            largest = ti.max(largest, ti.max(values, 0.0 - values))
         else:
-            largest = ti.Vector([ti.max(largest[lane], values[lane]) for lane in ti.static(range(LANES))])
+            largest = ti.max(largest, values)
     top = SMALLEST
     for lane in ti.static(range(LANES)):
         top = ti.max(top, largest[lane])
     for j in range(width // LANES):
         whole = vector(g, x + j * LANES) / top * steps
-        for lane in ti.static(range(LANES)):
-            g[(y + j * LANES & INDEX) + lane] = ti.round(whole[lane])
+        _store(g, y + j * LANES, fixed(whole + TO_EVEN, R >> 30) - TO_EVEN)
     g[code[at + 3] * R + row * LANES] = top / steps
 
 
@@ -252,67 +272,72 @@ def _arrange(g: ti.template(), code: ti.template(), at, tile, R, blocks):
 def _mix(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
     width, n, shares = code[at + 3], code[at + 4], code[at + 5]
     row, first = tile // parts, tile % parts * CHANNELS
-    for channel in range(first, ti.min(width, first + CHANNELS)):
+    for j in range(ti.min(width - first, CHANNELS) // LANES):
+        channel = first + j * LANES
         own = row * width + channel
-        x, last = g[code[at] * R + own], g[code[at + 1] * R + own]
+        last = vector(g, code[at + 1] * R + own)
+        x = vector(g, code[at] * R + own)
+        away = x - last
         for i in range(n):
-            g[(code[at + 2] + i * width) * R + own] = last + (x - last) * c[shares + i * width + channel]
-        g[code[at + 1] * R + own] = x
+            _store(g, (code[at + 2] + i * width) * R + own, last + away * vector(c, shares + i * width + channel))
+        _store(g, code[at + 1] * R + own, x)
 
 
 @ti.func
 def _map(g: ti.template(), code: ti.template(), at, tile, R, parts):
     width, function = code[at + 1], code[at + 2]
     row, first = tile // parts, tile % parts * CHANNELS
-    for channel in range(first, ti.min(width, first + CHANNELS)):
-        place = code[at] * R + row * width + channel
-        y = g[place]
+    for j in range(ti.min(width - first, CHANNELS) // LANES):
+        place = code[at] * R + row * width + first + j * LANES
+        y = vector(g, place)
         if function == 0:
-            y = ti.tanh(y)
+            y = tanh(y)
         elif function == 1:
-            y = _sigmoid(y)
+            y = sigmoid(y)
         else:
             y = ti.max(y, 0.0) * ti.max(y, 0.0)
-        g[place] = y
+        _store(g, place, y)
 
 
 @ti.func
 def _add(g: ti.template(), code: ti.template(), at, tile, R, parts):
     width, gate = code[at + 2], code[at + 3]
     row, first = tile // parts, tile % parts * CHANNELS
-    for channel in range(first, ti.min(width, first + CHANNELS)):
-        own = row * width + channel
-        y = g[code[at + 1] * R + own]
+    for j in range(ti.min(width - first, CHANNELS) // LANES):
+        own = row * width + first + j * LANES
+        y = vector(g, code[at + 1] * R + own)
         if gate >= 0:
-            y *= _sigmoid(g[gate * R + own])
-        g[code[at] * R + own] += y
+            y *= sigmoid(vector(g, gate * R + own))
+        _store(g, code[at] * R + own, vector(g, code[at] * R + own) + y)
 
 
 @ti.func
 def _wkv4(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
     width = code[at + AFTER_4]
     row, first = tile // parts, tile % parts * CHANNELS
-    for channel in range(first, ti.min(width, first + CHANNELS)):
+    for j in range(ti.min(width - first, CHANNELS) // LANES):
+        channel = first + j * LANES
         own = row * width + channel
         a_at, b_at, p_at = code[at + OF_4.a] * R + own, code[at + OF_4.b] * R + own, code[at + OF_4.p] * R + own
-        k, v, r = g[code[at + OF_4.k] * R + own], g[code[at + OF_4.v] * R + own], g[code[at + OF_4.r] * R + own]
-        a, b, p = g[a_at], g[b_at], g[p_at]
-        w, u = c[code[at + OF_4.w] + channel], c[code[at + OF_4.u] + channel]
+        k, v, r = (vector(g, code[at + OF_4.k] * R + own), vector(g, code[at + OF_4.v] * R + own),
+                   vector(g, code[at + OF_4.r] * R + own))
+        a, b, p = vector(g, a_at), vector(g, b_at), vector(g, p_at)
+        w, u = vector(c, code[at + OF_4.w] + channel), vector(c, code[at + OF_4.u] + channel)
         top = ti.max(p, u + k)
-        past, now = ti.exp(p - top), ti.exp(u + k - top)
-        g[code[at + OF_4.y] * R + own] = _sigmoid(r) * (past * a + now * v) / (past * b + now)
+        past, now = exp_of_any(p - top), exp_of_any(u + k - top)
+        _store(g, code[at + OF_4.y] * R + own, sigmoid(r) * (past * a + now * v) / (past * b + now))
         top = ti.max(p + w, k)
-        past, now = ti.exp(p + w - top), ti.exp(k - top)
-        g[a_at] = past * a + now * v
-        g[b_at] = past * b + now
-        g[p_at] = top
+        past, now = exp_of_any(p + w - top), exp_of_any(k - top)
+        _store(g, a_at, past * a + now * v)
+        _store(g, b_at, past * b + now)
+        _store(g, p_at, top)
 
 
 @ti.func
-def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, heads):
+def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, heads, vectors: ti.template()):
     """A tile is a head of a row. z, rate, k and v become the decay, b, the key and the value; kk becomes a."""
-    N, head = code[at + AFTER_7 + 1], tile % heads
-    own, channel = tile * N, head * N
+    N = ti.static(vectors * LANES)
+    own, channel = tile * N, tile % heads * N
     r_at, k_at, v_at = code[at + OF_7.r] * R + own, code[at + OF_7.k] * R + own, code[at + OF_7.v] * R + own
     z_at, rate_at, g_at = code[at + OF_7.z] * R + own, code[at + OF_7.rate] * R + own, code[at + OF_7.g] * R + own
     gate_at, first_at = code[at + OF_7.gate] * R + own, code[at + OF_7.v_first] * R + own
@@ -320,60 +345,67 @@ def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, 
     w0, a0, v0 = code[at + OF_7.w0] + channel, code[at + OF_7.a0] + channel, code[at + OF_7.v0] + channel
     k_k, k_a, r_k = code[at + OF_7.k_k] + channel, code[at + OF_7.k_a] + channel, code[at + OF_7.r_k] + channel
     weight, bias = code[at + OF_7.weight] + channel, code[at + OF_7.bias] + channel
-    squares, share = 0.0, 0.0
-    for j in range(N):
-        k, v = g[k_at + j], g[v_at + j]
-        rate = _sigmoid(c[a0 + j] + g[rate_at + j])
-        g[rate_at + j] = rate
-        g[z_at + j] = ti.exp(FASTEST_LOG_W * _sigmoid(c[w0 + j] + g[z_at + j]))
+    squares, shares = ti.Vector([0.0] * LANES), ti.Vector([0.0] * LANES)
+    for i in range(N // LANES):
+        j = i * LANES
+        k, v = vector(g, k_at + j), vector(g, v_at + j)
+        rate = sigmoid(vector(c, a0 + j) + vector(g, rate_at + j))
+        _store(g, rate_at + j, rate)
+        _store(g, z_at + j, exp(FASTEST_LOG_W * sigmoid(vector(c, w0 + j) + vector(g, z_at + j))))
         if code[at + OF_7.gate] >= 0:
-            v += (g[first_at + j] - v) * _sigmoid(c[v0 + j] + g[gate_at + j])
-            g[v_at + j] = v
+            v += (vector(g, first_at + j) - v) * sigmoid(vector(c, v0 + j) + vector(g, gate_at + j))
+            _store(g, v_at + j, v)
         else:
-            g[first_at + j] = v
-        kk = k * c[k_k + j]
+            _store(g, first_at + j, v)
+        kk = k * vector(c, k_k + j)
         squares += kk * kk
-        k *= 1.0 + (rate - 1.0) * c[k_a + j]
-        share += g[r_at + j] * k * c[r_k + j]
-        g[k_at + j] = k
-        g[kk_at + j] = kk
-    factor = 1.0 / ti.max(ti.sqrt(squares), LEAST_NORM)
-    for j in range(N):
-        kk = g[kk_at + j] * factor
-        g[kk_at + j] = -kk
-        g[rate_at + j] *= kk
-    _state_and_y(g, state_at, z_at, kk_at, rate_at, k_at, v_at, r_at, y_at, N, R)
-    total = 0.0
-    for j in range(N):
-        total += g[y_at + j]
-    mean, squares_away = total / N, 0.0
-    for j in range(N):
-        squares_away += (g[y_at + j] - mean) ** 2
-    scale = 1.0 / ti.sqrt(squares_away / N + c[code[at + OF_7.eps]])
-    for j in range(N):
-        normal = (g[y_at + j] - mean) * scale * c[weight + j] + c[bias + j]
-        g[y_at + j] = (normal + share * g[v_at + j]) * g[g_at + j]
+        k *= 1.0 + (rate - 1.0) * vector(c, k_a + j)
+        shares += vector(g, r_at + j) * k * vector(c, r_k + j)
+        _store(g, k_at + j, k)
+        _store(g, kk_at + j, kk)
+    factor, share = 1.0 / ti.max(ti.sqrt(sum_of(squares, R >> 30)), LEAST_NORM), sum_of(shares, R >> 30)
+    for i in range(N // LANES):
+        j = i * LANES
+        kk = vector(g, kk_at + j) * factor
+        _store(g, kk_at + j, 0.0 - kk)
+        _store(g, rate_at + j, vector(g, rate_at + j) * kk)
+    _state_and_y(g, state_at, z_at, kk_at, rate_at, k_at, v_at, r_at, y_at, vectors, R)
+    totals = ti.Vector([0.0] * LANES)
+    for i in range(N // LANES):
+        totals += vector(g, y_at + i * LANES)
+    mean, squares_away = sum_of(totals, R >> 30) / N, ti.Vector([0.0] * LANES)
+    for i in range(N // LANES):
+        away = vector(g, y_at + i * LANES) - mean
+        squares_away += away * away
+    scale = 1.0 / ti.sqrt(sum_of(squares_away, R >> 30) / N + c[code[at + OF_7.eps]])
+    for i in range(N // LANES):
+        j = i * LANES
+        normal = (vector(g, y_at + j) - mean) * scale * vector(c, weight + j) + vector(c, bias + j)
+        _store(g, y_at + j, (normal + share * vector(g, v_at + j)) * vector(g, g_at + j))
 
 
 @ti.func
-def _state_and_y(g: ti.template(), state_at, w_at, a_at, b_at, k_at, v_at, r_at, y_at, N, R):
-    """kernels/wkv7's step for one head: S w + (S a) b + v k, and y = S r, row by row."""
-    for i in range(N):
-        row = state_at + i * N
-        sums = ti.Vector([0.0] * LANES)
-        for j in range(N // LANES):
-            sums += vector(g, row + j * LANES) * vector(g, a_at + j * LANES)
-        sa, v = sum_of(sums, R >> 30), g[v_at + i]
-        sums = ti.Vector([0.0] * LANES)
-        for j in range(N // LANES):
-            now = (vector(g, row + j * LANES) * vector(g, w_at + j * LANES) + sa * vector(g, b_at + j * LANES)
-                   + v * vector(g, k_at + j * LANES))
-            for lane in ti.static(range(LANES)):
-                g[(row + j * LANES & INDEX) + lane] = now[lane]
-            sums += now * vector(g, r_at + j * LANES)
-        g[y_at + i] = sum_of(sums, R >> 30)
+def _state_and_y(g: ti.template(), state_at, w_at, a_at, b_at, k_at, v_at, r_at, y_at, vectors: ti.template(), R):
+    """kernels/wkv7's step for one head: S w + (S a) b + v k, and y = S r, row by row, of so many vectors.
+
+    A row is stored as a whole after all that it needs is read: what stands between a store and a load is not in vectors.
+    """
+    for i in range(vectors * LANES):
+        row = state_at + i * vectors * LANES
+        state = [vector(g, row, j * LANES) for j in ti.static(range(vectors))]
+        sums = [ti.Vector([0.0] * LANES) for _ in ti.static(range(2 * CHAINS))]
+        for j in ti.static(range(vectors)):
+            sums[j % CHAINS] += state[j] * vector(g, a_at, j * LANES)
+        sa, v = sum_of(sums[0] + sums[1] + (sums[2] + sums[3]), R >> 30), g[v_at + i]
+        for j in ti.static(range(vectors)):
+            state[j] = state[j] * vector(g, w_at, j * LANES) + sa * vector(g, b_at, j * LANES) + v * vector(g, k_at, j * LANES)
+            sums[CHAINS + j % CHAINS] += state[j] * vector(g, r_at, j * LANES)
+        for j in ti.static(range(vectors)):
+            _store(g, row, state[j], j * LANES)
+        g[y_at + i] = sum_of(sums[4] + sums[5] + (sums[6] + sums[7]), R >> 30)
 
 
 @ti.func
-def _sigmoid(x):
-    return 1.0 / (1.0 + ti.exp(-x))
+def _store(g: ti.template(), at, values, beyond: ti.template() = 0):
+    for lane in ti.static(range(LANES)):
+        g[(at & INDEX) + (beyond + lane)] = values[lane]

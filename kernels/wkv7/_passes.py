@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import by_lane, stored
+from kernels.backends.lanes import exp, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -33,9 +33,6 @@ LANES = 16  # of a vector: its running sums and its two outer products' rows the
 CHUNK = 16  # steps whose vectors are made ready at a time
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
 FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # the order of a step's vectors: two are added, two are multiplied; w
-LOG2_E = 1.4426950408889634
-EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
-        0.00015403530393381606)  # of 2^f, |f| <= 1/2, to 1e-8
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), N_multiple=LANES)
 Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
@@ -265,15 +262,3 @@ def store_turned(state: ti.template(), flat: ti.template(), matrix, head, M):
         for i in range(LANES):
             for j in range(M * LANES):
                 state[(head * M * LANES + x * LANES + i) * M * LANES + j] = flat[matrix + (x * M * LANES + j) * LANES + i]
-
-
-@ti.func
-def exp(x):
-    """e^x for -80 < x <= 0, to 2 units in the last place."""
-    z = x * LOG2_E
-    power = ti.floor(z + 0.5)
-    f = z - power
-    m = 0.0 * f + EXP2[-1]
-    for c in ti.static(EXP2[-2::-1]):
-        m = m * f + c
-    return m * by_lane(ti.bit_cast, (by_lane(ti.cast, power, ti.i32) + 127) << 23, ti.f32)

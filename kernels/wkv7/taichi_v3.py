@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import stored
+from kernels.backends.lanes import exp, stored
 from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
 from kernels.wkv7 import _passes
-from kernels.wkv7._passes import LANES, Flat, Vectors, aligned, exp, load_turned, product, store_turned
+from kernels.wkv7._passes import LANES, Flat, Vectors, aligned, load_turned, product, store_turned
 
 CHUNK = 16  # steps between two multiplications of the matrix by the decay
 GROUP = 2  # columns of which a pass loads all before it stores any: Taichi reloads the data's address after a store

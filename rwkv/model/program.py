@@ -6,11 +6,12 @@ The instructions of a block are written down in rwkvN_program.py beside this fil
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backends.cpu import multiplies
-from kernels.decoding import LANES, Program
-from kernels.matvec import FORMS, Packed, pack
+from kernels.decoding import LANES, Product, Program
+from kernels.matvec import FORMS, pack
 from rwkv.model.operators import can_decode, decoding_name
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
@@ -51,7 +52,7 @@ def program_of(model: Any) -> ModelProgram | None:
     blocks = model.generation.ProgramBlocks(program, model.config, x)
     layers = [blocks.add(block) for block in model.blocks]
     add_norm(program, model.ln_out, x, normal)
-    add_product(program, model.head, normal, logits)
+    add_products(program, (model.head, normal, logits))
     return ModelProgram(program, forms.pop(), x, logits, layers)
 
 
@@ -88,14 +89,20 @@ def add_norm(program: Program, norm: nn.Module, x: int, y: int, **options: int) 
     program.norm(x, y, len(norm.weight), norm.weight, norm.bias, norm.eps, **options)
 
 
-def add_product(program: Program, layer: nn.Module, x: int, y: int) -> None:
-    """y = layer(x), of a linear layer in any form."""
-    if isinstance(layer, (Int8Linear, Int4Linear)):
-        packed: Packed = layer.packed
-    else:
-        assert isinstance(layer, nn.Linear)
-        packed = pack(layer.weight, form_of(layer))
-    program.product(x, y, packed, layer.in_features)
+def add_products(program: Program, *products: tuple[nn.Module, int, int]) -> None:
+    """y = layer(x) for each (layer, x, y) of linear layers in any form; none of them reads what another computes."""
+    program.products([_product(*product) for product in products])
+
+
+def _product(layer: nn.Module, x: int, y: int) -> Product:
+    if isinstance(layer, Int8Linear):
+        return Product(x, y, layer.packed, layer.in_features, layer.of_whole_numbers)
+    if isinstance(layer, Int4Linear):
+        return Product(x, y, layer.packed, layer.in_features, layer.of_rows)
+    assert isinstance(layer, nn.Linear)
+    weight = layer.weight.detach()
+    return Product(x, y, pack(weight, form_of(layer)), layer.in_features,
+                   lambda rows: F.linear(rows.to(weight.dtype), weight))
 
 
 def shares(*parameters: Tensor) -> Tensor:

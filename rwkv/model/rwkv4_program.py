@@ -5,7 +5,7 @@ from typing import Any
 from kernels.decoding import Program, Wkv4
 from kernels.wkv4 import decay_exponent
 from rwkv.config import ModelConfig
-from rwkv.model.program import Place, add_norm, add_product, shares
+from rwkv.model.program import Place, add_norm, add_products, shares
 
 
 class ProgramBlocks:
@@ -31,11 +31,11 @@ class ProgramBlocks:
         last, a, b, p = program.register(C), program.register(A), program.register(A), program.register(A)
         add_norm(program, block.ln1, self._x, self._normal)
         program.mix(self._normal, last, self._mixed, C, shares(att.time_mix_k, att.time_mix_v, att.time_mix_r))
-        for i, (layer, y) in enumerate(((att.key, self._k), (att.value, self._v), (att.receptance, self._r))):
-            add_product(program, layer, self._mixed + i * C, y)
+        layers = (att.key, self._k), (att.value, self._v), (att.receptance, self._r)
+        add_products(program, *((layer, self._mixed + i * C, y) for i, (layer, y) in enumerate(layers)))
         w, u = program.constant(decay_exponent(att.time_decay.detach().float())), program.constant(att.time_first)
         program.wkv4(Wkv4(self._k, self._v, self._r, a, b, p, self._y, w, u), A)
-        add_product(program, att.output, self._y, self._out)
+        add_products(program, (att.output, self._y, self._out))
         return [Place(last, (C,)), Place(a, (A,)), Place(b, (A,)), Place(p, (A,))]
 
     def _add_channel_mix(self, block: Any) -> Place:
@@ -43,9 +43,8 @@ class ProgramBlocks:
         last = program.register(C)
         add_norm(program, block.ln2, self._x, self._normal, added=self._out)
         program.mix(self._normal, last, self._mixed, C, shares(ffn.time_mix_k, ffn.time_mix_r))
-        add_product(program, ffn.key, self._mixed, self._relu)
-        add_product(program, ffn.receptance, self._mixed + C, self._gate)
+        add_products(program, (ffn.key, self._mixed, self._relu), (ffn.receptance, self._mixed + C, self._gate))
         program.map("relu2", self._relu, F)
-        add_product(program, ffn.value, self._relu, self._out)
+        add_products(program, (ffn.value, self._relu, self._out))
         program.add(self._x, self._out, C, gate=self._gate)
         return Place(last, (C,))

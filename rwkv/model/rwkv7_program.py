@@ -6,7 +6,7 @@ import torch
 
 from kernels.decoding import LANES, NONE, Program, Wkv7
 from rwkv.config import ModelConfig
-from rwkv.model.program import Place, add_norm, add_product, shares
+from rwkv.model.program import Place, add_norm, add_products, shares
 
 MIXES = "rkvwag"
 VECTORS = ("w0", "a0", "v0", "k_k", "k_a", "r_k")        # of TimeMix, in the order of Wkv7
@@ -36,19 +36,19 @@ class ProgramBlocks:
         add_norm(program, block.ln1, self._x, self._normal)
         mixes = [1 - getattr(att, f"x_{name}").detach().float() for name in MIXES]
         program.mix(self._normal, last, self._mixed, C, shares(*mixes))
-        for i, (layer, y) in enumerate(((att.receptance, self._r), (att.key, self._k), (att.value, self._v))):
-            add_product(program, layer, self._mixed + i * C, y)
         self._add_gate(att, "w", self._z, "tanh")
         self._add_gate(att, "a", self._rate)
         self._add_gate(att, "g", self._g, "sigmoid")
         if not block.first:
             self._add_gate(att, "v", self._of_v)
+        layers = (att.receptance, self._r), (att.key, self._k), (att.value, self._v)
+        add_products(program, *((layer, self._mixed + i * C, y) for i, (layer, y) in enumerate(layers)))
         constants = [program.constant(getattr(att, name)) for name in VECTORS]
         norm = [program.constant(values) for values in (att.ln_x.weight, att.ln_x.bias, torch.tensor([att.ln_x.eps]))]
         gate = NONE if block.first else self._of_v
         registers = (self._r, self._k, self._v, self._z, self._rate, self._g, gate, self._v_first, state, self._kk, self._y)
         program.wkv7(Wkv7(*registers, *constants, *norm), C // N, N)
-        add_product(program, att.output, self._y, self._out)
+        add_products(program, (att.output, self._y, self._out))
         return [Place(last, (C,)), Place(state, (C // N, N, N))]
 
     def _add_gate(self, att: Any, name: str, y: int, function: str = "") -> None:
@@ -66,8 +66,8 @@ class ProgramBlocks:
         last = program.register(C)
         add_norm(program, block.ln2, self._x, self._normal, added=self._out)
         program.mix(self._normal, last, self._mixed, C, shares(1 - ffn.x_k.detach().float()))
-        add_product(program, ffn.key, self._mixed, self._relu)
+        add_products(program, (ffn.key, self._mixed, self._relu))
         program.map("relu2", self._relu, self._F)
-        add_product(program, ffn.value, self._relu, self._out)
+        add_products(program, (ffn.value, self._relu, self._out))
         program.add(self._x, self._out, C)
         return Place(last, (C,))

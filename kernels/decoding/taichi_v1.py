@@ -1,0 +1,62 @@
+"""Products by PyTorch, and all that lies between two of them in one launch: for many rows, of which its products make more.
+
+In int8 the products are sums of whole numbers, exact in any order, so that a row's result is taichi_v0's to the bit.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.decoding import LANES, Instruction, Program, of_register
+from kernels.decoding.taichi_v0 import REQUIRES as REQUIRES
+from kernels.decoding.taichi_v0 import launches_of
+from kernels.matvec import unpacked
+
+LARGE = {"small_product", "wkv7"}        # instructions for which other threads are worth waking
+Run = Callable[[Tensor, int], None]
+
+
+def bind(program: Program, form: str) -> Run:
+    steps = list(_steps(program))
+    calls: list[Callable[[], None]] = []
+    registers_of_calls: Tensor | None = None
+
+    def run(registers: Tensor, R: int) -> None:
+        nonlocal calls, registers_of_calls
+        if registers is not registers_of_calls:          # views of registers take as long as a small product
+            calls, registers_of_calls = [step(registers, R) for step in steps], registers
+        for call in calls:
+            call()
+
+    return run
+
+
+def _steps(program: Program) -> Iterator[Callable[[Tensor, int], Callable[[], None]]]:
+    """Functions of the registers that give what carries out a step of the program."""
+    kept = [instruction for instruction in program.instructions if instruction.name != "arrange"]
+    parts = [list(part) for _, part in groupby(kept, lambda each: each.name == "product")]
+    others = [part for part in parts if part[0].name != "product"]
+    large = [part for part in others if LARGE & {each.name for each in part}]
+    by_all = iter(launches_of(large, program, "float32"))
+    by_one = iter(launches_of([part for part in others if part not in large], program, "float32", threads=1))
+    for part in parts:
+        if part[0].name == "product":
+            yield from (partial(_product, program, each) for each in part)
+        else:
+            launch = next(by_all if part in large else by_one)
+            yield lambda registers, R, launch=launch: partial(launch, registers, R)
+
+
+def _product(program: Program, product: Instruction, registers: Tensor, R: int) -> Callable[[], None]:
+    x_at, y_at, N, K, extra, number = product.arguments
+    weight = program.weights[number]
+    function = program.functions[number] or (lambda rows: F.linear(rows, unpacked(weight, torch.float32)[:, :K]))
+    x, y = of_register(registers, x_at, K, R), of_register(registers, y_at, N, R)
+    if weight.form == "int8":
+        step = of_register(registers, extra, LANES, R)[:, :1]
+        return lambda: torch.mul(function(x), step, out=y)
+    return lambda: y.copy_(function(x))
