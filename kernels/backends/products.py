@@ -34,8 +34,8 @@ def _sums_in_chains(rows, convert, integers=False, in_steps=False):
 
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
-        at = [x_at + ti.min(first + i, R - 1) * K for i in ti.static(range(rows))]
+             n, first, R, K, w_at, scale_at, x_at, x_row, step_at, y_at, y_row, zero):
+        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
         for block in range(K // WHOLE):
             for c in ti.static(range(CHAINS)):
@@ -53,13 +53,13 @@ def _sums_in_chains(rows, convert, integers=False, in_steps=False):
                     whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
                 total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
                 if ti.static(in_steps):
-                    total *= x[step_at + row * LANES]
+                    total *= x[step_at + row * x_row]
             else:
                 halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
                 total = sum_of(fixed(halves[0] + halves[1], zero), zero)
                 for k in range(K // WHOLE * WHOLE, K):
                     total += convert(w[w_at + n * K + k]) * x[at[i] + k]
-            y[y_at + row * N + n] = total
+            y[y_at + row * y_row + n] = total
 
     return sums
 
@@ -70,12 +70,12 @@ def _from_integers(x):
 
 
 def _int4_sums(rows):
-    """The same for integers in groups: scale sum(q x) + shift sum(x). step_at: where `arrange` has put the rows of x."""
+    """The same for integers in groups: scale sum(q x) + shift sum(x). A row of x is what `arrange` has made of it."""
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, first, R, N, K, w_at, scale_at, x_at, step_at, y_at, zero):
+             n, first, R, K, w_at, scale_at, x_at, x_row, step_at, y_at, y_row, zero):
         blocks = tiles(K, BLOCK_4)
-        at = [step_at + ti.min(first + i, R - 1) * blocks * ARRANGED for i in ti.static(range(rows))]
+        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows))]
         for block in range(blocks):
             group, x_block = (n * blocks + block) * LANES, block * ARRANGED
@@ -96,7 +96,7 @@ def _int4_sums(rows):
                 shifted = shifts * vector(x, at[i] + x_block, BLOCK_4 + CHAINS * LANES)
                 acc[i] = fixed(acc[i] + fixed(products * scales + shifted, zero), zero)
         for i in ti.static(range(rows)):
-            y[y_at + ti.min(first + i, R - 1) * N + n] = sum_of(acc[i], zero)
+            y[y_at + ti.min(first + i, R - 1) * y_row + n] = sum_of(acc[i], zero)
 
     return sums
 
@@ -164,12 +164,11 @@ def fixed(x, zero):
 
 @cache
 def sums_of(form, rows, whole_numbers=False):
-    """The function that computes y[r,n] for that n and the rows `first` to first + rows - 1 of x (R,K), or the last of R again.
+    """The function that computes y[r,n] for that n and the rows `first` to first + rows - 1 of R rows, or the last of R again.
 
     form: of W. whole_numbers: a row of x in int8 is whole numbers, and y lacks its factor; otherwise it is in steps.
-    w_at, scale_at, x_at, y_at: where W (N,K), its scales, x (R,K) and y (R,N) begin in the arrays. step_at: in int8, where the
-    sizes of steps are, each the first of a vector in the array of x; in int4, where `arrange` has put the rows of x.
-    zero: 0, see sum_of.
+    w_at, scale_at, x_at, y_at: where W (N,K), its scales, x and y begin in the arrays. x_row, y_row: from one row to the next.
+    step_at: in int8, where the size of the first row's steps is, in the array of x. zero: 0, see sum_of.
     """
     if form == "int4":
         return _int4_sums(rows)

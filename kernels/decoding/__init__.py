@@ -17,8 +17,8 @@ A register is a vector of float32 for each row of the batch; constants are share
     wkv4      y = sigmoid(r) wkv(k, v), where wkv is kernels.wkv4's step for one token, whose state goes on
     wkv7      all of RWKV-7's time mixing that lies between its products (rwkv/model/rwkv7.py), whose state goes on
 
-A file beside this one has REQUIRES and bind(program, form) -> function(registers, R), which runs the program once on the
-registers of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it.
+A file beside this one has REQUIRES and bind(program, form) -> function(registers), which runs the program once on the registers
+(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it, but for products by PyTorch.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ NONE = -1                                # in the place of a register or a const
 MAPS = ("tanh", "sigmoid", "relu2")
 FASTEST_LOG_W = -0.6065306597126334      # of RWKV-7's decay: -e^-0.5
 Function = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], None]
 LEAST_NORM = 1e-12                       # of RWKV-7's kk, as in torch.nn.functional.normalize
 
 
@@ -105,8 +106,7 @@ class Product(NamedTuple):
 class Program:
     """Instructions in order, and what they work on. Each method adds a register, a constant or an instruction.
 
-    size: the numbers in all registers of one row. A register of width w at place p takes the numbers p R to (p + w) R of the
-    registers of R rows, row after row.
+    size: the numbers in all registers of one row.
     """
 
     size: int = 0
@@ -190,8 +190,3 @@ class Program:
 
     def _add(self, name: str, *arguments: int) -> None:
         self.instructions.append(Instruction(name, arguments))
-
-
-def of_register(registers: Tensor, place: int, width: int, R: int) -> Tensor:
-    """The register (R,width) at the place, a view."""
-    return registers[place * R:(place + width) * R].view(R, width)

@@ -1,13 +1,12 @@
 """Instruction by instruction in PyTorch, in the dtype of the registers. The reference, in float64."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Wkv4, Wkv7, of_register
+from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Run, Wkv4, Wkv7
 from kernels.matvec import SMALLEST, unpacked
 from kernels.registry import Requires
 
@@ -16,11 +15,11 @@ REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, tor
 FUNCTIONS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu2": lambda y: torch.relu(y) ** 2}
 
 
-def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
+def bind(program: Program, form: str) -> Run:
     constants = program.constants()
 
-    def run(registers: Tensor, R: int) -> None:
-        machine = _Machine(program, constants.to(registers.dtype), partial(of_register, registers, R=R))
+    def run(registers: Tensor) -> None:
+        machine = _Machine(program, constants.to(registers.dtype), registers)
         for name, arguments in program.instructions:
             getattr(machine, name)(*arguments)
 
@@ -28,10 +27,10 @@ def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
 
 
 class _Machine:
-    """A method for each instruction; register(place, width) is the register (R,width)."""
+    """A method for each instruction."""
 
-    def __init__(self, program: Program, constants: Tensor, register: Callable[[int, int], Tensor]) -> None:
-        self._program, self._constants, self._register = program, constants, register
+    def __init__(self, program: Program, constants: Tensor, registers: Tensor) -> None:
+        self._program, self._constants, self._registers = program, constants, registers
 
     def norm(self, x: int, y: int, width: int, weight: int, bias: int, eps: int, added: int) -> None:
         rows = self._register(x, width)
@@ -107,13 +106,17 @@ class _Machine:
         k = k * (1 + (rate - 1) * k_a)
         heads_of = partial(torch.unflatten, dim=1, sizes=(heads, N))
         r, w, k, v, b = heads_of(r), heads_of(w), heads_of(k), heads_of(v), kk * heads_of(rate)
-        state = self._register(at.state, C * N).view(-1, heads, N, N)
+        state = self._register(at.state, C * N).unflatten(1, (heads, N, N))
         state.copy_(state * w.unsqueeze(-2) + (state @ -kk.unsqueeze(-1)) * b.unsqueeze(-2)
                     + v.unsqueeze(-1) * k.unsqueeze(-2))
         y = (state @ r.unsqueeze(-1)).flatten(1)
         share = (r * k * heads_of(r_k.unsqueeze(0))).sum(-1, keepdim=True)
         normal = F.group_norm(y, heads, weight, bias, self._constants[at.eps].item())
         self._register(at.y, C).copy_((normal + (share * v).flatten(1)) * g)
+
+    def _register(self, place: int, width: int) -> Tensor:
+        """The register (R,width)."""
+        return self._registers[:, place:place + width]
 
     def _constant(self, place: int, width: int) -> Tensor:
         return self._constants[place:place + width]

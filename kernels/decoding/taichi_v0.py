@@ -32,7 +32,7 @@ from kernels.backends.products import (
     vector,
 )
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
-from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program, Wkv4, Wkv7
+from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program, Run, Wkv4, Wkv7
 from kernels.matvec import FORMS, SMALLEST, Packed
 from kernels.registry import Requires
 
@@ -52,18 +52,17 @@ APART = 16                               # integers between two counters, so tha
 Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
 
-def bind(program: Program, form: str) -> Callable[[Tensor, int], None]:
+def bind(program: Program, form: str) -> Run:
     launches = launches_of(_within_reach(program), program, form)
 
-    def run(registers: Tensor, R: int) -> None:
+    def run(registers: Tensor) -> None:
         for start in launches:
-            start(registers, R)
+            start(registers)
 
     return run
 
 
-def launches_of(parts: list[list[Instruction]], program: Program, form: str,
-                threads: int | None = None) -> list[Callable[[Tensor, int], None]]:
+def launches_of(parts: list[list[Instruction]], program: Program, form: str, threads: int | None = None) -> list[Run]:
     """Functions that carry out the parts of a program, one launch each.
 
     threads: all by default. One is the caller's own, which wakes no other: 15 us instead of 90.
@@ -74,11 +73,12 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str,
     N7 = next((each.arguments[-1] for part in parts for each in part if each.name == "wkv7"), 0)
     nothing = torch.zeros(1, dtype=FORMS[form])
 
-    def start(part: _Launch, registers: Tensor, R: int) -> None:
+    def start(part: _Launch, registers: Tensor) -> None:
+        R = len(registers)
         part.counters.zero_()
         first = nothing if part.first is None else part.first
-        launch(_kernel(form, used, N7, 1 if R == 1 else ROWS, threads == 1), first, part.scale, part.shift, constants, registers,
-               part.code, part.counters, len(part.code) // WIDTH, R, tiles, threads)
+        launch(_kernel(form, used, N7, 1 if R == 1 else ROWS, threads == 1), first, part.scale, part.shift, constants, registers.view(-1),
+               part.code, part.counters, len(part.code) // WIDTH, program.size, R, tiles, threads)
 
     return [partial(start, _launch_of(part, program.weights, tiles)) for part in parts]
 
@@ -153,11 +153,12 @@ def _kernel(form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
     N7: N of wkv7. rows: that share weights. serial: by the thread that calls it, alone.
     """
     has = [name in used for name in NAMES]
+    x_of = 6 if form == "int4" else 2    # where an instruction says what a product reads: what `arrange` has written, or x
     stored, scales, sums, small_sums = MATRIX[form], SCALES[form], sums_of(form, rows), sums_of("float32", rows)
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, c: Floats, g: Floats, code: Integers, counters: Integers,
-               count: int, R: int, parts: int, n: int):
+               count: int, size: int, R: int, parts: int, n: int):
         ti.loop_config(serialize=serial)
         for step in range(n * BLOCK):
             if step % BLOCK == 0:
@@ -170,42 +171,42 @@ def _kernel(form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
                     while tile < total:
                         if ti.static(has[NORM]):
                             if name == NORM:
-                                _norm(c, g, code, at + 2, tile, R)
+                                _norm(c, g, code, at + 2, tile, size, R)
                         if ti.static(has[MIX]):
                             if name == MIX:
-                                _mix(c, g, code, at + 2, tile, R, code[at + 1])
+                                _mix(c, g, code, at + 2, tile, size, code[at + 1])
                         if ti.static(has[PRODUCT]):
                             if name == PRODUCT:
                                 N, K = code[at + 4], code[at + 5]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
-                                        sums(w, scale, shift, g, g, row, r * rows, R, N, K, code[at + 7], code[at + 8],
-                                             code[at + 2] * R, code[at + 6] * R, code[at + 3] * R, R >> 30)
+                                        sums(w, scale, shift, g, g, row, r * rows, R, K, code[at + 7], code[at + 8],
+                                             code[at + x_of], size, code[at + 6], code[at + 3], size, R >> 30)
                         if ti.static(has[SMALL_PRODUCT]):
                             if name == SMALL_PRODUCT:
                                 N, K = code[at + 4], code[at + 5]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
-                                        small_sums(c, c, c, g, g, row, r * rows, R, N, K, code[at + 6], 0,
-                                                   code[at + 2] * R, 0, code[at + 3] * R, R >> 30)
+                                        small_sums(c, c, c, g, g, row, r * rows, R, K, code[at + 6], 0,
+                                                   code[at + 2], size, 0, code[at + 3], size, R >> 30)
                         if ti.static(has[MAP]):
                             if name == MAP:
-                                _map(g, code, at + 2, tile, R, code[at + 1])
+                                _map(g, code, at + 2, tile, size, code[at + 1])
                         if ti.static(has[ADD]):
                             if name == ADD:
-                                _add(g, code, at + 2, tile, R, code[at + 1])
+                                _add(g, code, at + 2, tile, size, code[at + 1])
                         if ti.static(has[WKV4]):
                             if name == WKV4:
-                                _wkv4(c, g, code, at + 2, tile, R, code[at + 1])
+                                _wkv4(c, g, code, at + 2, tile, size, code[at + 1])
                         if ti.static(has[WKV7]):
                             if name == WKV7:
-                                _wkv7(c, g, code, at + 2, tile, R, code[at + 1], N7 // LANES)
+                                _wkv7(c, g, code, at + 2, tile, size, R, code[at + 1], N7 // LANES)
                         if ti.static(has[ROUND]):
                             if name == ROUND:
-                                _round(g, code, at + 2, tile, R)
+                                _round(g, code, at + 2, tile, size, R)
                         if ti.static(has[ARRANGE]):
                             if name == ARRANGE:
-                                _arrange(g, code, at + 2, tile, R, code[at + 1])
+                                _arrange(g, code, at + 2, tile, size, code[at + 1])
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
                         tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
@@ -215,13 +216,13 @@ def _kernel(form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
 
 
 @ti.func
-def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, R):
+def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, size, R):
     """A tile is a row."""
     width = code[at + 2]
-    x, y = code[at] * R + row * width, code[at + 1] * R + row * width
+    x, y = row * size + code[at], row * size + code[at + 1]
     sums = ti.Vector([0.0] * LANES)
     if code[at + 6] >= 0:
-        added = code[at + 6] * R + row * width
+        added = row * size + code[at + 6]
         for j in range(width // LANES):
             now = vector(g, x + j * LANES) + vector(g, added + j * LANES)
             _store(g, x + j * LANES, now)
@@ -241,10 +242,10 @@ def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, R):
 
 
 @ti.func
-def _round(g: ti.template(), code: ti.template(), at, row, R):
+def _round(g: ti.template(), code: ti.template(), at, row, size, R):
     """A tile is a row."""
     width, steps = code[at + 2], ti.cast(code[at + 4], ti.f32)
-    x, y = code[at] * R + row * width, code[at + 1] * R + row * width
+    x, y = row * size + code[at], row * size + code[at + 1]
     largest = ti.Vector([0.0] * LANES)
     for j in range(width // LANES):
         values = vector(g, x + j * LANES)
@@ -258,37 +259,37 @@ def _round(g: ti.template(), code: ti.template(), at, row, R):
     for j in range(width // LANES):
         whole = vector(g, x + j * LANES) / top * steps
         _store(g, y + j * LANES, fixed(whole + TO_EVEN, R >> 30) - TO_EVEN)
-    g[code[at + 3] * R + row * LANES] = top / steps
+    g[row * size + code[at + 3]] = top / steps
 
 
 @ti.func
-def _arrange(g: ti.template(), code: ti.template(), at, tile, R, blocks):
+def _arrange(g: ti.template(), code: ti.template(), at, tile, size, blocks):
     """A tile is a block of a row."""
     row, width = tile // blocks, code[at + 2]
-    arrange(g, code[at] * R + row * width, g, code[at + 1] * R + row * blocks * ARRANGED, width, tile % blocks)
+    arrange(g, row * size + code[at], g, row * size + code[at + 1], width, tile % blocks)
 
 
 @ti.func
-def _mix(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
+def _mix(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, size, parts):
     width, n, shares = code[at + 3], code[at + 4], code[at + 5]
     row, first = tile // parts, tile % parts * CHANNELS
     for j in range(ti.min(width - first, CHANNELS) // LANES):
         channel = first + j * LANES
-        own = row * width + channel
-        last = vector(g, code[at + 1] * R + own)
-        x = vector(g, code[at] * R + own)
+        own = row * size + channel
+        last = vector(g, code[at + 1] + own)
+        x = vector(g, code[at] + own)
         away = x - last
         for i in range(n):
-            _store(g, (code[at + 2] + i * width) * R + own, last + away * vector(c, shares + i * width + channel))
-        _store(g, code[at + 1] * R + own, x)
+            _store(g, code[at + 2] + i * width + own, last + away * vector(c, shares + i * width + channel))
+        _store(g, code[at + 1] + own, x)
 
 
 @ti.func
-def _map(g: ti.template(), code: ti.template(), at, tile, R, parts):
+def _map(g: ti.template(), code: ti.template(), at, tile, size, parts):
     width, function = code[at + 1], code[at + 2]
     row, first = tile // parts, tile % parts * CHANNELS
     for j in range(ti.min(width - first, CHANNELS) // LANES):
-        place = code[at] * R + row * width + first + j * LANES
+        place = row * size + code[at] + first + j * LANES
         y = vector(g, place)
         if function == 0:
             y = tanh(y)
@@ -300,32 +301,32 @@ def _map(g: ti.template(), code: ti.template(), at, tile, R, parts):
 
 
 @ti.func
-def _add(g: ti.template(), code: ti.template(), at, tile, R, parts):
+def _add(g: ti.template(), code: ti.template(), at, tile, size, parts):
     width, gate = code[at + 2], code[at + 3]
     row, first = tile // parts, tile % parts * CHANNELS
     for j in range(ti.min(width - first, CHANNELS) // LANES):
-        own = row * width + first + j * LANES
-        y = vector(g, code[at + 1] * R + own)
+        own = row * size + first + j * LANES
+        y = vector(g, code[at + 1] + own)
         if gate >= 0:
-            y *= sigmoid(vector(g, gate * R + own))
-        _store(g, code[at] * R + own, vector(g, code[at] * R + own) + y)
+            y *= sigmoid(vector(g, gate + own))
+        _store(g, code[at] + own, vector(g, code[at] + own) + y)
 
 
 @ti.func
-def _wkv4(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, parts):
+def _wkv4(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, size, parts):
     width = code[at + AFTER_4]
     row, first = tile // parts, tile % parts * CHANNELS
     for j in range(ti.min(width - first, CHANNELS) // LANES):
         channel = first + j * LANES
-        own = row * width + channel
-        a_at, b_at, p_at = code[at + OF_4.a] * R + own, code[at + OF_4.b] * R + own, code[at + OF_4.p] * R + own
-        k, v, r = (vector(g, code[at + OF_4.k] * R + own), vector(g, code[at + OF_4.v] * R + own),
-                   vector(g, code[at + OF_4.r] * R + own))
+        own = row * size + channel
+        a_at, b_at, p_at = code[at + OF_4.a] + own, code[at + OF_4.b] + own, code[at + OF_4.p] + own
+        k, v, r = (vector(g, code[at + OF_4.k] + own), vector(g, code[at + OF_4.v] + own),
+                   vector(g, code[at + OF_4.r] + own))
         a, b, p = vector(g, a_at), vector(g, b_at), vector(g, p_at)
         w, u = vector(c, code[at + OF_4.w] + channel), vector(c, code[at + OF_4.u] + channel)
         top = ti.max(p, u + k)
         past, now = exp_of_any(p - top), exp_of_any(u + k - top)
-        _store(g, code[at + OF_4.y] * R + own, sigmoid(r) * (past * a + now * v) / (past * b + now))
+        _store(g, code[at + OF_4.y] + own, sigmoid(r) * (past * a + now * v) / (past * b + now))
         top = ti.max(p + w, k)
         past, now = exp_of_any(p + w - top), exp_of_any(k - top)
         _store(g, a_at, past * a + now * v)
@@ -334,14 +335,15 @@ def _wkv4(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, 
 
 
 @ti.func
-def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, R, heads, vectors: ti.template()):
+def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, size, R, heads, vectors: ti.template()):
     """A tile is a head of a row. z, rate, k and v become the decay, b, the key and the value; kk becomes a."""
     N = ti.static(vectors * LANES)
-    own, channel = tile * N, tile % heads * N
-    r_at, k_at, v_at = code[at + OF_7.r] * R + own, code[at + OF_7.k] * R + own, code[at + OF_7.v] * R + own
-    z_at, rate_at, g_at = code[at + OF_7.z] * R + own, code[at + OF_7.rate] * R + own, code[at + OF_7.g] * R + own
-    gate_at, first_at = code[at + OF_7.gate] * R + own, code[at + OF_7.v_first] * R + own
-    state_at, kk_at, y_at = code[at + OF_7.state] * R + own * N, code[at + OF_7.kk] * R + own, code[at + OF_7.y] * R + own
+    row, channel = tile // heads * size, tile % heads * N
+    own = row + channel
+    r_at, k_at, v_at = code[at + OF_7.r] + own, code[at + OF_7.k] + own, code[at + OF_7.v] + own
+    z_at, rate_at, g_at = code[at + OF_7.z] + own, code[at + OF_7.rate] + own, code[at + OF_7.g] + own
+    gate_at, first_at = code[at + OF_7.gate] + own, code[at + OF_7.v_first] + own
+    state_at, kk_at, y_at = code[at + OF_7.state] + row + channel * N, code[at + OF_7.kk] + own, code[at + OF_7.y] + own
     w0, a0, v0 = code[at + OF_7.w0] + channel, code[at + OF_7.a0] + channel, code[at + OF_7.v0] + channel
     k_k, k_a, r_k = code[at + OF_7.k_k] + channel, code[at + OF_7.k_a] + channel, code[at + OF_7.r_k] + channel
     weight, bias = code[at + OF_7.weight] + channel, code[at + OF_7.bias] + channel

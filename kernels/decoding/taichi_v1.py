@@ -11,32 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decoding import LANES, Instruction, Program, of_register
+from kernels.decoding import Instruction, Program, Run
 from kernels.decoding.taichi_v0 import REQUIRES as REQUIRES
 from kernels.decoding.taichi_v0 import launches_of
 from kernels.matvec import unpacked
 
 LARGE = {"small_product", "wkv7"}        # instructions for which other threads are worth waking
-Run = Callable[[Tensor, int], None]
+Bind = Callable[[Tensor], Callable[[], object]]
 
 
 def bind(program: Program, form: str) -> Run:
     steps = list(_steps(program))
-    calls: list[Callable[[], None]] = []
-    registers_of_calls: Tensor | None = None
+    calls: list[Callable[[], object]] = []
+    bound_to: Tensor | None = None
 
-    def run(registers: Tensor, R: int) -> None:
-        nonlocal calls, registers_of_calls
-        if registers is not registers_of_calls:          # views of registers take as long as a small product
-            calls, registers_of_calls = [step(registers, R) for step in steps], registers
+    def run(registers: Tensor) -> None:
+        nonlocal calls, bound_to
+        if registers is not bound_to:    # making views of registers takes as long as a small product
+            calls, bound_to = [step(registers) for step in steps], registers
         for call in calls:
             call()
 
     return run
 
 
-def _steps(program: Program) -> Iterator[Callable[[Tensor, int], Callable[[], None]]]:
-    """Functions of the registers that give what carries out a step of the program."""
+def _steps(program: Program) -> Iterator[Bind]:
+    """Functions of the registers, of which each gives the call that carries out a step of the program on them."""
     kept = [instruction for instruction in program.instructions if instruction.name != "arrange"]
     parts = [list(part) for _, part in groupby(kept, lambda each: each.name == "product")]
     others = [part for part in parts if part[0].name != "product"]
@@ -47,16 +47,15 @@ def _steps(program: Program) -> Iterator[Callable[[Tensor, int], Callable[[], No
         if part[0].name == "product":
             yield from (partial(_product, program, each) for each in part)
         else:
-            launch = next(by_all if part in large else by_one)
-            yield lambda registers, R, launch=launch: partial(launch, registers, R)
+            yield partial(partial, next(by_all if part in large else by_one))
 
 
-def _product(program: Program, product: Instruction, registers: Tensor, R: int) -> Callable[[], None]:
+def _product(program: Program, product: Instruction, registers: Tensor) -> Callable[[], object]:
     x_at, y_at, N, K, extra, number = product.arguments
     weight = program.weights[number]
     function = program.functions[number] or (lambda rows: F.linear(rows, unpacked(weight, torch.float32)[:, :K]))
-    x, y = of_register(registers, x_at, K, R), of_register(registers, y_at, N, R)
+    x, y = registers[:, x_at:x_at + K], registers[:, y_at:y_at + N]
     if weight.form == "int8":
-        step = of_register(registers, extra, LANES, R)[:, :1]
+        step = registers[:, extra:extra + 1]
         return lambda: torch.mul(function(x), step, out=y)
     return lambda: y.copy_(function(x))

@@ -29,7 +29,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         R = len(x)
         y = x.new_empty(R, N)
         flat = _arranged(x) if form == "int4" else x.view(-1)
-        launch(_kernel(form, 1 if R == 1 else ROWS), matrix, scale, shift, flat, y.view(-1), N, K, R, shares(N))
+        launch(_kernel(form, 1 if R == 1 else ROWS), matrix, scale, shift, flat, y.view(-1), N, K, R, len(flat) // R, shares(N))
         return y
 
     return product
@@ -48,11 +48,11 @@ def _kernel(form: str, rows: int):
     stored, scales, sums = MATRIX[form], SCALES[form], sums_of(form, rows, whole_numbers=True)
 
     @ti.kernel
-    def kernel(w: stored, scale: scales, shift: scales, x: Floats, y: Floats, N: int, K: int, R: int, n: int):
+    def kernel(w: stored, scale: scales, shift: scales, x: Floats, y: Floats, N: int, K: int, R: int, x_row: int, n: int):
         for step in range(n * BLOCK):
             first, end = share(step, N, n)
             for row in range(first, end):
                 for r in range(tiles(R, rows)):
-                    sums(w, scale, shift, x, y, row, r * rows, R, N, K, 0, 0, 0, 0, 0, R >> 30)
+                    sums(w, scale, shift, x, y, row, r * rows, R, K, 0, 0, 0, x_row, 0, 0, N, R >> 30)
 
     return kernel

@@ -1,33 +1,32 @@
 """One token after the other for a batch of rows: the generation's decoding step for each block (Step of rwkv/model/rwkvN.py).
 
-A Decoder reads the weights and calls no module, so it is for plain models. A ProgramDecoder does the same in one launch of
-kernels/decoding, which is faster for few rows on a CPU; a SwitchingDecoder takes the faster of the two. A CallingDecoder calls
-the model for every token: it is for models with adapters, hooks or layers of another kind.
+A Decoder reads the weights and calls no module, so it is for plain models. A ProgramDecoder does the same by a program of
+kernels/decoding, which is faster on a CPU. A CallingDecoder calls the model for every token: it is for models with adapters,
+hooks or layers of another kind.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.decoding import of_register
+from kernels.decoding import Run
 from kernels.registry import KernelUnavailable
 from rwkv.model.base import Model, State
 from rwkv.model.hooks import untouched
-from rwkv.model.operators import decoding_for
-from rwkv.model.program import ModelProgram, most_rows, program_of
+from rwkv.model.program import ModelProgram, decodes_by_program, program_of, runner
 from rwkv.model.step import PLAIN, norm_function, product_function
 
 
-def decoder_of(model: Model, state: State) -> "Decoder | SwitchingDecoder | CallingDecoder":
+def decoder_of(model: Model, state: State) -> "Decoder | FallbackDecoder | CallingDecoder":
     """The fastest decoder that fits the model."""
     if not (untouched(model) and all(_plain(module, model) for module in model.modules() if module is not model)):
         return CallingDecoder(model, state)
-    most = most_rows(model)
-    program = program_of(model) if most else None
-    return Decoder(model, state) if program is None else SwitchingDecoder(model, state, program, most)
+    program = program_of(model) if decodes_by_program(model) else None
+    if program is None:
+        return Decoder(model, state)
+    return FallbackDecoder(model, ProgramDecoder(model, state, program, runner(model, program)))
 
 
 def _plain(module: nn.Module, model: Model) -> bool:
@@ -96,98 +95,96 @@ class Decoder:
 
 
 class ProgramDecoder:
-    """A Decoder whose step is a program of kernels/decoding; its logits are float32."""
+    """A Decoder whose step is a program of kernels/decoding; its logits are float32.
+
+    A row keeps its place in memory while others join and leave, because its state is large (2.4 MB in RWKV-7 0.1b): of those
+    that are left, the last ones move to the places that are free.
+    """
 
     @torch.inference_mode()
-    def __init__(self, model: Model, state: State, program: ModelProgram, run: Callable[[Tensor, int], None]) -> None:
-        self._embedding, self._program, self._run = model.emb.weight, program, run
-        self._load(state)
+    def __init__(self, model: Model, state: State, program: ModelProgram, run: Run) -> None:
+        self._embedding, self._program, self._run, self._state_type = model.emb.weight, program, run, type(state)
+        self._memory = torch.empty(0, program.program.size)
+        self._places: list[int] = []     # in memory, of each row; the first ones, in any order
+        self._registers = self._memory
+        self.join(state)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""
-        if self._rows:
-            self._register(self._program.x, self._embedding.shape[1]).copy_(F.embedding(tokens, self._embedding))
-            self._run(self._registers, self._rows)
-        return self._register(self._program.logits, len(self._embedding)).clone()
+        places = torch.tensor(self._places, dtype=torch.long)
+        if self._places:
+            x = F.embedding(tokens, self._embedding).to(self._registers.dtype)
+            self._register(self._program.x, x.shape[1])[places] = x
+            self._run(self._registers)
+        return self._register(self._program.logits, len(self._embedding))[places]
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, in this order."""
-        self._load(self.state(rows))
+        """Goes on with these rows alone, each of them once, in this order."""
+        kept = [self._places[row] for row in rows]
+        free = iter(sorted(set(range(len(kept))) - set(kept)))
+        for row, place in enumerate(kept):
+            if place >= len(kept):
+                kept[row] = next(free)
+                self._memory[kept[row]] = self._memory[place]
+        self._use(kept)
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
         """Goes on with the rows of `state` too, after those that are here."""
-        self._load(State.cat([self.state(), state]))
-
-    def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state, of these rows or of all."""
-        layers = [self._state_type(*(self._tensor(place.at, place.shape) for place in layer)) for layer in self._program.layers]
-        state = State.stack(layers)
-        return state if rows is None else state.rows(rows)
-
-    def _load(self, state: State) -> None:
-        self._state_type, self._rows = type(state), state[0].shape[1]
-        self._registers = torch.zeros(self._program.program.size * self._rows)
+        before, more = len(self._places), state[0].shape[1]
+        if before + more > len(self._memory):
+            memory = torch.empty(max(before + more, before + before // 2), self._program.program.size)
+            memory[:before] = self._registers
+            self._memory = memory
+        self._use([*self._places, *range(before, before + more)])
         for layer, places in zip(state.layers(), self._program.layers, strict=True):
             for tensor, place in zip(layer, places, strict=True):
-                self._tensor(place.at, place.shape).copy_(tensor)
+                self._register(place.at, math.prod(place.shape))[before:] = tensor.flatten(1)
 
-    def _tensor(self, at: int, shape: tuple[int, ...]) -> Tensor:
-        return self._register(at, math.prod(shape)).view(self._rows, *shape)
+    @torch.inference_mode()
+    def state(self, rows: list[int] | None = None) -> State:
+        """A copy of the state, of these rows or of all."""
+        places = self._places if rows is None else [self._places[row] for row in rows]
+        layers = [self._state_type(*(self._register(place.at, math.prod(place.shape))[places].unflatten(1, place.shape)
+                                     for place in layer)) for layer in self._program.layers]
+        return State.stack(layers)
+
+    def _use(self, places: list[int]) -> None:
+        self._places, self._registers = places, self._memory[:len(places)]
+        if not places:
+            self._memory = self._registers.clone()
 
     def _register(self, at: int, width: int) -> Tensor:
-        return of_register(self._registers, at, width, self._rows)
+        return self._registers[:, at:at + width]
 
 
-class SwitchingDecoder:
-    """A ProgramDecoder while it has `most` rows or fewer, a Decoder while it has more, or where the program cannot run."""
+class FallbackDecoder:
+    """A ProgramDecoder, and a Decoder from when its program cannot run, as after Taichi was started for a GPU."""
 
-    def __init__(self, model: Model, state: State, program: ModelProgram, most: int) -> None:
-        self._model, self._program, self._most = model, program, most
-        self._run: Callable[[Tensor, int], None] | None = decoding_for(program.form)(program.program, program.form)
-        self._use(state)
+    def __init__(self, model: Model, decoder: ProgramDecoder) -> None:
+        self._model = model
+        self._decoder: ProgramDecoder | Decoder = decoder
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""
         try:
             return self._decoder.step(tokens)
-        except KernelUnavailable:        # as after Taichi was started for a GPU: it has computed nothing yet
-            if self._run is None:
+        except KernelUnavailable:        # it has computed nothing yet
+            if isinstance(self._decoder, Decoder):
                 raise
-            self._run = None
-            self._use(self._decoder.state())
+            self._decoder = Decoder(self._model, self._decoder.state())
             return self._decoder.step(tokens)
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, in this order."""
-        if isinstance(self._decoder, self._kind(len(rows))):
-            self._decoder.keep(rows)
-            self._rows = len(rows)
-        else:
-            self._use(self._decoder.state(rows))
+        """Goes on with these rows alone, each of them once, in this order."""
+        self._decoder.keep(rows)
 
     def join(self, state: State) -> None:
         """Goes on with the rows of `state` too, after those that are here."""
-        rows = self._rows + state[0].shape[1]
-        if isinstance(self._decoder, self._kind(rows)):
-            self._decoder.join(state)
-            self._rows = rows
-        else:
-            self._use(State.cat([self._decoder.state(), state]))
+        self._decoder.join(state)
 
     def state(self, rows: list[int] | None = None) -> State:
         """A copy of the state, of these rows or of all."""
         return self._decoder.state(rows)
-
-    def _kind(self, rows: int) -> type:
-        return ProgramDecoder if self._run is not None and rows <= self._most else Decoder
-
-    def _use(self, state: State) -> None:
-        self._decoder: ProgramDecoder | Decoder
-        self._rows = state[0].shape[1]
-        if self._run is not None and self._rows <= self._most:
-            self._decoder = ProgramDecoder(self._model, state, self._program, self._run)
-        else:
-            self._decoder = Decoder(self._model, state)

@@ -11,6 +11,8 @@ from kernels.select import AUTO, resolve, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation
 
+MANY = "taichi_v1"                       # of kernels/decoding, for many rows
+
 
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
     """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
@@ -34,9 +36,9 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
-def decoding_for(form: str) -> Any:
-    """The function bind of kernels/decoding's implementation for weights of the form, on a CPU."""
-    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind
+def decodings_for(form: str) -> tuple[Any, Any]:
+    """The functions bind of kernels/decoding's implementations for weights of the form, on a CPU: for few rows and for many."""
+    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind, load("decoding", MANY).bind
 
 
 def can_decode(form: str) -> bool:
@@ -45,5 +47,5 @@ def can_decode(form: str) -> bool:
 
 
 def decoding_name(form: str) -> str:
-    """The implementation that decoding_for gives, and why."""
+    """The implementation that decodings_for gives for few rows, and why."""
     return why_auto("decoding", "cpu", FORMS[form])

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backends.cpu import multiplies
-from kernels.decoding import LANES, Product, Program
+from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
-from rwkv.model.operators import can_decode, decoding_name
+from rwkv.model.operators import MANY, can_decode, decoding_name, decodings_for
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
-# The most rows for which the program was faster than PyTorch's products on two cores; in bfloat16 fewer where the CPU
-# multiplies it itself, which PyTorch makes use of. In int8 it is as fast up to 4 rows for RWKV-7, and for RWKV-4 a quarter
-# slower from 2 on while nothing else runs; beside another busy process it is four times as fast.
-MOST_ROWS = {"float32": 8, "bfloat16": 64, "int4": 16, "int8": 4}
+# The most rows for which one launch was faster than PyTorch's products on two cores; in bfloat16 fewer where the CPU multiplies
+# it itself, which PyTorch makes use of. In int8 it is slower from 2 rows on while nothing else runs (RWKV-7 a fifth, RWKV-4 up
+# to two thirds), and beside another busy process four times as fast.
+MOST_ROWS = {"float32": 16, "bfloat16": 64, "int4": 32, "int8": 4}
 MOST_ROWS_NATIVE = 4                     # in bfloat16
 
 
@@ -56,23 +56,36 @@ def program_of(model: Any) -> ModelProgram | None:
     return ModelProgram(program, forms.pop(), x, logits, layers)
 
 
-def most_rows(model: Any) -> int:
-    """The most rows for which the program is used; 0 for never."""
-    form = form_of(model.head)
+def decodes_by_program(model: Any) -> bool:
+    """Whether the model is large enough, on a CPU, and of a form that a program takes."""
     matrices = sum(layer.in_features * layer.out_features
                    for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear)))
-    if model.emb.weight.device.type != "cpu" or matrices < LEAST_NUMBERS or not can_decode(form):
-        return 0
-    if form == "bfloat16" and multiplies(torch.bfloat16):
-        return MOST_ROWS_NATIVE
-    return MOST_ROWS[form]
+    return model.emb.weight.device.type == "cpu" and matrices >= LEAST_NUMBERS and can_decode(form_of(model.head))
+
+
+def most_rows(model: Any) -> int:
+    """The most rows whose products are computed by the program's own launch; those of more are PyTorch's."""
+    form = form_of(model.head)
+    return MOST_ROWS_NATIVE if form == "bfloat16" and multiplies(torch.bfloat16) else MOST_ROWS[form]
+
+
+def runner(model: Any, program: ModelProgram) -> Run:
+    """The function that runs the program on the registers of any number of rows."""
+    few, many = (bind(program.program, program.form) for bind in decodings_for(program.form))
+    most = most_rows(model)
+
+    def run(registers: Tensor) -> None:
+        (few if len(registers) <= most else many)(registers)
+
+    return run
 
 
 def decoding_line(model: Any) -> str | None:
     """One line to print: what computes a step while a text is generated; None where that is PyTorch alone."""
-    most = most_rows(model)
-    name = decoding_name(form_of(model.head)) if most else ""
-    return f"decoding: {name}, one launch a token, up to {most} rows; more by torch" if most else None
+    if not decodes_by_program(model):
+        return None
+    return (f"decoding: {decoding_name(form_of(model.head))}, one launch a token, up to {most_rows(model)} rows; of more, "
+            f"products by torch and all else by {MANY}")
 
 
 def form_of(layer: nn.Module) -> str:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from models import each_generation, small_model, tokens
 
-from kernels.decoding import Program, of_register, reference, taichi_v0
+from kernels.decoding import Program, reference, taichi_v0, taichi_v1
 from kernels.matvec import FORMS, pack
-from rwkv.generation.decoder import Decoder, ProgramDecoder, SwitchingDecoder
+from rwkv.generation.decoder import Decoder, ProgramDecoder
 from rwkv.model.program import program_of
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
@@ -32,16 +32,19 @@ def decoder_of(model: RWKV, state: State, implementation: object = taichi_v0) ->
 
 @each_generation
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", [taichi_v0, taichi_v1])
 @torch.no_grad()
-def test_steps_are_the_references_in_float64(form: str, generation: str) -> None:
-    """In int8 a last bit may round an input to its other neighbour, in a row here or there, which is off from then on."""
+def test_steps_are_the_references_in_float64(implementation: object, form: str, generation: str) -> None:
+    """In int8 a last bit may round an input to its other neighbour, in a row here or there, which is off from then on. PyTorch
+    rounds inputs to bfloat16 before a product."""
     model = model_in(form, generation)
     several = tokens(model, B=3, T=6)
-    decoder, exact = decoder_of(model, model.empty_state(3)), decoder_of(model, model.empty_state(3), reference)
+    decoder, exact = (decoder_of(model, model.empty_state(3), each) for each in (implementation, reference))
     exact._registers = exact._registers.double()
     off = torch.stack([(decoder.step(several[:, t]) - exact.step(several[:, t])).abs().amax(-1) for t in range(6)]).amax(0)
-    assert off.median() <= 2e-5
-    assert off.max() <= (0.1 if form == "int8" else 2e-5)
+    rounded = form == "bfloat16" and implementation is taichi_v1
+    assert off.median() <= (0.1 if rounded else 2e-5)
+    assert off.max() <= (0.1 if rounded or form == "int8" else 2e-5)
     right = (off <= 2e-5).nonzero().flatten().tolist()
     for mine, theirs in zip(decoder.state(right), exact.state(right), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -75,21 +78,36 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(form: str, generat
 
 @each_generation
 @torch.no_grad()
-def test_rows_join_leave_and_cross_to_torch_and_back(generation: str) -> None:
-    """At most two rows by the program, here; the texts go on as if nothing had happened."""
+def test_in_int8_products_by_pytorch_change_no_bit(generation: str) -> None:
+    model = model_in("int8", generation)
+    several = tokens(model, B=5, T=4)
+    by_torch, in_launch = (decoder_of(model, model.empty_state(5), each) for each in (taichi_v1, taichi_v0))
+    for t in range(4):
+        assert torch.equal(by_torch.step(several[:, t]), in_launch.step(several[:, t]))
+
+
+@each_generation
+@torch.inference_mode()
+def test_rows_join_and_leave(generation: str) -> None:
+    """Also with other numbers in memory than zeros: the texts go on as if nothing had happened."""
     model = model_in("float32", generation)
-    several, program = tokens(model, B=3, T=8), program_of(model)
-    decoder = SwitchingDecoder(model, model.empty_state(0), program, most=2)
-    for row in range(3):
-        decoder.join(model.prefill(several[row:row + 1, :4])[1])
-        assert isinstance(decoder._decoder, ProgramDecoder if row < 2 else Decoder)
-    decoder.step(several[:, 4])
-    decoder.keep([2, 0])
-    assert isinstance(decoder._decoder, ProgramDecoder)
-    decoder.step(several[[2, 0], 5])
-    decoder.keep([1])
-    expected = model(several[:1, :7])[0][0, -1]
-    torch.testing.assert_close(decoder.step(several[:1, 6])[0], expected, rtol=0, atol=1e-5)
+    several = tokens(model, B=5, T=8)
+    decoder = decoder_of(model, model.empty_state(0))
+    for row in range(5):
+        decoder.join(model.prefill(several[row:row + 1, :3])[1])
+        decoder._memory[row + 1:] = torch.nan
+    decoder.step(several[:, 3])
+    decoder.keep([4, 0, 2])
+    decoder.step(several[[4, 0, 2], 4])
+    decoder.join(model.prefill(several[1:2, :5])[1])
+    decoder.step(several[[4, 0, 2, 1], 5])
+    decoder.keep([3, 1])
+    together = decoder.step(several[[1, 0], 6])
+    for row, logits in zip((1, 0), together, strict=True):
+        expected = model(several[row:row + 1, :7])[0][0, -1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    decoder.keep([])
+    assert decoder.step(several[:0, 7]).shape == (0, model.vocab_size)
 
 
 def test_a_product_of_any_number_of_outputs() -> None:
@@ -99,12 +117,11 @@ def test_a_product_of_any_number_of_outputs() -> None:
         x, before, y, after = program.register(64), program.register(8), program.register(N), program.register(8)
         weight = torch.randn(N, 64)
         program.product(x, y, pack(weight, "float32"), 64)
-        registers = torch.randn(3 * program.size)
-        kept = [of_register(registers, place, 8, 3).clone() for place in (before, after)]
-        taichi_v0.bind(program, "float32")(registers, 3)
-        torch.testing.assert_close(of_register(registers, y, N, 3), of_register(registers, x, 64, 3) @ weight.T)
-        assert all(torch.equal(of_register(registers, place, 8, 3), was)
-                   for place, was in zip((before, after), kept, strict=True))
+        registers = torch.randn(3, program.size)
+        kept = [registers[:, place:place + 8].clone() for place in (before, after)]
+        taichi_v0.bind(program, "float32")(registers)
+        torch.testing.assert_close(registers[:, y:y + N], registers[:, x:x + 64] @ weight.T)
+        assert all(torch.equal(registers[:, place:place + 8], was) for place, was in zip((before, after), kept, strict=True))
 
 
 def test_weights_out_of_reach_take_another_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +132,10 @@ def test_weights_out_of_reach_take_another_launch(monkeypatch: pytest.MonkeyPatc
         program.product(x, place, weight, 32)
     monkeypatch.setattr(taichi_v0, "NUMEL_MAX", 16 * 32 + 1)
     assert len(taichi_v0._within_reach(program)) == len(weights)
-    registers = torch.randn(program.size)
-    taichi_v0.bind(program, "float32")(registers, 1)
+    registers = torch.randn(1, program.size)
+    taichi_v0.bind(program, "float32")(registers)
     for place, weight in zip(y, weights, strict=True):
-        expected = of_register(registers, x, 32, 1) @ weight.weight.T
-        torch.testing.assert_close(of_register(registers, place, 16, 1), expected)
+        torch.testing.assert_close(registers[:, place:place + 16], registers[:, x:x + 32] @ weight.weight.T)
 
 
 def test_a_width_that_is_not_whole_vectors_has_no_program() -> None:
