@@ -115,6 +115,7 @@ class Program:
     functions: list[Function | None] = field(default_factory=list)       # of the products
     _constants: list[Tensor] = field(default_factory=list)
     _constants_size: int = 0
+    _joined: Tensor | None = None
     _shared: dict[tuple[str, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
 
     def register(self, width: int) -> int:
@@ -132,7 +133,11 @@ class Program:
         return place
 
     def constants(self) -> Tensor:
-        return torch.cat([*self._constants, torch.zeros(LANES)])
+        """All of them, one after the other; none may be added afterwards."""
+        if self._joined is None:
+            self._joined = torch.cat([*self._constants, torch.zeros(LANES)])
+            self._constants.clear()
+        return self._joined
 
     def norm(self, x: int, y: int, width: int, weight: Tensor, bias: Tensor, eps: float, added: int = NONE) -> None:
         constants = [self.constant(values) for values in (weight, bias, torch.tensor([eps]))]

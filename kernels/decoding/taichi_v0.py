@@ -6,8 +6,7 @@ them in memory, and a larger program takes several launches.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
-# ruff: noqa: SIM102  a static condition decides what is compiled, and stands by itself
-from collections.abc import Callable
+# ruff: noqa: SIM102, SIM108  a static condition decides what is compiled, and stands by itself
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from kernels.backends.lanes import exp, exp_of_any, sigmoid, tanh
 from kernels.backends.products import (
-    ARRANGED,
     BLOCK_4,
     CHAINS,
     LANES,
@@ -77,8 +75,9 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str, thr
         R = len(registers)
         part.counters.zero_()
         first = nothing if part.first is None else part.first
-        launch(_kernel(form, used, N7, 1 if R == 1 else ROWS, threads == 1), first, part.scale, part.shift, constants, registers.view(-1),
-               part.code, part.counters, len(part.code) // WIDTH, program.size, R, tiles, threads)
+        kernel = _kernel(form, used, N7, 1 if R == 1 else ROWS, threads == 1)
+        launch(kernel, first, part.scale, part.shift, constants, registers.view(-1), part.code, part.counters,
+               len(part.code) // WIDTH, program.size, R, tiles, threads)
 
     return [partial(start, _launch_of(part, program.weights, tiles)) for part in parts]
 

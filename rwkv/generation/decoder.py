@@ -6,6 +6,8 @@ hooks or layers of another kind.
 """
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from kernels.decoding import Run
 from kernels.registry import KernelUnavailable
 from rwkv.model.base import Model, State
 from rwkv.model.hooks import untouched
-from rwkv.model.program import ModelProgram, decodes_by_program, program_of, runner
+from rwkv.model.program import ModelProgram, Runner, decodes_by_program, program_of
 from rwkv.model.step import PLAIN, norm_function, product_function
 
 
@@ -26,7 +28,8 @@ def decoder_of(model: Model, state: State) -> "Decoder | FallbackDecoder | Calli
     program = program_of(model) if decodes_by_program(model) else None
     if program is None:
         return Decoder(model, state)
-    return FallbackDecoder(model, ProgramDecoder(model, state, program, runner(model, program)))
+    runner = Runner(model, program)
+    return FallbackDecoder(model, ProgramDecoder(model, state, program, runner), runner.warm_up)
 
 
 def _plain(module: nn.Module, model: Model) -> bool:
@@ -163,9 +166,14 @@ class ProgramDecoder:
 class FallbackDecoder:
     """A ProgramDecoder, and a Decoder from when its program cannot run, as after Taichi was started for a GPU."""
 
-    def __init__(self, model: Model, decoder: ProgramDecoder) -> None:
-        self._model = model
+    def __init__(self, model: Model, decoder: ProgramDecoder, warm_up: Callable[[], None]) -> None:
+        self._model, self._warm_up = model, warm_up
         self._decoder: ProgramDecoder | Decoder = decoder
+
+    def warm_up(self) -> None:
+        """Compiles what steps of one row, several and many need."""
+        with suppress(KernelUnavailable):                # the next step finds out
+            self._warm_up()
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import decoder_of
-from rwkv.generation.prefill import SLICE, PrefillResult, PrefixCache, Reading
+from rwkv.generation.decoder import FallbackDecoder, decoder_of
+from rwkv.generation.prefill import SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model
@@ -64,7 +64,7 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                    cache: PrefixCache | None = None, logprobs: int = 0, **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
-    It is so to the token for small models, and on a CPU for large ones with up to as many rows as MOST_ROWS in
+    It is so to the token for small models, for int8, and on a CPU for large models with up to as many rows as MOST_ROWS in
     rwkv/model/program.py allows. With more rows PyTorch's products have other last bits than those of kernels/decoding, and
     texts may go apart where two tokens are almost as likely.
 
@@ -138,6 +138,12 @@ class Engine:
         shared.rows.append(row)
         self._added += 1
         return row
+
+    def warm_up(self) -> None:
+        """Compiles the kernels that prompts and steps need, so that no text waits for it later."""
+        prefill(self._model, torch.zeros(1, SLICE, dtype=torch.long))
+        if isinstance(self._decoder, FallbackDecoder):
+            self._decoder.warm_up()
 
     @property
     def unfinished(self) -> bool:

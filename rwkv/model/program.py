@@ -3,7 +3,8 @@
 The instructions of a block are written down in rwkvN_program.py beside this file.
 """
 
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -69,15 +70,28 @@ def most_rows(model: Any) -> int:
     return MOST_ROWS_NATIVE if form == "bfloat16" and multiplies(torch.bfloat16) else MOST_ROWS[form]
 
 
-def runner(model: Any, program: ModelProgram) -> Run:
-    """The function that runs the program on the registers of any number of rows."""
-    few, many = (bind(program.program, program.form) for bind in decodings_for(program.form))
-    most = most_rows(model)
+class Runner:
+    """Runs the program of a model on the registers of any number of rows."""
 
-    def run(registers: Tensor) -> None:
-        (few if len(registers) <= most else many)(registers)
+    def __init__(self, model: Any, program: ModelProgram) -> None:
+        self._program, self._form, self._most = program.program, program.form, most_rows(model)
+        self._bind_few, self._bind_many = decodings_for(program.form)
 
-    return run
+    @cached_property
+    def _few(self) -> Run:
+        return cast(Run, self._bind_few(self._program, self._form))
+
+    @cached_property
+    def _many(self) -> Run:
+        return cast(Run, self._bind_many(self._program, self._form))
+
+    def __call__(self, registers: Tensor) -> None:
+        (self._few if len(registers) <= self._most else self._many)(registers)
+
+    def warm_up(self) -> None:
+        """Compiles what one row, several and many need. Raises KernelUnavailable where the program cannot run."""
+        for run, rows in ((self._few, 1), (self._few, 2), (self._many, 2)):
+            run(torch.zeros(rows, self._program.size))
 
 
 def decoding_line(model: Any) -> str | None:

@@ -102,6 +102,7 @@ class _Worker:
         self._refused: list[Event] = []
 
     def run(self) -> None:
+        self._engine.warm_up()
         while True:
             idle = not (self._engine.unfinished or self._jobs or self._refused)
             while self._connection.poll(None if idle else 0):

@@ -28,9 +28,9 @@ def model_in(dtype: str, generation: str) -> RWKV:
 @each_generation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_text_of_a_batch_is_the_text_alone(dtype: str, generation: str) -> None:
-    """In batches that the program takes."""
+    """In batches of one launch a step; in int8 in larger ones, too."""
     model = model_in(dtype, generation)
-    together = min(TOGETHER, most_rows(model))
+    together = TOGETHER if dtype == "int8" else min(TOGETHER, most_rows(model))
     assert together > 1
     draw = random.Random(0)
     prompts = ["".join(draw.choices("abcdefgh \n", k=draw.randrange(1, 40))) for _ in range(TEXTS)]
