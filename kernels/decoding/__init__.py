@@ -9,7 +9,8 @@ A register is a vector of float32 for each row of the batch; constants are share
 
     norm      x += added (if any);  y = (x - mean(x)) / sqrt(variance(x) + eps) weight + bias
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
-    product   y = W x, with W packed in a form of kernels.matvec, or float32 among the constants
+    product   y = W x, with W packed in a form of kernels.matvec
+    down, up  y = A x with A of few rows, and y = B x with B of few columns
     round     before a product in int8: q = x in whole steps, as kernels.matvec rounds its inputs; the step's size is kept
     arrange   before a product in int4: x in the order of the integers of a row of W, and its sums in groups
     map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
@@ -116,6 +117,9 @@ class Program:
     _constants: list[Tensor] = field(default_factory=list)
     _constants_size: int = 0
     _joined: Tensor | None = None
+    _matrices: list[Tensor] = field(default_factory=list)
+    _matrices_size: int = 0
+    _matrices_joined: Tensor | None = None
     _shared: dict[tuple[str, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
 
     def register(self, width: int) -> int:
@@ -139,6 +143,16 @@ class Program:
             self._constants.clear()
         return self._joined
 
+    def matrices(self) -> Tensor:
+        """Those of down and up, flat, one after the other: bfloat16 where that loses nothing, as from a file in bfloat16. B is
+        stored in parts of LANES rows, each column by column."""
+        if self._matrices_joined is None:
+            joined = torch.cat([*self._matrices, torch.zeros(1)])
+            half = joined.bfloat16()
+            self._matrices_joined = half if torch.equal(half.float(), joined) else joined
+            self._matrices.clear()
+        return self._matrices_joined
+
     def norm(self, x: int, y: int, width: int, weight: Tensor, bias: Tensor, eps: float, added: int = NONE) -> None:
         constants = [self.constant(values) for values in (weight, bias, torch.tensor([eps]))]
         self._add("norm", x, y, width, *constants, added)
@@ -158,9 +172,14 @@ class Program:
             self.functions.append(product.function)
             self._add("product", x, product.y, len(product.weight.weight), product.K, extra, len(self.weights) - 1)
 
-    def small_product(self, x: int, y: int, weight: Tensor) -> None:
-        """Of a W (N,K) that becomes a constant."""
-        self._add("small_product", x, y, *weight.shape, self.constant(weight))
+    def down(self, x: int, y: int, weight: Tensor) -> None:
+        """weight: A (N,K)."""
+        self._add("down", x, y, *weight.shape, self._matrix(weight))
+
+    def up(self, x: int, y: int, weight: Tensor) -> None:
+        """weight: B (N,K)."""
+        N, K = weight.shape
+        self._add("up", x, y, N, K, self._matrix(weight.reshape(N // LANES, LANES, K).transpose(1, 2)))
 
     def map(self, function: str, y: int, width: int) -> None:
         self._add("map", y, width, MAPS.index(function))
@@ -173,6 +192,12 @@ class Program:
 
     def wkv7(self, places: Wkv7, heads: int, N: int) -> None:
         self._add("wkv7", *places, heads, N)
+
+    def _matrix(self, weight: Tensor) -> int:
+        place = self._matrices_size
+        self._matrices.append(weight.detach().float().flatten())
+        self._matrices_size += weight.numel()
+        return place
 
     def _prepare(self, i: int, product: Product) -> tuple[int, int]:
         """The registers that the i-th of several products reads: x or what it becomes, and what belongs to it or NONE."""

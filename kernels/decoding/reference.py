@@ -62,8 +62,11 @@ class _Machine:
         if packed.form == "int8":
             self._register(y, N).mul_(self._register(extra, LANES)[:, :1])
 
-    def small_product(self, x: int, y: int, N: int, K: int, weight: int) -> None:
-        self._multiply(x, y, self._constant(weight, N * K).view(N, K))
+    def down(self, x: int, y: int, N: int, K: int, matrix: int) -> None:
+        self._multiply(x, y, self._matrix(matrix, N * K).view(N, K))
+
+    def up(self, x: int, y: int, N: int, K: int, matrix: int) -> None:
+        self._multiply(x, y, self._matrix(matrix, N * K).view(N // LANES, K, LANES).transpose(1, 2).reshape(N, K))
 
     def map(self, y: int, width: int, function: int) -> None:
         rows = self._register(y, width)
@@ -120,6 +123,9 @@ class _Machine:
 
     def _constant(self, place: int, width: int) -> Tensor:
         return self._constants[place:place + width]
+
+    def _matrix(self, place: int, numel: int) -> Tensor:
+        return self._program.matrices()[place:place + numel].to(self._constants.dtype)
 
     def _multiply(self, x: int, y: int, weight: Tensor) -> None:
         N, K = weight.shape

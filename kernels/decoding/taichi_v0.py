@@ -23,6 +23,7 @@ from kernels.backends.products import (
     SCALES,
     Floats,
     arrange,
+    columns_of,
     fixed,
     sum_of,
     sums_of,
@@ -38,8 +39,8 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
-NAMES = ("norm", "mix", "product", "small_product", "map", "add", "wkv4", "wkv7", "round", "arrange")
-NORM, MIX, PRODUCT, SMALL_PRODUCT, MAP, ADD, WKV4, WKV7, ROUND, ARRANGE = range(len(NAMES))       # as they stand in the code
+NAMES = ("norm", "mix", "product", "down", "up", "map", "add", "wkv4", "wkv7", "round", "arrange")
+NORM, MIX, PRODUCT, DOWN, UP, MAP, ADD, WKV4, WKV7, ROUND, ARRANGE = range(len(NAMES))           # as they stand in the code
 OF_4, OF_7 = Wkv4(*range(len(Wkv4._fields))), Wkv7(*range(len(Wkv7._fields)))            # the places of their arguments
 AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the width; the heads and N
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
@@ -66,7 +67,8 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str, thr
     threads: all by default. One is the caller's own, which wakes no other: 15 us instead of 90.
     """
     threads = threads or torch.get_num_threads()
-    constants, tiles = program.constants(), PARTS * threads
+    constants, matrices, tiles = program.constants(), program.matrices(), PARTS * threads
+    small_form = str(matrices.dtype).removeprefix("torch.")
     used = frozenset(each.name for part in parts for each in part)
     N7 = next((each.arguments[-1] for part in parts for each in part if each.name == "wkv7"), 0)
     nothing = torch.zeros(1, dtype=FORMS[form])
@@ -75,8 +77,8 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str, thr
         R = len(registers)
         part.counters.zero_()
         first = nothing if part.first is None else part.first
-        kernel = _kernel(form, used, N7, 1 if R == 1 else ROWS, threads == 1)
-        launch(kernel, first, part.scale, part.shift, constants, registers.view(-1), part.code, part.counters,
+        kernel = _kernel(form, small_form, used, N7, 1 if R == 1 else ROWS, threads == 1)
+        launch(kernel, first, part.scale, part.shift, constants, matrices, registers.view(-1), part.code, part.counters,
                len(part.code) // WIDTH, program.size, R, tiles, threads)
 
     return [partial(start, _launch_of(part, program.weights, tiles)) for part in parts]
@@ -135,9 +137,9 @@ def _elements_between(first: Tensor | None, weight: Tensor) -> int:
 
 def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
     """The tiles of an instruction; for each row, but those of a product are for all rows."""
-    if name in ("product", "small_product"):
-        rows = -(-arguments[2] // parts)
-        return -(-arguments[2] // rows)
+    if name in ("product", "down", "up"):
+        outputs = arguments[2] // LANES if name == "up" else arguments[2]
+        return -(-outputs // -(-outputs // parts))
     if name == "wkv7":
         return arguments[-2]             # heads
     if name == "arrange":
@@ -146,25 +148,26 @@ def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
 
 
 @cache
-def _kernel(form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
+def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
     """The kernel for programs of these instructions: what a program does not use is not compiled.
 
-    N7: N of wkv7. rows: that share weights. serial: by the thread that calls it, alone.
+    small_form: of the matrices of down and up. N7: N of wkv7. rows: that share weights. serial: by the calling thread alone.
     """
     has = [name in used for name in NAMES]
     x_of = 6 if form == "int4" else 2    # where an instruction says what a product reads: what `arrange` has written, or x
-    stored, scales, sums, small_sums = MATRIX[form], SCALES[form], sums_of(form, rows), sums_of("float32", rows)
+    stored, scales, small = MATRIX[form], SCALES[form], MATRIX[small_form]
+    sums, down, up = sums_of(form, rows), sums_of(small_form, rows), columns_of(small_form, rows)
 
     @ti.kernel
-    def kernel(w: stored, scale: scales, shift: scales, c: Floats, g: Floats, code: Integers, counters: Integers,
-               count: int, size: int, R: int, parts: int, n: int):
+    def kernel(w: stored, scale: scales, shift: scales, c: Floats, m: small, g: Floats, code: Integers,
+               counters: Integers, count: int, size: int, R: int, parts: int, n: int):
         ti.loop_config(serialize=serial)
         for step in range(n * BLOCK):
             if step % BLOCK == 0:
                 for i in range(count):
                     at, name = i * WIDTH, code[i * WIDTH]
                     total = code[at + 1]
-                    if name != PRODUCT and name != SMALL_PRODUCT:
+                    if name != PRODUCT and name != DOWN and name != UP:
                         total *= R
                     tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while tile < total:
@@ -181,13 +184,21 @@ def _kernel(form: str, used: frozenset[str], N7: int, rows: int, serial: bool):
                                     for r in range(tiles(R, rows)):
                                         sums(w, scale, shift, g, g, row, r * rows, R, K, code[at + 7], code[at + 8],
                                              code[at + x_of], size, code[at + 6], code[at + 3], size, R >> 30)
-                        if ti.static(has[SMALL_PRODUCT]):
-                            if name == SMALL_PRODUCT:
+                        if ti.static(has[DOWN]):
+                            if name == DOWN:
                                 N, K = code[at + 4], code[at + 5]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
-                                        small_sums(c, c, c, g, g, row, r * rows, R, K, code[at + 6], 0,
-                                                   code[at + 2], size, 0, code[at + 3], size, R >> 30)
+                                        down(m, c, c, g, g, row, r * rows, R, K, code[at + 6], 0, code[at + 2], size, 0,
+                                             code[at + 3], size, R >> 30)
+                        if ti.static(has[UP]):
+                            if name == UP:
+                                N, K = code[at + 4] // LANES, code[at + 5]
+                                end = ti.min(N, (tile + 1) * tiles(N, parts))
+                                for quarter in range(tiles(end - tile * tiles(N, parts), CHAINS)):
+                                    for r in range(tiles(R, rows)):
+                                        up(m, g, g, tile * tiles(N, parts) + quarter * CHAINS, end - 1, r * rows, R, K,
+                                           code[at + 6], code[at + 2], size, code[at + 3], size, R >> 30)
                         if ti.static(has[MAP]):
                             if name == MAP:
                                 _map(g, code, at + 2, tile, size, code[at + 1])

@@ -16,7 +16,7 @@ from kernels.decoding.taichi_v0 import REQUIRES as REQUIRES
 from kernels.decoding.taichi_v0 import launches_of
 from kernels.matvec import unpacked
 
-LARGE = {"small_product", "wkv7"}        # instructions for which other threads are worth waking
+LARGE = {"down", "up", "wkv7"}           # instructions for which other threads are worth waking
 Bind = Callable[[Tensor], Callable[[], object]]
 
 

@@ -56,10 +56,10 @@ class ProgramBlocks:
         down, up = getattr(att, f"{name}1").detach().T, getattr(att, f"{name}2").detach().T              # (D,C), (C,D)
         missing = -len(down) % LANES
         down, up = torch.nn.functional.pad(down, (0, 0, 0, missing)), torch.nn.functional.pad(up, (0, missing))
-        self._program.small_product(self._mixed + MIXES.index(name) * self._C, self._hidden, down)
+        self._program.down(self._mixed + MIXES.index(name) * self._C, self._hidden, down)
         if function:
             self._program.map(function, self._hidden, len(down))
-        self._program.small_product(self._hidden, y, up)
+        self._program.up(self._hidden, y, up)
 
     def _add_channel_mix(self, block: Any) -> Place:
         program, ffn, C = self._program, block.ffn, self._C
