@@ -111,6 +111,21 @@ def _head(report: Report) -> str:
             f"the gradients differ by {chunked['difference']:.0e} of the largest.")
 
 
+GENERATIONS = {"stdlib": "train.py as it is, model=tiny and rwkv7_tiny", "shakespeare": "experiment=shakespeare_char"}
+
+
+def generations(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Mean loss and bits per byte of both generations' runs in the same time; table: markdown or aligned."""
+    rows = [["mean of the seeds", "", "ms a step", "steps", "val/loss, nats", "val/bpb"]]
+    for part, name in GENERATIONS.items():
+        for generation, title in (("rwkv4", "RWKV-4"), ("rwkv7", "RWKV-7")) if part in report else ():
+            found = report[part]
+            mean = found["mean"][generation]
+            rows.append([name, title, f"{found['ms'][generation]:.0f}", f"{found['steps'][generation]}",
+                         f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
+    return table(rows, left=2)
+
+
 def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
     """Seconds of each way to the first token, and how many times the first row's; table: markdown or aligned."""
     least, *_ = report["seconds"].values()
@@ -166,7 +181,7 @@ def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu*.json", generation),
     "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
-    "training": ("training-cpu.json", training),
+    "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
     "tuning": ("tuning-cpu.json", tuning),
     "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),

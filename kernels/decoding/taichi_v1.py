@@ -6,6 +6,7 @@ In int8 the products are sums of whole numbers, exact in any order, so that a ro
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,13 @@ Bind = Callable[[Tensor], Callable[[], object]]
 def bind(program: Program, form: str) -> Run:
     steps = list(_steps(program))
     calls: list[Callable[[], object]] = []
-    bound_to: Tensor | None = None
+    bound_to: ref[Tensor] | None = None
 
     def run(registers: Tensor) -> None:
         nonlocal calls, bound_to
-        if registers is not bound_to:    # making views of registers takes as long as a small product
-            calls, bound_to = [step(registers) for step in steps], registers
+        if bound_to is None or bound_to() is not registers:      # making views of registers takes as long as a small product
+            calls = found = [step(registers[:]) for step in steps]
+            bound_to = ref(registers, lambda _: found.clear())             # their memory is freed when the registers are
         for call in calls:
             call()
 

@@ -155,9 +155,9 @@ class ProgramDecoder:
         return State.stack(layers)
 
     def _use(self, places: list[int]) -> None:
-        self._places, self._registers = places, self._memory[:len(places)]
         if not places:
-            self._memory = self._registers.clone()
+            self._memory = torch.empty(0, self._program.program.size)
+        self._places, self._registers = places, self._memory[:len(places)]
 
     def _register(self, at: int, width: int) -> Tensor:
         return self._registers[:, at:at + width]

@@ -123,7 +123,8 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
 class Int4Linear(nn.Module):
     """nn.Linear without a bias, from its weight (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
 
-    Many rows are multiplied by W as float32, a part of its outputs at a time, which takes memory for that part alone.
+    Many rows are multiplied by W as bfloat16 where the CPU multiplies it itself, else as float32, a part of its outputs at a
+    time, which takes memory for that part alone.
     """
 
     def __init__(self, packed: Packed, in_features: int) -> None:
@@ -140,9 +141,11 @@ class Int4Linear(nn.Module):
         """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
             return self._few(rows.unsqueeze(0))[0]
+        x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
         parts = [Packed(*(tensor[start:start + UNPACKED_ROWS] for tensor in self.packed))
                  for start in range(0, len(self.packed.weight), UNPACKED_ROWS)]
-        return torch.cat([F.linear(rows, unpacked(part, rows.dtype)[:, :self.in_features]) for part in parts], dim=1)
+        outputs = [F.linear(x, unpacked(part, x.dtype)[:, :self.in_features]) for part in parts]
+        return torch.cat(outputs, dim=1).to(rows.dtype)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.tools import CallParser
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length"}
 SEND_TIMEOUT = 30                        # seconds in which a reader must take something
@@ -24,7 +25,8 @@ UNKNOWN = "\ufffd"                       # in the text of a token that is no who
 class Shape:
     """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer).
 
-    functions: those that the answer may call. call_start: the beginning of a call that the model was given.
+    tokenizer: for the places of tokens in a text. functions: those that the answer may call. call_start: the beginning of a
+    call that the model was given.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -32,6 +34,7 @@ class Shape:
     include_usage: bool
     logprobs: bool
     before: list[str]
+    tokenizer: Tokenizer
     echo_logprobs: bool = False
     functions: Sequence[str] = ()
     call_start: str = ""
@@ -53,7 +56,7 @@ class Answer:
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
         self._engine, self._ticket, self._shape, self._stream, self._timeout_s = engine, ticket, shape, stream, timeout_s
-        self._texts = [_Text(shape, number) for number in range(len(ticket.texts))]
+        self._texts = [_Text(shape, number, text.prompt) for number, text in enumerate(ticket.texts)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -126,13 +129,13 @@ class Answer:
 class _Text:
     """One text of an answer, as choices of completions or of chat completions."""
 
-    def __init__(self, shape: Shape, number: int) -> None:
-        self._shape, self._number = shape, number
+    def __init__(self, shape: Shape, number: int, prompt: Sequence[int]) -> None:
+        self._shape, self._number, self._prompt = shape, number, prompt
         self._content, self._logprobs = shape.before[number], list[dict[str, Any]]()
         self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
         self._parser = CallParser(shape.functions, shape.call_start) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
-        self._offset = 0                 # of the next token in the text
+        self._decoder, self._offset = shape.tokenizer.decoder(), 0       # where the next token's first character begins
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
@@ -219,16 +222,15 @@ class _Text:
             found["token_logprobs"].append(entry["logprob"])
             found["top_logprobs"].append(None if entry["logprob"] is None else top)
             found["text_offset"].append(self._offset)
-            self._offset += len(entry["text"])
+            self._offset += len(self._decoder.push(entry["token"]))
         return found
 
     def _echoed(self) -> list[dict[str, Any]]:
         if not self._shape.echo_logprobs:
             return []
-        first = self._shape.before[self._number]
-        rest = self.last.prompt_logprobs
-        length = len(first) - sum(len(entry["text"]) for entry in rest)
-        return [{"token": -1, "text": first[:max(length, 0)], "logprob": None}, *rest]
+        first = self._prompt[0]
+        text = self._shape.tokenizer.decode([first])
+        return [{"token": first, "text": text, "logprob": None}, *self.last.prompt_logprobs]
 
 
 def chat_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +245,7 @@ def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
 def token_string(entry: dict[str, Any]) -> str:
     """The token's text, or token_id:ID for one that is no whole character: different tokens have different strings."""
     text = entry["text"]
-    return text if (text and UNKNOWN not in text) or entry["token"] < 0 else f"token_id:{entry['token']}"
+    return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 
 
 def _sse(content: dict[str, Any]) -> bytes:

@@ -161,7 +161,8 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
     before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
-    return texts, Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, echoed), body
+    shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, service.tokenizer, echoed)
+    return texts, shape, body
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
@@ -186,7 +187,7 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [service.template.answer_start(think)] * n, functions=functions, call_start=call_start)
+                  [service.template.answer_start(think)] * n, service.tokenizer, functions=functions, call_start=call_start)
     return texts, shape, body
 
 

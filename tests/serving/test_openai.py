@@ -100,6 +100,9 @@ def test_echo_and_logprobs(client: "openai.OpenAI", model: RWKV) -> None:
     for token, logprob, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
         assert top[token] == logprob
         assert 3 <= len(top) <= 4
+    assert found.text_offset[:3] == [0, 1, 2]
+    bytewise = client.completions.create(model=MODEL, prompt="aéb", echo=True, logprobs=1, max_tokens=1, seed=1).choices[0]
+    assert bytewise.logprobs.text_offset == [0, 1, 1, 2, 3]      # both bytes of a character are where it begins
     streamed = list(client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1,
                                               stream=True))
     assert streamed[-1].choices[0].logprobs.tokens == found.tokens
