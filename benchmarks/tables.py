@@ -111,6 +111,12 @@ def _head(report: Report) -> str:
             f"the gradients differ by {chunked['difference']:.0e} of the largest.")
 
 
+def serving(report: Report, table: Callable[..., str] = markdown) -> str:
+    """Tokens per second of streams past their prompts, quiet and beside a busy process; table: markdown or aligned."""
+    rows = [[row["of"], row["dtype"], f"{row['texts']}", f"{row['quiet']:.0f}", f"{row['busy']:.0f}"] for row in report["rows"]]
+    return table([["server", "dtype", "texts", "tokens/s", "beside a busy process"], *rows], left=2)
+
+
 GENERATIONS = {"stdlib": "train.py as it is, model=tiny and rwkv7_tiny", "shakespeare": "experiment=shakespeare_char"}
 
 
@@ -181,6 +187,7 @@ def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu*.json", generation),
     "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
+    "serving": ("serving-peers-cpu.json", serving),
     "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
     "tuning": ("tuning-cpu.json", tuning),
