@@ -195,9 +195,9 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                             if name == UP:
                                 N, K = code[at + 4] // LANES, code[at + 5]
                                 end = ti.min(N, (tile + 1) * tiles(N, parts))
-                                for quarter in range(tiles(end - tile * tiles(N, parts), CHAINS)):
+                                for group in range(tiles(end - tile * tiles(N, parts), CHAINS)):
                                     for r in range(tiles(R, rows)):
-                                        up(m, g, g, tile * tiles(N, parts) + quarter * CHAINS, end - 1, r * rows, R, K,
+                                        up(m, g, g, tile * tiles(N, parts) + group * CHAINS, end - 1, r * rows, R, K,
                                            code[at + 6], code[at + 2], size, code[at + 3], size, R >> 30)
                         if ti.static(has[MAP]):
                             if name == MAP:
@@ -400,7 +400,7 @@ def _wkv7(c: ti.template(), g: ti.template(), code: ti.template(), at, tile, siz
 def _state_and_y(g: ti.template(), state_at, w_at, a_at, b_at, k_at, v_at, r_at, y_at, vectors: ti.template(), R):
     """kernels/wkv7's step for one head: S w + (S a) b + v k, and y = S r, row by row, of so many vectors.
 
-    A row is stored as a whole after all that it needs is read: what stands between a store and a load is not in vectors.
+    A row is stored only after all of it is read: after a store, LLVM reads the arrays' addresses from memory again.
     """
     for i in range(vectors * LANES):
         row = state_at + i * vectors * LANES

@@ -6,8 +6,9 @@ from models import each_generation, small_model, tokens
 
 from kernels.decoding import Program, reference, taichi_v0, taichi_v1
 from kernels.matvec import FORMS, pack
-from rwkv.generation.decoder import Decoder, ProgramDecoder
-from rwkv.model.program import program_of
+from kernels.registry import KernelUnavailable
+from rwkv.generation.decoder import Decoder, FallbackDecoder, ProgramDecoder
+from rwkv.model.program import Runner, program_of
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -108,6 +109,44 @@ def test_rows_join_and_leave(generation: str) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     decoder.keep([])
     assert decoder.step(several[:0, 7]).shape == (0, model.vocab_size)
+
+
+@each_generation
+@torch.inference_mode()
+def test_rows_cross_from_one_launch_to_pytorchs_products_and_on_to_pytorch_alone(generation: str) -> None:
+    """One launch up to two rows, here; and then the program cannot run any more."""
+    model = model_in("float32", generation)
+    several, program = tokens(model, B=3, T=7), program_of(model)
+    runner = Runner(model, program)
+    runner._most = 2
+    runs = [runner]
+    by_program = ProgramDecoder(model, model.empty_state(0), program, lambda registers: runs[-1](registers))
+    decoder = FallbackDecoder(model, by_program, runner.warm_up)
+    decoder.warm_up()
+    decoder.join(model.prefill(several[:2, :4])[1])
+    decoder.step(several[:2, 4])
+    decoder.join(model.prefill(several[2:, :5])[1])
+    decoder.step(several[:, 5])
+    runs.append(unavailable)
+    expected = model(several)[0][:, -1]
+    torch.testing.assert_close(decoder.step(several[:, 6]), expected, rtol=0, atol=1e-5)
+    assert isinstance(decoder._decoder, Decoder)
+
+
+def unavailable(registers: torch.Tensor) -> None:
+    raise KernelUnavailable("as after Taichi was started for a GPU")
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_a_product_of_inputs_that_are_no_whole_blocks(form: str) -> None:
+    program = Program()
+    x, y = program.register(40), program.register(16)
+    program.product(x, y, pack(torch.randn(16, 40), form), 40)
+    registers = torch.randn(2, program.size)
+    exact = registers.double()
+    taichi_v0.bind(program, form)(registers)
+    reference.bind(program, form)(exact)
+    torch.testing.assert_close(registers[:, y:y + 16], exact[:, y:y + 16].float(), rtol=1e-5, atol=1e-4)
 
 
 def test_a_product_of_any_number_of_outputs() -> None:
