@@ -45,9 +45,9 @@ RULES = {
     ("matvec", "cpu", torch.float32): MATVEC,            # by the form of the weights
     ("matvec", "cpu", torch.bfloat16): MATVEC,
     ("matvec", "cpu", torch.int8): Rule(("torch_linear", "taichi_v0", "reference"), measured=True),
-    ("matvec", "cpu", torch.int32): Rule(("taichi_v0", "reference"), measured=False),
+    ("matvec", "cpu", torch.int16): Rule(("taichi_v0", "reference"), measured=False),
     **{("decoding", "cpu", dtype): Rule(("taichi_v0",), measured=True)
-       for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int32)},
+       for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int16)},
 }
 
 

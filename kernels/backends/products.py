@@ -1,8 +1,9 @@
 """An output of a matrix product y = x W^T in Taichi kernels for CPUs: a row of W, read in order, times a row of x.
 
-Vectors go along k. An output is the sum of 32 chains, of which chain l adds up k = l, l + 32, ... in order. W needs no
-alignment: a mapped file will do. For several rows of x, the weights are converted once for ROWS of them, which changes no bit
-of a row's result.
+Vectors go along k. Of float weights an output is the sum of 32 chains, of which chain l adds up k = l, l + 32, ... in order. W
+needs no alignment: a mapped file will do. Integers are multiplied and added in 16 bits, in vectors of 16, as long as no sum
+can be too large; x is whole numbers then. For several rows of x, the weights are converted once for ROWS of them, which
+changes no bit of a row's result.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -12,89 +13,118 @@ from kernels.backends.lanes import as_it_is, by_lane, from_bfloat16
 from kernels.backends.taichi import INDEX, ti
 
 LANES, CHAINS = 8, 4                     # of a vector; vectors that are summed each in a chain of its own
+WIDE = 2 * LANES                         # lanes of a vector of integers in 16 bits
 WHOLE = LANES * CHAINS
 ROWS = 4                                 # of x, that share what is read and converted of W
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
-WORDS = GROUP // 8                       # of 32 bits, of a group
+WORDS = GROUP // 4                       # of 16 bits, of a group
 BLOCK_4 = LANES * GROUP                  # of a row of W in int4: eight groups, side by side
-ARRANGED = BLOCK_4 + 5 * LANES           # numbers that `arrange` makes of the elements of x for a block
+LARGEST_4 = 127                          # of the whole numbers of x in int4: 16 products of 15 and it stay below 2^15
+OF_BLOCK = 2 * LANES                     # floats that belong to a block of x in int4: eight groups' steps and sums
+SMALLEST = 1e-30                         # largest magnitude of zeros, as in kernels/matvec
+TO_EVEN = 1.5 * 2.0**23                  # a float32 to which this is added is a whole number, a half rounded to the even one
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Halves = ti.types.ndarray(dtype=ti.i16, ndim=1)          # bfloat16, or integers
-MATRIX = {"float32": Floats, "bfloat16": Halves, "int8": ti.types.ndarray(dtype=ti.i8, ndim=1),
-          "int4": ti.types.ndarray(dtype=ti.i32, ndim=1)}
+MATRIX = {"float32": Floats, "bfloat16": Halves, "int8": ti.types.ndarray(dtype=ti.i8, ndim=1), "int4": Halves}
 SCALES = {"float32": Floats, "bfloat16": Floats, "int8": Floats, "int4": Halves}
 
 
-def _sums_in_chains(rows, convert, integers=False, in_steps=False):
-    """convert: from a number of W, or a vector of them, to float32.
+def products_in_16_bits(steps):
+    """How many products of an int8 weight and a whole number up to `steps` may be added up in 16 bits."""
+    return (2**15 - 1) // (127 * steps)
 
-    integers: W is integers with a scale for each of its rows, and x whole numbers. The sum of a chain is exact in float32 for
-    255 * 127 * K / 32 < 2^24, and chains are added up as integers. in_steps: a row of x has a factor, the size of a step.
-    """
+
+def _float_sums(rows, convert):
+    """convert: from a number of W, or a vector of them, to float32."""
 
     @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, first, R, K, w_at, scale_at, x_at, x_row, step_at, y_at, y_row, zero):
+    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
+             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
         for block in range(K // WHOLE):
             for c in ti.static(range(CHAINS)):
                 weights = convert(vector(w, w_at + n * K + block * WHOLE, c * LANES))
                 for i in ti.static(range(rows)):
-                    acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
-                    if ti.static(not integers):        # those sums are exact in any order
-                        acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c], zero)
+                    more = weights * vector(x, at[i] + block * WHOLE, c * LANES)
+                    acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c] + more, zero)
         for i in ti.static(range(rows)):
-            row, total = ti.min(first + i, R - 1), 0.0
-            if ti.static(integers):
-                chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
-                whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
-                for k in range(K // WHOLE * WHOLE, K):
-                    whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
-                total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
-                if ti.static(in_steps):
-                    total *= x[step_at + row * x_row]
-            else:
-                halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
-                total = sum_of(fixed(halves[0] + halves[1], zero), zero)
-                for k in range(K // WHOLE * WHOLE, K):
-                    total += convert(w[w_at + n * K + k]) * x[at[i] + k]
+            halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
+            total = sum_of(fixed(halves[0] + halves[1], zero), zero)
+            for k in range(K // WHOLE * WHOLE, K):
+                total += convert(w[w_at + n * K + k]) * x[at[i] + k]
+            y[y_at + ti.min(first + i, R - 1) * y_row + n] = total
+
+    return sums
+
+
+def _int8_sums(rows, in_steps):
+    """in_steps: a row of x has a factor, the size of a step, which is at x_at; otherwise y lacks it.
+
+    A chain is added up in 16 bits for `depth` products, and from there on in 32.
+    """
+    chains = ti.static(CHAINS if rows == 1 else CHAINS // 2)
+    block_size = chains * WIDE
+
+    @ti.func
+    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
+             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+        at = [q_at + ti.min(first + i, R - 1) * q_row for i in ti.static(range(rows))]
+        acc = [ti.Vector([0] * LANES) for _ in ti.static(range(rows * 2))]
+        blocks = K // block_size
+        first_block = 0
+        while first_block < blocks:
+            parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(rows * chains))]
+            for block in range(first_block, ti.min(blocks, first_block + depth)):
+                for c in ti.static(range(chains)):
+                    weights = by_lane(ti.cast, wide(w, w_at + n * K + block * block_size, c * WIDE), ti.i16)
+                    for i in ti.static(range(rows)):
+                        parts[i * chains + c] = plus_product(parts[i * chains + c], weights,
+                                                             wide(q, at[i] + block * block_size, c * WIDE))
+            for c in ti.static(range(chains)):
+                for i in ti.static(range(rows)):
+                    for half in ti.static(range(2)):
+                        acc[2 * i + half] += in_32_bits(parts[i * chains + c], half)
+            first_block += depth
+        for i in ti.static(range(rows)):
+            row, whole = ti.min(first + i, R - 1), (acc[2 * i] + acc[2 * i + 1]).sum()
+            for k in range(blocks * block_size, K):
+                whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(q[at[i] + k], ti.i32)
+            total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
+            if ti.static(in_steps):
+                total *= x[x_at + row * x_row]
             y[y_at + row * y_row + n] = total
 
     return sums
 
 
-@ti.func
-def _from_integers(x):
-    return by_lane(ti.cast, x, ti.f32)
-
-
 def _int4_sums(rows):
-    """The same for integers in groups: scale sum(q x) + shift sum(x). A row of x is what `arrange` has made of it."""
+    """Integers in groups: the sum over groups of scale step sum(q x) + shift sum(x). A row of x is what `arrange` has made of
+    it: whole numbers, and from x_at on the steps and sums of their groups."""
     @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), y: ti.template(),
-             n, first, R, K, w_at, scale_at, x_at, x_row, step_at, y_at, y_row, zero):
+    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
+             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
         blocks = tiles(K, BLOCK_4)
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
+        whole_at = [q_at + ti.min(first + i, R - 1) * q_row for i in ti.static(range(rows))]
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows))]
         for block in range(blocks):
-            group, x_block = (n * blocks + block) * LANES, block * ARRANGED
-            parts = [vector(x, at[i] + x_block, BLOCK_4 + part * LANES) for i in ti.static(range(rows))
-                     for part in ti.static(range(CHAINS))]
-            for word in range(WORDS):
-                words = vector(w, w_at + group * WORDS + word * LANES)
-                for m in ti.static(range(LANES)):
-                    weights = _of_words(words, m)
+            group = (n * blocks + block) * LANES
+            parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(rows))]
+            for word in range(WORDS // 2):
+                words = wide(w, w_at + group * WORDS + word * WIDE)
+                for m in ti.static(range(4)):
+                    weights = by_lane(ti.cast, words >> (4 * m) & 15, ti.i16)
                     for i in ti.static(range(rows)):
-                        more = weights * vector(x, at[i] + x_block + word * LANES * LANES, m * LANES)
-                        parts[CHAINS * i + m % CHAINS] = fixed(parts[CHAINS * i + m % CHAINS] + more, zero)
+                        parts[i] = plus_product(parts[i], weights,
+                                                wide(q, whole_at[i] + block * BLOCK_4 + word * 4 * WIDE, m * WIDE))
             scales = from_bfloat16(vector(scale, scale_at + group))
             shifts = from_bfloat16(vector(shift, scale_at + group))
             for i in ti.static(range(rows)):
-                halves = [fixed(parts[CHAINS * i + part] + parts[CHAINS * i + part + 2], zero) for part in ti.static((0, 1))]
-                products = fixed(halves[0] + halves[1], zero)
-                shifted = shifts * vector(x, at[i] + x_block, BLOCK_4 + CHAINS * LANES)
-                acc[i] = fixed(acc[i] + fixed(products * scales + shifted, zero), zero)
+                products = by_lane(ti.cast, in_32_bits(parts[i], 0) + in_32_bits(parts[i], 1), ti.f32)
+                steps, of_groups = vector(x, at[i] + block * OF_BLOCK), vector(x, at[i] + block * OF_BLOCK, LANES)
+                shifted = fixed(shifts * of_groups, zero)
+                acc[i] = fixed(acc[i] + fixed(fixed(products * steps, zero) * scales + shifted, zero), zero)
         for i in ti.static(range(rows)):
             y[y_at + ti.min(first + i, R - 1) * y_row + n] = sum_of(acc[i], zero)
 
@@ -102,36 +132,32 @@ def _int4_sums(rows):
 
 
 @ti.func
-def _of_words(words, m: ti.template()):
-    """The m-th integers of words, plus 16, as float32.
-
-    A float32 from 16 to 32 counts in its bits from the 19th on: an integer that is moved there is a number as soon as an
-    exponent stands beside it.
+def arrange(x: ti.template(), x_at, q: ti.template(), q_at, y: ti.template(), y_at, K, block, zero):
+    """What a product in int4 reads of a block of a row of x (K, a multiple of LANES): in q whole numbers of steps, LARGEST_4
+    for the largest of a group, in the order of the integers of W; in y the steps of the eight groups, and then their sums.
     """
-    by = ti.static(19 - 4 * m)
-    moved = words << by if ti.static(by > 0) else words >> -by
-    return by_lane(ti.bit_cast, moved & (15 << 19) | 0x41800000, ti.f32)
-
-
-@ti.func
-def arrange(x: ti.template(), x_at, y: ti.template(), y_at, K, block):
-    """What a product in int4 reads of a block of a row of x (K): the elements in the order of the integers, with those of the
-    eight groups side by side; for each chain what takes away what _of_words has added; and the sums of the groups.
-    """
-    y_block = y_at + block * ARRANGED
     for group in range(LANES):
-        of_chain = ti.Vector([0.0] * CHAINS)
-        for element in range(GROUP):
-            k = block * BLOCK_4 + group * GROUP + element
-            value = 0.0
-            if k < K:
-                value = x[x_at + k]
-            m = element % 4 * 2 + element // 16
-            y[y_block + (element // 4 % 4 * LANES + m) * LANES + group] = value
-            of_chain[m % CHAINS] += value
-        for chain in ti.static(range(CHAINS)):
-            y[y_block + BLOCK_4 + chain * LANES + group] = -16.0 * of_chain[chain]
-        y[y_block + BLOCK_4 + CHAINS * LANES + group] = of_chain.sum()
+        first = block * BLOCK_4 + group * GROUP
+        vectors = ti.min(ti.max(K - first, 0), GROUP) // LANES
+        largest, sums, top, total = ti.Vector([0.0] * LANES), ti.Vector([0.0] * LANES), SMALLEST, 0.0
+        for v in range(vectors):
+            values = vector(x, x_at + first + v * LANES)
+            largest = ti.max(largest, ti.max(values, 0.0 - values))
+        for lane in ti.static(range(LANES)):
+            top = ti.max(top, largest[lane])
+        for v in range(GROUP // LANES):
+            whole = ti.Vector([0.0] * LANES)
+            if v < vectors:
+                whole = to_whole(vector(x, x_at + first + v * LANES) * (LARGEST_4 / top), zero)
+            sums += whole
+            for lane in ti.static(range(LANES)):         # element 8 v + lane of the group
+                word, half, nibble = v % 2 * 2 + lane // 4, ti.static(lane % 4 // 2), lane % 2 * 2 + v // 2
+                place = q_at + block * BLOCK_4 + (word * 4 + nibble) * WIDE + half * LANES + group
+                q[place] = ti.cast(whole[lane], ti.i16)
+        for lane in ti.static(range(LANES)):
+            total += sums[lane]
+        y[y_at + block * OF_BLOCK + group] = top / LARGEST_4
+        y[y_at + block * OF_BLOCK + LANES + group] = total * (top / LARGEST_4)
 
 
 @ti.func
@@ -143,6 +169,30 @@ def tiles(size, tile):
 def vector(array: ti.template(), at, beyond: ti.template() = 0):
     """The elements from at + beyond on; vectors that differ in `beyond` alone share the computation of their addresses."""
     return ti.Vector([array[(at & INDEX) + beyond + lane] for lane in ti.static(range(LANES))])
+
+
+@ti.func
+def wide(array: ti.template(), at, beyond: ti.template() = 0):
+    """The same for WIDE elements."""
+    return ti.Vector([array[(at & INDEX) + beyond + lane] for lane in ti.static(range(WIDE))])
+
+
+@ti.func
+def plus_product(total, a, b):
+    """total + a b, all in 16 bits."""
+    return by_lane(ti.cast, total + by_lane(ti.cast, a * b, ti.i16), ti.i16)
+
+
+@ti.func
+def in_32_bits(v, half: ti.template()):
+    """The first or the second half of WIDE integers."""
+    return ti.Vector([ti.cast(v[half * LANES + lane], ti.i32) for lane in ti.static(range(LANES))])
+
+
+@ti.func
+def to_whole(x, zero):
+    """x rounded to whole numbers, a half to the even one."""
+    return fixed(x + TO_EVEN, zero) - TO_EVEN
 
 
 @ti.func
@@ -194,13 +244,13 @@ def columns_of(form, rows):
 def sums_of(form, rows, whole_numbers=False):
     """The function that computes y[r,n] for that n and the rows `first` to first + rows - 1 of R rows, or the last of R again.
 
-    form: of W. whole_numbers: a row of x in int8 is whole numbers, and y lacks its factor; otherwise it is in steps.
-    w_at, scale_at, x_at, y_at: where W (N,K), its scales, x and y begin in the arrays. x_row, y_row: from one row to the next.
-    step_at: in int8, where the size of the first row's steps is, in the array of x. zero: 0, see sum_of.
+    form: of W. whole_numbers: y in int8 lacks the factor of its row of x, the size of a step.
+    w_at, scale_at, x_at, q_at, y_at: where W (N,K), its scales, x and y begin in the arrays. x_row, q_row, y_row: from one row
+    to the next. x: the elements of x for float weights, in int8 the size of a step, in int4 the y of `arrange`. q: whole
+    numbers of steps, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
     """
     if form == "int4":
         return _int4_sums(rows)
     if form == "int8":
-        return _sums_in_chains(rows, _from_integers, integers=True, in_steps=not whole_numbers)
-    convert = as_it_is if form == "float32" else from_bfloat16
-    return _sums_in_chains(rows, convert)
+        return _int8_sums(rows, in_steps=not whole_numbers)
+    return _float_sums(rows, as_it_is if form == "float32" else from_bfloat16)

@@ -5,14 +5,15 @@ of it. Here the model writes its step down once, as a list of instructions, and 
 together: each instruction is cut into tiles, a thread takes the next tile, and nobody goes on before all tiles of an
 instruction are done.
 
-A register is a vector of float32 for each row of the batch; constants are shared by the rows. The instructions, for each row:
+A register is a vector of float32 for each row of the batch, of which some implementations keep whole numbers in 16 bits beside
+them; constants are shared by the rows. The instructions, for each row:
 
     norm      x += added (if any);  y = (x - mean(x)) / sqrt(variance(x) + eps) weight + bias
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
     product   y = W x, with W packed in a form of kernels.matvec
     down, up  y = A x with A of few rows, and y = B x with B of few columns
-    round     before a product in int8: q = x in whole steps, as kernels.matvec rounds its inputs; the step's size is kept
-    arrange   before a product in int4: x in the order of the integers of a row of W, and its sums in groups
+    round     before a product in int8: x in whole steps, as kernels.matvec rounds its inputs, and the step's size
+    arrange   before a product in int4: the same group by group, in the order of the integers of a row of W, with a group's sum
     map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
     add       x += y, or x += sigmoid(gate) y
     wkv4      y = sigmoid(r) wkv(k, v), where wkv is kernels.wkv4's step for one token, whose state goes on
@@ -107,10 +108,11 @@ class Product(NamedTuple):
 class Program:
     """Instructions in order, and what they work on. Each method adds a register, a constant or an instruction.
 
-    size: the numbers in all registers of one row.
+    size: the numbers in all registers of one row. whole_size: the whole numbers in 16 bits beside them.
     """
 
     size: int = 0
+    whole_size: int = 0
     instructions: list[Instruction] = field(default_factory=list)
     weights: list[Packed] = field(default_factory=list)
     functions: list[Function | None] = field(default_factory=list)       # of the products
@@ -120,7 +122,7 @@ class Program:
     _matrices: list[Tensor] = field(default_factory=list)
     _matrices_size: int = 0
     _matrices_joined: Tensor | None = None
-    _shared: dict[tuple[str, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
+    _shared: dict[tuple[str, int, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
 
     def register(self, width: int) -> int:
         """The place of a new register."""
@@ -167,10 +169,10 @@ class Program:
     def products(self, products: Sequence[Product]) -> None:
         """Those that do not depend on each other. All inputs are prepared first, so that products follow products."""
         prepared = [self._prepare(i, product) for i, product in enumerate(products)]
-        for (x, extra), product in zip(prepared, products, strict=True):
+        for (x, extra, whole), product in zip(prepared, products, strict=True):
             self.weights.append(product.weight)
             self.functions.append(product.function)
-            self._add("product", x, product.y, len(product.weight.weight), product.K, extra, len(self.weights) - 1)
+            self._add("product", x, product.y, len(product.weight.weight), product.K, extra, whole, len(self.weights) - 1)
 
     def down(self, x: int, y: int, weight: Tensor) -> None:
         """weight: A (N,K)."""
@@ -199,24 +201,34 @@ class Program:
         self._matrices_size += weight.numel()
         return place
 
-    def _prepare(self, i: int, product: Product) -> tuple[int, int]:
-        """The registers that the i-th of several products reads: x or what it becomes, and what belongs to it or NONE."""
+    def _prepare(self, i: int, product: Product) -> tuple[int, int, int]:
+        """What the i-th of several products reads: the register of x or of its whole numbers, that of what belongs to them, and
+        their place in 16 bits; NONE for what there is not."""
         if product.weight.form == "int8":                # x in the whole steps that the weight asks for, and a step's size
             rounded, step = self._scratch(f"rounded {i}", product.K), self._scratch(f"step {i}", 1)
+            whole = self._whole(i, product.K)
             steps, signed = product.weight.shift.tolist()
-            self._add("round", product.x, rounded, product.K, step, int(steps), int(signed))
-            return rounded, step
-        if product.weight.form == "int4":                # five numbers for each group beside x itself
-            arranged = self._scratch(f"arranged {i}", groups_of(product.K) * (GROUP + 5))
-            self._add("arrange", product.x, arranged, product.K)
-            return product.x, arranged
-        return product.x, NONE
+            self._add("round", product.x, rounded, product.K, step, int(steps), int(signed), whole)
+            return rounded, step, whole
+        if product.weight.form == "int4":                # a step and a sum for each group
+            groups = groups_of(product.K)
+            sums, whole = self._scratch(f"sums {i}", 2 * groups), self._whole(i, groups * GROUP)
+            self._add("arrange", product.x, sums, product.K, whole)
+            return product.x, sums, whole
+        return product.x, NONE, NONE
+
+    def _whole(self, i: int, width: int) -> int:
+        """The place of whole numbers in 16 bits that each instruction may overwrite."""
+        if ("whole", i, width) not in self._shared:
+            self._shared["whole", i, width] = self.whole_size
+            self.whole_size += -(-width // (4 * LANES)) * 4 * LANES
+        return self._shared["whole", i, width]
 
     def _scratch(self, what: str, width: int) -> int:
         """A register that each instruction may overwrite."""
-        if (what, width) not in self._shared:
-            self._shared[what, width] = self.register(width)
-        return self._shared[what, width]
+        if (what, 0, width) not in self._shared:
+            self._shared[what, 0, width] = self.register(width)
+        return self._shared[what, 0, width]
 
     def _add(self, name: str, *arguments: int) -> None:
         self.instructions.append(Instruction(name, arguments))

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Run, Wkv4, Wkv7
-from kernels.matvec import SMALLEST, unpacked
+from kernels.matvec import SMALLEST, in_steps, unpacked
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.float64))
+REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16, torch.float64))
 
 FUNCTIONS = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu2": lambda y: torch.relu(y) ** 2}
 
@@ -47,18 +47,21 @@ class _Machine:
             self._register(y + i * width, width).copy_(before + (now - before) * share)
         before.copy_(now)
 
-    def round(self, x: int, y: int, width: int, step: int, steps: int, signed: int) -> None:
+    def round(self, x: int, y: int, width: int, step: int, steps: int, signed: int, whole: int) -> None:
         rows = self._register(x, width)
         largest = (rows.abs() if signed else rows).amax(1, keepdim=True).clamp(min=SMALLEST)
         self._register(y, width).copy_((rows / largest * steps).round())
         self._register(step, LANES).copy_((largest / steps).expand(-1, LANES))
 
-    def arrange(self, x: int, y: int, width: int) -> None:
-        """Nothing: the products here read x as it is."""
+    def arrange(self, x: int, y: int, width: int, whole: int) -> None:
+        """Nothing: `product` rounds x."""
 
-    def product(self, x: int, y: int, N: int, K: int, extra: int, weight: int) -> None:
+    def product(self, x: int, y: int, N: int, K: int, extra: int, whole: int, weight: int) -> None:
         packed = self._program.weights[weight]
-        self._multiply(x, y, unpacked(packed, self._constants.dtype)[:, :K])
+        rows, matrix = self._register(x, K), unpacked(packed, self._constants.dtype)
+        if packed.form == "int4":
+            rows = in_steps(F.pad(rows, (0, matrix.shape[1] - K)))
+        self._register(y, N).copy_(rows @ matrix.T)
         if packed.form == "int8":
             self._register(y, N).mul_(self._register(extra, LANES)[:, :1])
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import exp, exp_of_any, sigmoid, tanh
+from kernels.backends.lanes import by_lane, exp, exp_of_any, sigmoid, tanh
 from kernels.backends.products import (
     BLOCK_4,
     CHAINS,
@@ -22,12 +22,14 @@ from kernels.backends.products import (
     ROWS,
     SCALES,
     Floats,
+    Halves,
     arrange,
     columns_of,
-    fixed,
+    products_in_16_bits,
     sum_of,
     sums_of,
     tiles,
+    to_whole,
     vector,
 )
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
@@ -36,7 +38,7 @@ from kernels.matvec import FORMS, SMALLEST, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
-                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32))
+                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
 NAMES = ("norm", "mix", "product", "down", "up", "map", "add", "wkv4", "wkv7", "round", "arrange")
@@ -46,7 +48,6 @@ AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the w
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 8                                # tiles of a product for each thread: of fewer, the last keeps the others waiting
-TO_EVEN = 1.5 * 2.0**23                  # a float32 to which this is added is a whole number, a half rounded to the even one
 APART = 16                               # integers between two counters, so that no two are in one cache line
 Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
@@ -71,15 +72,18 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str, thr
     small_form = str(matrices.dtype).removeprefix("torch.")
     used = frozenset(each.name for part in parts for each in part)
     N7 = next((each.arguments[-1] for part in parts for each in part if each.name == "wkv7"), 0)
-    nothing = torch.zeros(1, dtype=FORMS[form])
+    nothing, whole = torch.zeros(1, dtype=FORMS[form]), torch.zeros(1, dtype=torch.int16)
 
     def start(part: _Launch, registers: Tensor) -> None:
+        nonlocal whole
         R = len(registers)
+        if len(whole) < R * program.whole_size:
+            whole = torch.zeros(R * program.whole_size, dtype=torch.int16)
         part.counters.zero_()
         first = nothing if part.first is None else part.first
         kernel = _kernel(form, small_form, used, N7, 1 if R == 1 else ROWS, threads == 1)
-        launch(kernel, first, part.scale, part.shift, constants, matrices, registers.view(-1), part.code, part.counters,
-               len(part.code) // WIDTH, program.size, R, tiles, threads)
+        launch(kernel, first, part.scale, part.shift, constants, matrices, registers.view(-1), whole, part.code,
+               part.counters, len(part.code) // WIDTH, program.size, program.whole_size, R, tiles, threads)
 
     return [partial(start, _launch_of(part, program.weights, tiles)) for part in parts]
 
@@ -119,9 +123,10 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed], parts: in
     for row, (name, arguments) in zip(code, instructions, strict=True):
         numbers = list(arguments)
         if name == "product":
-            weight, scale, _ = weights[numbers.pop()]
-            numbers += [_elements_between(first, weight), scale_at]
-            scale_at += scale.numel()
+            packed = weights[numbers.pop()]
+            depth = products_in_16_bits(int(packed.shift[0])) if packed.form == "int8" else 0
+            numbers += [_elements_between(first, packed.weight), scale_at, depth]
+            scale_at += packed.scale.numel()
         full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments, parts), *numbers], dtype=torch.int32)
         row[:len(full)] = full
     joined = [torch.cat([getattr(packed, name).flatten() for packed in used]) if used else torch.zeros(0)
@@ -154,13 +159,13 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
     small_form: of the matrices of down and up. N7: N of wkv7. rows: that share weights. serial: by the calling thread alone.
     """
     has = [name in used for name in NAMES]
-    x_of = 6 if form == "int4" else 2    # where an instruction says what a product reads: what `arrange` has written, or x
+    x_of = 6 if form in ("int8", "int4") else 2          # where an instruction says what a product reads: steps, or x
     stored, scales, small = MATRIX[form], SCALES[form], MATRIX[small_form]
     sums, down, up = sums_of(form, rows), sums_of(small_form, rows), columns_of(small_form, rows)
 
     @ti.kernel
-    def kernel(w: stored, scale: scales, shift: scales, c: Floats, m: small, g: Floats, code: Integers,
-               counters: Integers, count: int, size: int, R: int, parts: int, n: int):
+    def kernel(w: stored, scale: scales, shift: scales, c: Floats, m: small, g: Floats, q: Halves, code: Integers,
+               counters: Integers, count: int, size: int, q_size: int, R: int, parts: int, n: int):
         ti.loop_config(serialize=serial)
         for step in range(n * BLOCK):
             if step % BLOCK == 0:
@@ -179,18 +184,19 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                                 _mix(c, g, code, at + 2, tile, size, code[at + 1])
                         if ti.static(has[PRODUCT]):
                             if name == PRODUCT:
-                                N, K = code[at + 4], code[at + 5]
+                                N, K, w_at, scale_at = code[at + 4], code[at + 5], code[at + 8], code[at + 9]
+                                x_at, q_at, y_at, depth = code[at + x_of], code[at + 7], code[at + 3], code[at + 10]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
-                                        sums(w, scale, shift, g, g, row, r * rows, R, K, code[at + 7], code[at + 8],
-                                             code[at + x_of], size, code[at + 6], code[at + 3], size, R >> 30)
+                                        sums(w, scale, shift, g, q, g, row, r * rows, R, K, w_at, scale_at,
+                                             x_at, size, q_at, q_size, depth, y_at, size, R >> 30)
                         if ti.static(has[DOWN]):
                             if name == DOWN:
                                 N, K = code[at + 4], code[at + 5]
                                 for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
-                                        down(m, c, c, g, g, row, r * rows, R, K, code[at + 6], 0, code[at + 2], size, 0,
-                                             code[at + 3], size, R >> 30)
+                                        down(m, c, c, g, q, g, row, r * rows, R, K, code[at + 6], 0,
+                                             code[at + 2], size, 0, 0, 0, code[at + 3], size, R >> 30)
                         if ti.static(has[UP]):
                             if name == UP:
                                 N, K = code[at + 4] // LANES, code[at + 5]
@@ -213,10 +219,10 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                                 _wkv7(c, g, code, at + 2, tile, size, R, code[at + 1], N7 // LANES)
                         if ti.static(has[ROUND]):
                             if name == ROUND:
-                                _round(g, code, at + 2, tile, size, R)
+                                _round(g, q, code, at + 2, tile, size, q_size, R)
                         if ti.static(has[ARRANGE]):
                             if name == ARRANGE:
-                                _arrange(g, code, at + 2, tile, size, code[at + 1])
+                                _arrange(g, q, code, at + 2, tile, size, q_size, code[at + 1], R)
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
                         tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
@@ -252,10 +258,10 @@ def _norm(c: ti.template(), g: ti.template(), code: ti.template(), at, row, size
 
 
 @ti.func
-def _round(g: ti.template(), code: ti.template(), at, row, size, R):
+def _round(g: ti.template(), q: ti.template(), code: ti.template(), at, row, size, q_size, R):
     """A tile is a row."""
     width, steps = code[at + 2], ti.cast(code[at + 4], ti.f32)
-    x, y = row * size + code[at], row * size + code[at + 1]
+    x, y, whole_at = row * size + code[at], row * size + code[at + 1], row * q_size + code[at + 6]
     largest = ti.Vector([0.0] * LANES)
     for j in range(width // LANES):
         values = vector(g, x + j * LANES)
@@ -267,16 +273,18 @@ def _round(g: ti.template(), code: ti.template(), at, row, size, R):
     for lane in ti.static(range(LANES)):
         top = ti.max(top, largest[lane])
     for j in range(width // LANES):
-        whole = vector(g, x + j * LANES) / top * steps
-        _store(g, y + j * LANES, fixed(whole + TO_EVEN, R >> 30) - TO_EVEN)
+        whole = to_whole(vector(g, x + j * LANES) / top * steps, R >> 30)
+        _store(g, y + j * LANES, whole)
+        _store(q, whole_at + j * LANES, by_lane(ti.cast, whole, ti.i16))
     g[row * size + code[at + 3]] = top / steps
 
 
 @ti.func
-def _arrange(g: ti.template(), code: ti.template(), at, tile, size, blocks):
+def _arrange(g: ti.template(), q: ti.template(), code: ti.template(), at, tile, size, q_size, blocks, R):
     """A tile is a block of a row."""
     row, width = tile // blocks, code[at + 2]
-    arrange(g, row * size + code[at], g, row * size + code[at + 1], width, tile % blocks)
+    arrange(g, row * size + code[at], q, row * q_size + code[at + 3], g, row * size + code[at + 1], width, tile % blocks,
+            R >> 30)
 
 
 @ti.func

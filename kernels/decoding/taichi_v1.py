@@ -53,7 +53,7 @@ def _steps(program: Program) -> Iterator[Bind]:
 
 
 def _product(program: Program, product: Instruction, registers: Tensor) -> Callable[[], object]:
-    x_at, y_at, N, K, extra, number = product.arguments
+    x_at, y_at, N, K, extra, _, number = product.arguments
     weight = program.weights[number]
     function = program.functions[number] or (lambda rows: F.linear(rows, unpacked(weight, torch.float32)[:, :K]))
     x, y = registers[:, x_at:x_at + K], registers[:, y_at:y_at + N]

@@ -6,15 +6,17 @@ In one line of PyTorch: x @ W.T. W is packed in one of four forms; the last two 
 
     float32, bfloat16     as they are
     int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. A row of x is rounded, too, to steps of its largest magnitude
-    int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32
+    int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. A row of x is rounded, too: each
+                          group of 32 to steps of 1/127 of its largest magnitude
 
 Every form adds in one order, whatever R is: the result for a row does not depend, to the bit, on the rows beside it. In int8
 the sum is one of integers, so that the implementations give the same bits.
 
 An implementation is a file beside this one with REQUIRES, whose dtypes are those of the packed weights that it takes (int4:
-int32) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
+int16) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
 one form and one K. x is contiguous; x and y are float32, or float64. What can be prepared once, bind prepares. In int8 x are
-the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is that of groups_of(K) groups.
+the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is that of groups_of(K) groups, and x are the rounded
+rows.
 """
 
 from collections.abc import Callable
@@ -25,9 +27,10 @@ from torch import Tensor
 
 from kernels.operator import Operator
 
-FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.int32}
+FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.int16}
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
+LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4
 SMALLEST = 1e-30                         # scale of zeros
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
@@ -38,8 +41,8 @@ Bound = Callable[[Tensor], list[Tensor]]
 class Packed(NamedTuple):
     """A matrix W (N,K) in one form: tensors, which can be saved and loaded.
 
-    weight: (N,K) float32, bfloat16 or int8; int4: (N,G/8,4,8) int32, four words of each of eight groups, G = groups_of(K); the
-    four bytes of word w of a group hold the integers of its elements 4w + i, in their low bits, and 4w + i + 16. scale: int8
+    weight: (N,K) float32, bfloat16 or int8; int4: (N,G/8,8,8) int16, eight words of each of eight groups, G = groups_of(K); the
+    two bytes of word w of a group hold the integers of its elements 2w + i, in their low bits, and 2w + i + 16. scale: int8
     (N,) float32, int4 (N,G) bfloat16, else (0,). shift: int4 (N,G) bfloat16; int8 (2,) float32, how x is rounded: the number of
     steps of a row's largest magnitude, and 0 where no x is negative, else 1; else (0,).
     """
@@ -91,7 +94,7 @@ class MatVec(Operator):
             steps, signed = weights[0].shift.tolist()
             return _rounding(product, steps, bool(signed))
         if weights[0].form == "int4":
-            product = _in_whole_groups(product, inputs_of(weights[0]))
+            return _rounding_groups(product, inputs_of(weights[0]))
         return product if torch.float64 in self.requires.dtypes else _in_float32(product)
 
     def _empty_outputs(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
@@ -124,7 +127,7 @@ def groups_of(K: int) -> int:
 
 def in_groups(packed: Packed, K: int) -> Packed:
     """A W (N,K) in int4 one group after the other, K whole groups: weight (N,K/32,16) uint8, scale and shift (N,K/32)."""
-    words = packed.weight.transpose(2, 3).reshape(len(packed.weight), -1, GROUP // TOGETHER)
+    words = packed.weight.transpose(2, 3).reshape(len(packed.weight), -1, GROUP // 4)
     return Packed(words[:, :K // GROUP].contiguous().view(torch.uint8), *(part[:, :K // GROUP] for part in packed[1:]))
 
 
@@ -132,8 +135,8 @@ def side_by_side(groups: Packed) -> Packed:
     """The reverse of in_groups."""
     N, G, _ = groups.weight.shape
     missing = groups_of(G * GROUP) - G
-    words = torch.nn.functional.pad(groups.weight.contiguous().view(torch.int32), (0, 0, 0, missing))
-    weight = words.view(N, -1, TOGETHER, GROUP // TOGETHER).transpose(2, 3).contiguous()
+    words = torch.nn.functional.pad(groups.weight.contiguous().view(torch.int16), (0, 0, 0, missing))
+    weight = words.view(N, -1, TOGETHER, GROUP // 4).transpose(2, 3).contiguous()
     return Packed(weight, *(torch.nn.functional.pad(part, (0, missing)) for part in groups[1:]))
 
 
@@ -233,11 +236,20 @@ def _rounding(product: Bound, steps: float, signed: bool) -> Bound:
     return bound
 
 
-def _in_whole_groups(product: Bound, K: int) -> Bound:
+def _rounding_groups(product: Bound, K: int) -> Bound:
+    """The product of rows of which each group is rounded."""
     def bound(x: Tensor) -> list[Tensor]:
-        return product(x if x.shape[-1] == K else torch.nn.functional.pad(x, (0, K - x.shape[-1])))
+        rows = in_steps(torch.nn.functional.pad(x.float(), (0, K - x.shape[-1])))
+        return [y.to(x.dtype) for y in product(rows.to(torch.promote_types(x.dtype, torch.float32)))]
 
     return bound
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """Rows (...,K) in whole steps, of which each group of GROUP has LARGEST as its largest magnitude."""
+    groups = x.unflatten(-1, (-1, GROUP))
+    step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(LARGEST)
+    return (groups / step).round_().mul_(step).flatten(-2)
 
 
 def _in_float32(product: Bound) -> Bound:

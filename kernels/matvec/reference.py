@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.matvec import Packed, unpacked
 from kernels.registry import Requires
 
-REQUIRES = Requires(dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.float64))
+REQUIRES = Requires(dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16, torch.float64))
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:

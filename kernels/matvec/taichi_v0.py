@@ -7,13 +7,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.backends.products import BLOCK_4, CHAINS, LANES, MATRIX, ROWS, SCALES, WORDS, Floats, sums_of, tiles
+from kernels.backends.products import (
+    BLOCK_4,
+    MATRIX,
+    OF_BLOCK,
+    ROWS,
+    SCALES,
+    Floats,
+    Halves,
+    arrange,
+    products_in_16_bits,
+    sums_of,
+    tiles,
+)
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.matvec import Packed, inputs_of
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
-                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int32))
+                    dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
@@ -24,23 +36,29 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     form, N, K = packed.form, len(packed.weight), inputs_of(packed)
     matrix, scale, shift = (tensor.view(-1) for tensor in packed)
+    depth = products_in_16_bits(int(shift[0])) if form == "int8" else 0
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
-        y = x.new_empty(R, N)
-        flat = _arranged(x) if form == "int4" else x.view(-1)
-        launch(_kernel(form, 1 if R == 1 else ROWS), matrix, scale, shift, flat, y.view(-1), N, K, R, len(flat) // R, shares(N))
+        y, floats, whole = x.new_empty(R, N), x, x.new_empty(1, dtype=torch.int16)
+        if form == "int8":
+            whole = x.to(torch.int16)
+        if form == "int4":
+            blocks = K // BLOCK_4
+            floats, whole = x.new_empty(R, OF_BLOCK * blocks), x.new_empty(R, K, dtype=torch.int16)
+            launch(_arrange, x.view(-1), whole.view(-1), floats.view(-1), R * blocks)
+        launch(_kernel(form, 1 if R == 1 else ROWS), matrix, scale, shift, floats.view(-1), whole.view(-1), y.view(-1), N, K, R,
+               floats.shape[1], depth, shares(N))
         return y
 
     return product
 
 
-def _arranged(x: Tensor) -> Tensor:
-    """Each row of x (R,K) as products in int4 read it: what `arrange` of kernels/backends/products.py makes of it, flat."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK_4)).view(-1, LANES, 2, WORDS, 4)
-    ordered = x.permute(0, 3, 4, 2, 1).reshape(-1, BLOCK_4 // LANES, LANES)              # (blocks,32,8)
-    of_chain = ordered.unflatten(1, (-1, CHAINS)).sum(1)                                 # (blocks,4,8)
-    return torch.cat((ordered, -16 * of_chain, of_chain.sum(1, keepdim=True)), 1).flatten()
+@ti.kernel
+def _arrange(x: Floats, q: Halves, y: Floats, blocks: int):
+    ti.loop_config(serialize=True)
+    for block in range(blocks):
+        arrange(x, 0, q, 0, y, 0, blocks * BLOCK_4, block, blocks >> 30)
 
 
 @cache
@@ -48,11 +66,12 @@ def _kernel(form: str, rows: int):
     stored, scales, sums = MATRIX[form], SCALES[form], sums_of(form, rows, whole_numbers=True)
 
     @ti.kernel
-    def kernel(w: stored, scale: scales, shift: scales, x: Floats, y: Floats, N: int, K: int, R: int, x_row: int, n: int):
+    def kernel(w: stored, scale: scales, shift: scales, x: Floats, q: Halves, y: Floats, N: int, K: int, R: int, x_row: int,
+               depth: int, n: int):
         for step in range(n * BLOCK):
             first, end = share(step, N, n)
             for row in range(first, end):
                 for r in range(tiles(R, rows)):
-                    sums(w, scale, shift, x, y, row, r * rows, R, K, 0, 0, 0, x_row, 0, 0, N, R >> 30)
+                    sums(w, scale, shift, x, q, y, row, r * rows, R, K, 0, 0, 0, x_row, 0, K, depth, 0, N, R >> 30)
 
     return kernel

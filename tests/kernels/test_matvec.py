@@ -51,11 +51,21 @@ def test_a_form_that_an_implementation_lacks_is_one_sentence() -> None:
 
 
 def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
-    """The largest whole numbers in all places, where a sum of floats would lose some."""
-    packed = pack(torch.full((3, 9000), 0.5), "int8", non_negative=True)
-    for x in (torch.ones(2, 9000), torch.rand(2, 9000)):
-        first, *others = (MatVec(name)(x, packed) for name in ("taichi_v0", "torch_linear", "reference"))
-        assert all(torch.equal(first, other) for other in others)
+    """The largest whole numbers in all places, where a sum of floats would lose some, and one of 16 bits would overflow."""
+    for non_negative in (True, False):
+        packed = pack(torch.full((3, 9000), -0.5), "int8", non_negative=non_negative)
+        for x in (torch.ones(5, 9000), torch.rand(2, 9000), torch.ones(1, 9000)):
+            first, *others = (MatVec(name)(x, packed) for name in ("taichi_v0", "torch_linear", "reference"))
+            assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_int4_of_the_largest_numbers_overflows_nowhere(rows: int) -> None:
+    x, weight = torch.ones(rows, 512), torch.ones(3, 512)
+    weight[:, ::GROUP] = 0.0             # so that a group has a range, and all else in it the largest integer
+    packed = pack(weight, "int4")
+    for signed in (x, -x):
+        torch.testing.assert_close(MatVec("taichi_v0")(signed, packed), MatVec("reference")(signed, packed))
 
 
 def rounding(weight: torch.Tensor, form: str) -> torch.Tensor:
