@@ -214,28 +214,26 @@ def fixed(x, zero):
 
 @cache
 def columns_of(form, rows):
-    """The function that computes the outputs y[r,n] of CHAINS parts of eight from `part` on, or of the part `last` again.
+    """The function that computes the WHOLE outputs y[r,n] of part n // WHOLE.
 
-    W (N,K) of few columns is stored in such parts, (N/8,K,8), so that no sum crosses the lanes. The other arguments are those
-    of sums_of.
+    W (N,K) of few columns is stored in such parts, (N/WHOLE,K,WHOLE), so that no sum crosses the lanes. The other arguments are
+    those of sums_of.
     """
     convert = as_it_is if form == "float32" else from_bfloat16
 
     @ti.func
-    def columns(w: ti.template(), x: ti.template(), y: ti.template(), part, last, first, R, K, w_at, x_at, x_row, y_at, y_row,
-                zero):
+    def columns(w: ti.template(), x: ti.template(), y: ti.template(), part, first, R, K, w_at, x_at, x_row, y_at, y_row, zero):
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
-        parts = [ti.min(part + c, last) for c in ti.static(range(CHAINS))]
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
         for k in range(K):
             for c in ti.static(range(CHAINS)):
-                weights = convert(vector(w, w_at + (parts[c] * K + k) * LANES))
+                weights = convert(vector(w, w_at + (part * K + k) * WHOLE, c * LANES))
                 for i in ti.static(range(rows)):
                     acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c] + weights * x[at[i] + k], zero)
         for i in ti.static(range(rows)):
             for c in ti.static(range(CHAINS)):
                 for lane in ti.static(range(LANES)):
-                    y[y_at + ti.min(first + i, R - 1) * y_row + parts[c] * LANES + lane] = acc[i * CHAINS + c][lane]
+                    y[y_at + ti.min(first + i, R - 1) * y_row + part * WHOLE + c * LANES + lane] = acc[i * CHAINS + c][lane]
 
     return columns
 

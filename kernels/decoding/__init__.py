@@ -33,6 +33,7 @@ from torch import Tensor
 from kernels.matvec import GROUP, Packed, groups_of
 
 LANES = 8                                # all widths are multiples of this; but not the number of a product's outputs
+PART = 32                                # outputs of `up` that are computed together; registers take multiples of it
 NONE = -1                                # in the place of a register or a constant that an instruction lacks
 MAPS = ("tanh", "sigmoid", "relu2")
 FASTEST_LOG_W = -0.6065306597126334      # of RWKV-7's decay: -e^-0.5
@@ -127,7 +128,7 @@ class Program:
     def register(self, width: int) -> int:
         """The place of a new register."""
         place = self.size
-        self.size += -(-width // LANES) * LANES
+        self.size += -(-width // PART) * PART
         return place
 
     def constant(self, values: Tensor) -> int:
@@ -147,7 +148,7 @@ class Program:
 
     def matrices(self) -> Tensor:
         """Those of down and up, flat, one after the other: bfloat16 where that loses nothing, as from a file in bfloat16. B is
-        stored in parts of LANES rows, each column by column."""
+        stored in parts of PART rows, each column by column."""
         if self._matrices_joined is None:
             joined = torch.cat([*self._matrices, torch.zeros(1)])
             half = joined.bfloat16()
@@ -181,7 +182,8 @@ class Program:
     def up(self, x: int, y: int, weight: Tensor) -> None:
         """weight: B (N,K)."""
         N, K = weight.shape
-        self._add("up", x, y, N, K, self._matrix(weight.reshape(N // LANES, LANES, K).transpose(1, 2)))
+        whole = torch.nn.functional.pad(weight, (0, 0, 0, -N % PART))
+        self._add("up", x, y, N, K, self._matrix(whole.view(-1, PART, K).transpose(1, 2)))
 
     def map(self, function: str, y: int, width: int) -> None:
         self._add("map", y, width, MAPS.index(function))
@@ -221,7 +223,7 @@ class Program:
         """The place of whole numbers in 16 bits that each instruction may overwrite."""
         if ("whole", i, width) not in self._shared:
             self._shared["whole", i, width] = self.whole_size
-            self.whole_size += -(-width // (4 * LANES)) * 4 * LANES
+            self.whole_size += -(-width // PART) * PART
         return self._shared["whole", i, width]
 
     def _scratch(self, what: str, width: int) -> int:

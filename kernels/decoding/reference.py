@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, Program, Run, Wkv4, Wkv7
+from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, PART, Program, Run, Wkv4, Wkv7
 from kernels.matvec import SMALLEST, in_steps, unpacked
 from kernels.registry import Requires
 
@@ -69,7 +69,9 @@ class _Machine:
         self._multiply(x, y, self._matrix(matrix, N * K).view(N, K))
 
     def up(self, x: int, y: int, N: int, K: int, matrix: int) -> None:
-        self._multiply(x, y, self._matrix(matrix, N * K).view(N // LANES, K, LANES).transpose(1, 2).reshape(N, K))
+        parts = -(-N // PART)
+        stored = self._matrix(matrix, parts * PART * K).view(parts, K, PART)
+        self._multiply(x, y, stored.transpose(1, 2).reshape(-1, K)[:N])
 
     def map(self, y: int, width: int, function: int) -> None:
         rows = self._register(y, width)

@@ -21,6 +21,7 @@ from kernels.backends.products import (
     MATRIX,
     ROWS,
     SCALES,
+    WHOLE,
     Floats,
     Halves,
     arrange,
@@ -124,7 +125,7 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed], parts: in
         numbers = list(arguments)
         if name == "product":
             packed = weights[numbers.pop()]
-            depth = products_in_16_bits(int(packed.shift[0])) if packed.form == "int8" else 0
+            depth = products_in_16_bits(round(packed.shift[0].item())) if packed.form == "int8" else 0
             numbers += [_elements_between(first, packed.weight), scale_at, depth]
             scale_at += packed.scale.numel()
         full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments, parts), *numbers], dtype=torch.int32)
@@ -143,7 +144,7 @@ def _elements_between(first: Tensor | None, weight: Tensor) -> int:
 def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
     """The tiles of an instruction; for each row, but those of a product are for all rows."""
     if name in ("product", "down", "up"):
-        outputs = arguments[2] // LANES if name == "up" else arguments[2]
+        outputs = -(-arguments[2] // WHOLE) if name == "up" else arguments[2]
         return -(-outputs // -(-outputs // parts))
     if name == "wkv7":
         return arguments[-2]             # heads
@@ -199,12 +200,11 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                                              code[at + 2], size, 0, 0, 0, code[at + 3], size, R >> 30)
                         if ti.static(has[UP]):
                             if name == UP:
-                                N, K = code[at + 4] // LANES, code[at + 5]
-                                end = ti.min(N, (tile + 1) * tiles(N, parts))
-                                for group in range(tiles(end - tile * tiles(N, parts), CHAINS)):
+                                N, K = tiles(code[at + 4], WHOLE), code[at + 5]
+                                for part in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
-                                        up(m, g, g, tile * tiles(N, parts) + group * CHAINS, end - 1, r * rows, R, K,
-                                           code[at + 6], code[at + 2], size, code[at + 3], size, R >> 30)
+                                        up(m, g, g, part, r * rows, R, K, code[at + 6], code[at + 2], size, code[at + 3], size,
+                                           R >> 30)
                         if ti.static(has[MAP]):
                             if name == MAP:
                                 _map(g, code, at + 2, tile, size, code[at + 1])

@@ -36,7 +36,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     form, N, K = packed.form, len(packed.weight), inputs_of(packed)
     matrix, scale, shift = (tensor.view(-1) for tensor in packed)
-    depth = products_in_16_bits(int(shift[0])) if form == "int8" else 0
+    depth = products_in_16_bits(round(shift[0].item())) if form == "int8" else 0
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
