@@ -14,7 +14,7 @@ from kernels.backends.taichi import INDEX, ti
 
 LANES, CHAINS = 8, 4                     # of a vector; vectors that are summed each in a chain of its own
 WIDE = 2 * LANES                         # lanes of a vector of integers in 16 bits
-WHOLE = LANES * CHAINS
+WHOLE, WHOLE_16 = LANES * CHAINS, WIDE * CHAINS          # elements that are summed side by side
 ROWS = 4                                 # of x, that share what is read and converted of W
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
 WORDS = GROUP // 4                       # of 16 bits, of a group
@@ -58,41 +58,58 @@ def _float_sums(rows, convert):
     return sums
 
 
-def _int8_sums(rows, in_steps):
-    """in_steps: a row of x has a factor, the size of a step, which is at x_at; otherwise y lacks it.
+def _int8_sums(in_steps):
+    """Of one row. in_steps: it has a factor, the size of a step, which stands behind its K numbers; otherwise y lacks it.
 
     A chain is added up in 16 bits for `depth` products, and from there on in 32.
     """
-    chains = ti.static(CHAINS if rows == 1 else CHAINS // 2)
-    block_size = chains * WIDE
-
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
              n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        at = [q_at + ti.min(first + i, R - 1) * q_row for i in ti.static(range(rows))]
-        acc = [ti.Vector([0] * LANES) for _ in ti.static(range(rows * 2))]
-        blocks = K // block_size
-        first_block = 0
+        acc = [ti.Vector([0] * LANES) for _ in ti.static(range(2))]
+        first_block, blocks = 0, K // WHOLE_16
         while first_block < blocks:
-            parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(rows * chains))]
+            parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(CHAINS))]
             for block in range(first_block, ti.min(blocks, first_block + depth)):
-                for c in ti.static(range(chains)):
-                    weights = by_lane(ti.cast, wide(w, w_at + n * K + block * block_size, c * WIDE), ti.i16)
-                    for i in ti.static(range(rows)):
-                        parts[i * chains + c] = plus_product(parts[i * chains + c], weights,
-                                                             wide(q, at[i] + block * block_size, c * WIDE))
-            for c in ti.static(range(chains)):
-                for i in ti.static(range(rows)):
-                    for half in ti.static(range(2)):
-                        acc[2 * i + half] += in_32_bits(parts[i * chains + c], half)
+                for c in ti.static(range(CHAINS)):
+                    weights = by_lane(ti.cast, wide(w, w_at + n * K + block * WHOLE_16, c * WIDE), ti.i16)
+                    parts[c] = plus_product(parts[c], weights, wide(q, q_at + block * WHOLE_16, c * WIDE))
+            for c in ti.static(range(CHAINS)):
+                for half in ti.static(range(2)):
+                    acc[half] += in_32_bits(parts[c], half)
             first_block += depth
+        whole = (acc[0] + acc[1]).sum()
+        for k in range(blocks * WHOLE_16, K):
+            whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(q[q_at + k], ti.i32)
+        total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
+        if ti.static(in_steps):
+            total *= x[x_at + K]
+        y[y_at + n] = total
+
+    return sums
+
+
+def _int8_sums_of_rows(rows, in_steps):
+    """The same of several rows, in float32, which is faster for them: exact for |sum| < 2^24 in each of 32 chains."""
+    @ti.func
+    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
+             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
+        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
+        for block in range(K // WHOLE):
+            for c in ti.static(range(CHAINS)):
+                weights = by_lane(ti.cast, vector(w, w_at + n * K + block * WHOLE, c * LANES), ti.f32)
+                for i in ti.static(range(rows)):
+                    acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
         for i in ti.static(range(rows)):
-            row, whole = ti.min(first + i, R - 1), (acc[2 * i] + acc[2 * i + 1]).sum()
-            for k in range(blocks * block_size, K):
-                whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(q[at[i] + k], ti.i32)
+            row = ti.min(first + i, R - 1)
+            chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
+            whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
+            for k in range(K // WHOLE * WHOLE, K):
+                whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
             total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
             if ti.static(in_steps):
-                total *= x[x_at + row * x_row]
+                total *= x[at[i] + K]
             y[y_at + row * y_row + n] = total
 
     return sums
@@ -244,11 +261,11 @@ def sums_of(form, rows, whole_numbers=False):
 
     form: of W. whole_numbers: y in int8 lacks the factor of its row of x, the size of a step.
     w_at, scale_at, x_at, q_at, y_at: where W (N,K), its scales, x and y begin in the arrays. x_row, q_row, y_row: from one row
-    to the next. x: the elements of x for float weights, in int8 the size of a step, in int4 the y of `arrange`. q: whole
-    numbers of steps, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
+    to the next. x: its elements; in int8 whole numbers, with the size of a step behind them; in int4 the y of `arrange`.
+    q: the whole numbers in 16 bits, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
     """
     if form == "int4":
         return _int4_sums(rows)
     if form == "int8":
-        return _int8_sums(rows, in_steps=not whole_numbers)
+        return _int8_sums_of_rows(rows, not whole_numbers) if rows > 1 else _int8_sums(not whole_numbers)
     return _float_sums(rows, as_it_is if form == "float32" else from_bfloat16)

@@ -207,8 +207,8 @@ class Program:
         """What the i-th of several products reads: the register of x or of its whole numbers, that of what belongs to them, and
         their place in 16 bits; NONE for what there is not."""
         if product.weight.form == "int8":                # x in the whole steps that the weight asks for, and a step's size
-            rounded, step = self._scratch(f"rounded {i}", product.K), self._scratch(f"step {i}", 1)
-            whole = self._whole(i, product.K)
+            rounded, whole = self._scratch(f"rounded {i}", product.K + 1), self._whole(i, product.K)
+            step = rounded + product.K
             steps, signed = product.weight.shift.tolist()
             self._add("round", product.x, rounded, product.K, step, int(steps), int(signed), whole)
             return rounded, step, whole

@@ -160,7 +160,7 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
     small_form: of the matrices of down and up. N7: N of wkv7. rows: that share weights. serial: by the calling thread alone.
     """
     has = [name in used for name in NAMES]
-    x_of = 6 if form in ("int8", "int4") else 2          # where an instruction says what a product reads: steps, or x
+    x_of = 6 if form == "int4" else 2    # where an instruction says what a product reads: what `arrange` has written, or x
     stored, scales, small = MATRIX[form], SCALES[form], MATRIX[small_form]
     sums, down, up = sums_of(form, rows), sums_of(small_form, rows), columns_of(small_form, rows)
 
