@@ -269,21 +269,25 @@ class TrainConfig:
         return self.data.batch_size * self.model.ctx_len * segments * self.trainer.accumulate
 
 
-CHECKPOINT = "a file, a Hugging Face directory, or a run's directory"
-TOKENIZER = "byte, world, FILE.json or FILE.txt, where the checkpoint has none"
-DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("float32", "bfloat16", "int8", "int4")
-DTYPE = "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU)"
+DTYPES = ("float32", "bfloat16", "int8", "int4")         # that a model computes in
 
 
 @dataclass
-class GenerateConfig:
+class SavedModelConfig:
+    """What generate.py, chat.py, serve.py and rwkv.tools.evaluate begin with."""
+
+    checkpoint: str = option("runs/latest", "a file, a Hugging Face directory, or a run's directory", heading="Model",
+                             verbatim=PATH)
+    tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
+    dtype: str = option("float32", "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU)", one_of=DTYPES)
+
+
+@dataclass
+class GenerateConfig(SavedModelConfig):
     """rwkv/generation/output.py checks what depends on several options, rwkv/generation/sampling.py those of sampling."""
 
-    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
-    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
-    kernel: KernelConfig = field(default_factory=KernelConfig)
-    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
-    dtype: str = option("float32", DTYPE, one_of=DTYPES)
     prompt: str | None = option(None, "text to continue; -: standard input", heading="Texts", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt on each line, or .jsonl with {"prompt": "..."} on each line',
                                  verbatim=PATH)
@@ -316,14 +320,9 @@ class GenerateConfig:
 
 
 @dataclass
-class ChatConfig:
+class ChatConfig(SavedModelConfig):
     """rwkv/generation/sampling.py checks the options of sampling."""
 
-    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
-    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
-    kernel: KernelConfig = field(default_factory=KernelConfig)
-    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
-    dtype: str = option("float32", DTYPE, one_of=DTYPES)
     template: str | None = option(None, "world, g1 or a jinja2 file; null: the one of the run's data, else by the file's name",
                                   verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message", verbatim=NAME)
@@ -353,12 +352,7 @@ class EvaluateDataConfig:
 
 
 @dataclass
-class EvaluateConfig:
-    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
-    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
-    kernel: KernelConfig = field(default_factory=KernelConfig)
-    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
-    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+class EvaluateConfig(SavedModelConfig):
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens in a pass", least=1)
     batch_size: int = option(16, "texts in a pass, of FILE.jsonl", least=1)
@@ -370,12 +364,7 @@ class EvaluateConfig:
 
 
 @dataclass
-class ServeConfig:
-    checkpoint: str = option("runs/latest", CHECKPOINT, heading="Model", verbatim=PATH)
-    tokenizer: str | None = option(None, TOKENIZER, verbatim=PATH)
-    kernel: KernelConfig = field(default_factory=KernelConfig)
-    device: str = option("auto", "auto, cpu or cuda", one_of=DEVICES)
-    dtype: str = option("float32", DTYPE, one_of=DTYPES)
+class ServeConfig(SavedModelConfig):
     model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name", verbatim=NAME)
     template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: the one of the run's data, else by "
                                   "the file's name", verbatim=PATH)

@@ -1,11 +1,12 @@
 """The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
+from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.operators import operator_for
@@ -14,7 +15,6 @@ from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
-DTYPES = tuple(BITS)                     # that a model computes in
 QUANTISED = ("int8", "int4")             # its matrices, on a CPU
 
 
@@ -89,6 +89,27 @@ class RWKV(Model):
                             "base")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
+
+
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint that has been read and checked, before its model is made."""
+
+    checkpoint: Checkpoint
+    wkv: Any
+    tokenizer: Tokenizer
+    device: str
+    dtype: str
+
+    def model(self) -> RWKV:
+        return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
+
+
+def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
+    """Raises UserError for a file that cannot be read, a kernel that cannot run, and a tokenizer that does not fit."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    checkpoint = read_checkpoint(config.checkpoint)
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
+    return OpenCheckpoint(checkpoint, wkv, tokenizer_of(checkpoint, config.tokenizer), device, config.dtype)
 
 
 def computed_in(dtype: str) -> torch.dtype:

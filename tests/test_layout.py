@@ -22,8 +22,7 @@ SET_ENVIRONMENT = [ROOT / "kernels" / "backends" / name for name in ("threads.py
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("tools", "__init__"),
-    ("serving",),
-    ("training", "evaluation", "pretrained"),
+    ("training", "serving", "evaluation", "pretrained"),
     ("checkpoint", "data", "generation"),
     ("model", "tokenizer", "report", "cli"),
     ("config", "io", "distributed"),

@@ -13,21 +13,24 @@ from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
 
+if TYPE_CHECKING:
+    from rwkv.serving.worker import Load
+
 UNREAD = 256                             # events of a text that wait for a reader, before it counts as asleep
 RETRY_AFTER = 1                          # seconds
 
 
-def _work(connection: Connection, config: ServeConfig) -> None:
+def _work(connection: Connection, config: ServeConfig, load: "Load") -> None:
     from rwkv.serving import worker  # with torch, which this process does without
 
-    worker.main(connection, config)
+    worker.main(connection, config, load)
 
 
 class Ticket:
@@ -59,16 +62,16 @@ class Ticket:
 
 
 class RemoteEngine:
-    """Starts the process and keeps at most max_rows texts in it; max_queue more may wait.
+    """Starts the process, in which `load` gives the model, and keeps at most max_rows texts in it; max_queue more may wait.
 
     failed: why there is no engine any more. observe: called with each event and what the cache holds, for the metrics.
     report: called with the reason where the engine ends by itself.
     """
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, load: "Load") -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, config), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, config, load), daemon=True)
         self._process.start()
         theirs.close()
         self._config, self._ids = config, count()

@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -18,18 +19,24 @@ from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+if TYPE_CHECKING:
+    from rwkv.serving.worker import Load
+
 AFTER_GRACE = 10                         # seconds for the last events to be written
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(config: ServeConfig) -> None:
-    """Serves until SIGINT or SIGTERM. Raises UserError, before the model is loaded, for a wrong address or option."""
+def serve(config: ServeConfig, load: "Load") -> None:
+    """Serves what `load` gives in the engine's process, until SIGINT or SIGTERM.
+
+    Raises UserError, before the model is loaded, for a wrong address or option.
+    """
     if config.cors and "*" in config.cors and config.api_key is not None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
-    engine = RemoteEngine(config)
+    engine = RemoteEngine(config, load)
     try:
         ready = engine.wait_until_ready()
         for subject, text in ready.plan:

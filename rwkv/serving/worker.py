@@ -5,7 +5,9 @@ Loading a model in one thread and stepping in another would give two teams of Op
 
 import signal
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from kernels.backends.allocator import keep_large_blocks
 from rwkv.config import ServeConfig
@@ -15,55 +17,39 @@ from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
-from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
 
 
-def main(connection: Connection, config: ServeConfig) -> None:
+class Loaded(NamedTuple):
+    """template: the chat template's name. plan: lines (subject, text) for people."""
+
+    model: Any
+    tokenizer: Tokenizer
+    template: str
+    plan: list[tuple[str, str]]
+
+
+Load = Callable[[ServeConfig], Loaded]
+
+
+def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     """Loads the model, sends Ready or Failed, and then generates what it is asked for until None or the connection's end."""
     for number in (signal.SIGINT, signal.SIGTERM):               # the process with HTTP decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
     try:
-        worker = _load(connection, config)
+        loaded = load(config)
+        cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
+        worker = _Worker(connection, Engine(loaded.model, loaded.tokenizer, cache=cache), cache)
+        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan))
         worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ValueError, RuntimeError, OSError) as error:
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
         connection.send(Failed(str(error) if mistake else traceback.format_exc(), mistake))
-
-
-def _load(connection: Connection, config: ServeConfig) -> "_Worker":
-    import torch
-
-    from rwkv.checkpoint.files import read_checkpoint
-    from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.operators import operator_for
-    from rwkv.model.program import decoding_line
-    from rwkv.pretrained import BITS, RWKV, computed_in, template_of, tokenizer_of
-
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = read_checkpoint(config.checkpoint)
-    template = template_of(checkpoint, config.template)
-    chat_template(template)              # refused before the model is loaded
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
-    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
-    cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
-    row = state_nbytes(model.config) + 4 * model.vocab_size
-    weights = n_parameters(model.config, model.vocab_size) * BITS[config.dtype] // 8
-    plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, "
-                      f"{n_parameters(model.config, model.vocab_size):,} parameters, vocabulary {model.vocab_size}"),
-            ("kernel", f"{wkv.name} on {device}, {config.dtype}, threads "
-                       f"{torch.get_num_threads()}"),
-            *([("decoding", decoding.partition(": ")[2])] if (decoding := decoding_line(model)) else []),
-            ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
-                       f"and {config.cache_mib:,} MiB of prefixes")]
-    worker = _Worker(connection, Engine(model, tokenizer, cache=cache), cache)
-    connection.send(Ready(tokenizer.to_dict(), template, plan))
-    return worker
 
 
 class _Job:

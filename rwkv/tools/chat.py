@@ -54,30 +54,23 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: ChatConfig) -> Any:
     """The conversation. Raises UserError as the parts of it do."""
-    import torch
-
-    from rwkv.checkpoint.files import read_checkpoint
     from rwkv.generation.chat import Chat
     from rwkv.generation.sampling import Sampling
     from rwkv.generation.states import load_context
-    from rwkv.model.operators import operator_for
     from rwkv.model.program import decoding_line
-    from rwkv.pretrained import RWKV, computed_in, template_of, tokenizer_of
+    from rwkv.pretrained import open_checkpoint, template_of
     from rwkv.tokenizer.chat import chat_template
 
     sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = read_checkpoint(config.checkpoint)
-    template = chat_template(template_of(checkpoint, config.template))
+    opened = open_checkpoint(config)
+    template = chat_template(template_of(opened.checkpoint, config.template))
     template.answer_start(config.think)          # refused before the model is loaded
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
-    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
-    context = load_context(config.state, model, tokenizer) if config.state else None
+    model = opened.model()
+    context = load_context(config.state, model, opened.tokenizer) if config.state else None
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
-    talk = Chat(model, tokenizer, template, sampling, config.max_new_tokens, config.seed, config.think, context)
+    talk = Chat(model, opened.tokenizer, template, sampling, config.max_new_tokens, config.seed, config.think, context)
     if config.system:
         talk.reset(config.system)
     return talk

@@ -22,11 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from rwkv import cli
-from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import (
@@ -41,32 +39,27 @@ from rwkv.evaluation import (
     score_text,
 )
 from rwkv.model.base import Model
-from rwkv.model.operators import operator_for
-from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+from rwkv.pretrained import open_checkpoint
 from rwkv.tokenizer.chat import ChatTemplate, chat_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = read_checkpoint(config.checkpoint)
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
-    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
+    opened = open_checkpoint(config)
+    tokenizer = opened.tokenizer
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
-
-    def load() -> Model:
-        return RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
 
     if config.data.template:
         template = chat_template(config.data.template)
-        score = evaluate_answers(path, tokenizer, template, config.batch_size, config.chunk_len, load)
+        score = evaluate_answers(path, tokenizer, template, config.batch_size, config.chunk_len, opened.model)
     elif path.suffix == ".jsonl":
-        score = evaluate_last_words(path, tokenizer, start, config.batch_size, config.chunk_len, load)
+        score = evaluate_last_words(path, tokenizer, start, config.batch_size, config.chunk_len, opened.model)
     else:
-        score = evaluate_text(path, tokenizer, start, config.chunk_len, load)
-    result = {"data": str(path), "checkpoint": str(checkpoint.path), "tokenizer": tokenizer.kind,
-              "tokenizer_hash": tokenizer.hash, "kernel": wkv.name, "device": device, "dtype": config.dtype, **score}
+        score = evaluate_text(path, tokenizer, start, config.chunk_len, opened.model)
+    result = {"data": str(path), "checkpoint": str(opened.checkpoint.path), "tokenizer": tokenizer.kind,
+              "tokenizer_hash": tokenizer.hash, "kernel": opened.wkv.name, "device": opened.device,
+              "dtype": config.dtype, **score}
     text = json.dumps(result, allow_nan=False) + "\n"
     print(text, end="", flush=True)
     if out:

@@ -47,23 +47,16 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     """The model, the tokenizer, the prompts and what was read before them. Raises UserError as the parts of it do."""
-    import torch
-
-    from rwkv.checkpoint.files import read_checkpoint
     from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
-    from rwkv.model.operators import operator_for
-    from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+    from rwkv.pretrained import open_checkpoint
 
     check_config(config)
     prompts = prompts_from(config)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = read_checkpoint(config.checkpoint)
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
-    tokenizer = tokenizer_of(checkpoint, config.tokenizer)
-    model = RWKV.from_checkpoint(checkpoint, wkv, device, config.dtype)
-    context = load_context(config.state, model, tokenizer) if config.state else None
-    return model, tokenizer, prompts, context
+    opened = open_checkpoint(config)
+    model = opened.model()
+    context = load_context(config.state, model, opened.tokenizer) if config.state else None
+    return model, opened.tokenizer, prompts, context
 
 
 def main() -> None:

@@ -17,10 +17,17 @@ it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
+from typing import TYPE_CHECKING
+
 from kernels.backends import allocator, threads
 from rwkv import cli
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+
+if TYPE_CHECKING:
+    from rwkv.serving.worker import Loaded
+
+MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
@@ -28,7 +35,33 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
-    server.serve(config)
+    server.serve(config, load)
+
+
+def load(config: ServeConfig) -> "Loaded":
+    """The model and what is said of it, in the engine's process, which alone imports torch."""
+    import torch
+
+    from rwkv.model.base import n_parameters, state_nbytes
+    from rwkv.model.program import decoding_line
+    from rwkv.pretrained import BITS, open_checkpoint, template_of
+    from rwkv.serving.worker import Loaded
+    from rwkv.tokenizer.chat import chat_template
+
+    opened = open_checkpoint(config)
+    template = template_of(opened.checkpoint, config.template)
+    chat_template(template)              # refused before the model is loaded
+    model = opened.model()
+    n = n_parameters(model.config, model.vocab_size)
+    weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
+    decoding = decoding_line(model)
+    plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
+                      f"vocabulary {model.vocab_size}"),
+            ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
+            *([("decoding", decoding.partition(": ")[2])] if decoding else []),
+            ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
+                       f"and {config.cache_mib:,} MiB of prefixes")]
+    return Loaded(model, opened.tokenizer, template, plan)
 
 
 def main() -> None:
