@@ -1,7 +1,8 @@
 """python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--json FILE]: what rounded weights cost.
 
-Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. The
-last line of standard output is the result as JSON.
+Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. A pass
+is of as few tokens as have the products of generation, which in int4 round their inputs. The last line of standard output is the
+result as JSON.
 """
 
 import argparse
@@ -13,13 +14,13 @@ from benchmarks import tables
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
+from kernels.matvec import MOST_ROWS
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.evaluation import TextScore, score_text
 from rwkv.model.base import n_parameters
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import DTYPES, RWKV, computed_in, tokenizer_of
 
-CHUNK_LEN = 1024
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,7 +46,7 @@ def _rows(checkpoint: Checkpoint, text: Path) -> list[dict[str, Any]]:
 def _bits_per_byte(checkpoint: Checkpoint, dtype: str, text: Path) -> float:
     tokenizer = tokenizer_of(checkpoint)
     model = RWKV.from_checkpoint(checkpoint, operator_for(checkpoint.config, "auto", "cpu", computed_in(dtype)), dtype=dtype)
-    passes = list(score_text(model, tokenizer, text, [tokenizer.end_of_text], CHUNK_LEN))
+    passes = list(score_text(model, tokenizer, text, [tokenizer.end_of_text], MOST_ROWS))
     score = TextScore(sum(count for count, _ in passes), text.stat().st_size, sum(nats for _, nats in passes))
     bits: float = score.as_dict()["bits_per_byte"]
     return bits

@@ -1,5 +1,5 @@
 """Matrix products in int8 and int4 on a CPU. In int8 weights are rounded once, with a scale per output channel, inputs at each
-call; in int4 weights are rounded in groups of 32 (kernels/matvec), inputs are not.
+call; in int4 weights are rounded in groups of 32, and so are the inputs of few rows (kernels/matvec).
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
 product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
