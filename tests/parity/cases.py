@@ -71,7 +71,7 @@ CASES = {
 }
 
 CASES_7 = {
-    "7: one token": Case7(L=2, H=3, N=32, ranks=(8, 12, 7, 20), V=50, T=1, chunks=(1,)),
+    "7: one token": Case7(L=2, H=2, N=64, ranks=(8, 12, 7, 20), V=50, T=1, chunks=(1,)),
     "7: heads of 64": Case7(L=3, H=2, N=64, ranks=(32, 24, 16, 40), V=77, T=67, chunks=(1, 64, 2)),
     "7: heads of 32": Case7(L=4, H=3, N=32, ranks=(9, 33, 5, 12), V=65, T=100, chunks=(64, 35, 1)),
 }
