@@ -1,8 +1,8 @@
 """python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--json FILE]: what rounded weights cost.
 
-Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. A pass
-is of as few tokens as have the products of generation, which in int4 round their inputs. The last line of standard output is the
-result as JSON.
+Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. A
+pass is of so few tokens that its products are those of generation, which in int4 round their inputs. The last line of standard
+output is the result as JSON.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.matvec import MOST_ROWS
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
+from rwkv.config import DTYPES
 from rwkv.evaluation import TextScore, score_text
 from rwkv.model.base import n_parameters
 from rwkv.model.operators import operator_for
-from rwkv.pretrained import DTYPES, RWKV, computed_in, tokenizer_of
-
+from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
 
 def main(argv: list[str] | None = None) -> None:
