@@ -78,8 +78,10 @@ def _earlier(report: Report) -> str:
 def _losses(report: Report) -> str:
     if "losses" not in report:
         return ""
-    whole, half = report["losses"]["float32"], report["losses"]["bfloat16"]
-    return f"After 500 steps of one window each the loss is {whole:.4f} nats in float32 and {half:.4f} in bf16-mixed."
+    found = [f"{STEPS[part].partition(',')[0]} {report['losses'][part]:.4f} nats in float32 and "
+             f"{report['losses'][part.replace('float32', 'bfloat16')]:.4f} in bf16-mixed"
+             for part in STEPS if part.endswith("float32") and part in report["losses"]]
+    return f"The loss after 500 steps of one window each: {'; '.join(found)}."
 
 
 PRECISIONS = ("nanoGPT computes in float32 on a CPU, as does the row float32, which stands first. The others have "

@@ -68,8 +68,9 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
              for prefix, generation in GENERATIONS.items() for name in PRECISIONS}
     parts["head"] = lambda: {name: _middle_of_three("head", name) for name in ("chunked", "whole")}
     if args.losses:
-        parts["losses"] = lambda: {name: loss_after(args.losses, PRECISIONS[name], scratch / f"losses-{name}")
-                                   for name in PRECISIONS}
+        parts["losses"] = lambda: {f"{prefix}{name}": loss_after(args.losses, generation, PRECISIONS[name],
+                                                                 scratch / f"losses-{generation}-{name}")
+                                   for prefix, generation in GENERATIONS.items() for name in PRECISIONS}
     if args.shakespeare:
         parts["shakespeare"] = lambda: shakespeare(args.shakespeare, args.nanogpt, scratch)
     return {name: part for name, part in parts.items() if not args.only or name in args.only}
@@ -95,10 +96,10 @@ def _of_throughput(out_dir: Path) -> Report:
     return {"step": median(steps), "saving": (median(saves) - median(steps)) / TrainerConfig().checkpoint_every}
 
 
-def loss_after(steps: int, precision: str, out_dir: Path) -> float:
+def loss_after(steps: int, generation: str, precision: str, out_dir: Path) -> float:
     """Mean train/loss of the last tenth of the steps, of one window each."""
-    run = train(out_dir, *SHAPE, "data.batch_size=1", f"trainer.precision={precision}", f"trainer.max_steps={steps}",
-                "trainer.checkpoint_every=100000")
+    run = train(out_dir, *SHAPE, "data.batch_size=1", f"model.generation={generation}", f"trainer.precision={precision}",
+                f"trainer.max_steps={steps}", "trainer.checkpoint_every=100000")
     losses = [float(row["train/loss"]) for row in run if row["train/loss"]]
     return mean(losses[-(steps // 10):])
 
