@@ -132,7 +132,7 @@ def test_imports_point_one_way(path: Path) -> None:
 @pytest.mark.parametrize(("module", "text"), [
     ("kernels.timex.mine", "import rwkv"), ("kernels.timex.mine", "import taichi as ti"), ("kernels.wkv4", "import triton"),
     ("kernels.timex.mine", "from kernels.timex import conv1d"), ("kernels.timex.mine", "from .conv1d import forward"),
-    ("kernels.timex.mine", "from kernels.wkv4 import WKV"), ("kernels.bench", "import hydra"),
+    ("kernels.timex.mine", "from kernels.wkv4 import WKV4"), ("kernels.bench", "import hydra"),
     ("rwkv.model.base", "import lightning"), ("rwkv.model.base", "from kernels.select import select"),
     ("rwkv.model.base", "from rwkv.training.task import LanguageModel"), ("rwkv.training.task", "import wandb"),
     ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
@@ -149,7 +149,7 @@ def test_a_wrong_import_is_noticed(module: str, text: str) -> None:
 @pytest.mark.parametrize(("module", "text"), [
     ("kernels.timex.mine", "import torch\nfrom kernels.backends.taichi import launch\nfrom kernels.registry import Requires"),
     ("kernels.wkv4.timex", "from kernels.timex import TimeX\nfrom kernels.wkv4 import decay_exponent"),
-    ("rwkv.model.rwkv4", "from kernels.wkv4 import WKV, WKVState"), ("rwkv.cli", "def run():\n    import hydra"),
+    ("rwkv.model.rwkv4", "from kernels.wkv4 import WKV4, WKVState"), ("rwkv.cli", "def run():\n    import hydra"),
     ("rwkv.training.loggers", "def log():\n    import wandb"), ("rwkv.training.task", "import lightning"),
 ])
 def test_a_right_import_is_let_through(module: str, text: str) -> None:

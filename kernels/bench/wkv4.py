@@ -9,7 +9,7 @@ from kernels import compare
 from kernels.bench.case import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
-from kernels.wkv4 import WKV, cases
+from kernels.wkv4 import WKV4, cases
 
 
 def _sizes(shapes: Mapping[str, Iterable[Shape]]) -> dict[str, tuple[Shape, ...]]:
@@ -33,7 +33,7 @@ class Case:
         time_decay, time_first, k, v = (repeated(tensor, C, -1).requires_grad_() for tensor in narrow)
         self.inputs = time_decay, time_first, k, v
         self.grad_y = torch.randn_like(self.sequence)
-        self.reference = cases.results(WKV("reference"), cases.double((*narrow, None)))
+        self.reference = cases.results(WKV4("reference"), cases.double((*narrow, None)))
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -71,5 +71,5 @@ class Case:
         return [Pass("forward", lambda: wkv(*self.inputs), 0, 3 * nbytes),
                 Pass("backward", lambda: torch.autograd.grad(y, self.inputs, self.grad_y, retain_graph=True), 0, 5 * nbytes)]
 
-    def _operator(self, name: str, block: int) -> WKV:
-        return WKV("timex", timex="conv1d", block=block) if name == self.baseline else select("wkv4", name, self.device)
+    def _operator(self, name: str, block: int) -> WKV4:
+        return WKV4("timex", timex="conv1d", block=block) if name == self.baseline else select("wkv4", name, self.device)

@@ -44,10 +44,10 @@ class WKVState(NamedTuple):
         return WKVState(zeros(), zeros(), zeros().fill_(EMPTY))
 
 
-class WKV(Operator):
-    """One implementation, by name: `WKV("reference")(time_decay, time_first, k, v, state=None) -> (y, state)`.
+class WKV4(Operator):
+    """One implementation, by name: `WKV4("reference")(time_decay, time_first, k, v, state=None) -> (y, state)`.
 
-    The convolution form takes a TimeX inside: `WKV("timex", timex="taichi_v3")`. Differentiable (once) in everything but p;
+    The convolution form takes a TimeX inside: `WKV4("timex", timex="taichi_v3")`. Differentiable (once) in everything but p;
     any B, T, C, a size of 0 included. Half-precision k and v are computed in float32 and y comes back in their dtype. Raises
     ValueError for an unknown name or wrong inputs, KernelUnavailable where the implementation cannot run on the inputs' device.
     """
@@ -91,15 +91,15 @@ class WKV(Operator):
     def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState | None) -> None:
         if k.dim() != 3 or k.shape != v.shape or not time_decay.shape == time_first.shape == k.shape[2:]:
             raise ValueError(
-                "WKV expects time_decay and time_first (C,), k and v (B,T,C), got "
+                "WKV4 expects time_decay and time_first (C,), k and v (B,T,C), got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
         if not (k.is_floating_point() and v.is_floating_point()):
-            raise ValueError(f"WKV expects floating-point k and v, got {k.dtype} and {v.dtype}")
+            raise ValueError(f"WKV4 expects floating-point k and v, got {k.dtype} and {v.dtype}")
         if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
-            raise ValueError("WKV expects all tensors and the state on one device, that of k, which is "
+            raise ValueError("WKV4 expects all tensors and the state on one device, that of k, which is "
                              f"{k.device}: move the others there")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
-            raise ValueError(f"WKV expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
+            raise ValueError(f"WKV4 expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         self.check_device(k.device)
@@ -129,4 +129,4 @@ def _compute_dtype(k: Tensor) -> torch.dtype:
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
-OPERATOR = WKV
+OPERATOR = WKV4

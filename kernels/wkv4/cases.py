@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.compare import LOG_SIZE, ROUNDING, loss
-from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import WKV4, WKVState
 
 SHAPES = ((1, 1, 1), (3, 11, 5), (2, 63, 4), (5, 129, 3), (2, 256, 16))              # (B, T, C)
 EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
@@ -36,7 +36,7 @@ def inputs(B: int, T: int, C: int, spread: float = 1.0, with_state: bool = True,
 WKVInputs = tuple[Tensor, Tensor, Tensor, Tensor, WKVState | None]
 
 
-def results(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
+def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
     """y, the outgoing state as a/b and p + log b, and the gradients of a loss on y, on the state, or on both.
 
     The gradients are those of time_decay, time_first, k, v and, with a state, of its a and b.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import WKV4, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
 from rwkv.model.packing import Packing
@@ -110,7 +110,7 @@ def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu")
 class TimeMix(nn.Module):
     """(x (B,T,C), last_x (B,C), WKV's state before x) -> (out (B,T,C), last x, WKV's state after x); None: empty."""
 
-    def __init__(self, n_embd: int, n_att: int, wkv: WKV) -> None:
+    def __init__(self, n_embd: int, n_att: int, wkv: WKV4) -> None:
         super().__init__()
         self.wkv = wkv
         self.time_decay = nn.Parameter(torch.zeros(n_att))
@@ -170,7 +170,7 @@ class ChannelMix(nn.Module):
 class Block(nn.Module):
     """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
 
-    def __init__(self, config: ModelConfig, layer: int, wkv: WKV) -> None:
+    def __init__(self, config: ModelConfig, layer: int, wkv: WKV4) -> None:
         super().__init__()
         C, A, F = sizes(config)
         self.first = layer == 0

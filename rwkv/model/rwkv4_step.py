@@ -1,6 +1,6 @@
 """One RWKV-4 block, one token at a time for a batch of rows, with as few small operations as PyTorch allows.
 
-The arithmetic is that of rwkv4.py at T = 1 (of WKV.step), which the tests compare it with. It is faster because the weights'
+The arithmetic is that of rwkv4.py at T = 1 (of WKV4.step), which the tests compare it with. It is faster because the weights'
 forms are prepared once, buffers are overwritten, all mixes of a layer are one operation, and WKV's two weightings, the one
 that y reads and the one that the next state keeps, are computed together.
 """
@@ -74,7 +74,7 @@ class _TimeMixStep:
         return self._output(r.sigmoid_().mul_(self._wkv(k, v)))
 
     def _wkv(self, k: Tensor, v: Tensor) -> Tensor:
-        """WKV.step twice at once: index 0 is y's weighting (p against u + k), index 1 the new state's (p + w against k)."""
+        """WKV4.step twice at once: index 0 is y's weighting (p against u + k), index 1 the new state's (p + w against k)."""
         past, now = self._weights                                              # (2,B,A) each
         torch.add(self.p, self._on_p, out=past)
         torch.add(k, self._on_k, out=now)

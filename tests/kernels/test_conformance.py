@@ -27,7 +27,7 @@ from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import WKV4, WKVState
 from kernels.wkv4 import cases as wkv_cases
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import cases as wkv7_cases
@@ -79,7 +79,7 @@ class OfTimeX:
 
 
 class OfWKV(OfTimeX):
-    kind, reference, file = WKV, "reference", "torch_scan"
+    kind, reference, file = WKV4, "reference", "torch_scan"
     shapes, empty_shapes, medium = wkv_cases.SHAPES, wkv_cases.EMPTY_SHAPES, (3, 63, 20)
     time, long = (("k", 1), ("v", 1)), (3, 192, 4)
 
@@ -87,7 +87,7 @@ class OfWKV(OfTimeX):
         return selectable("wkv4")
 
     def make(self, name: str) -> Any:
-        return select("wkv4", name) if name in self.names() else WKV(name)
+        return select("wkv4", name) if name in self.names() else WKV4(name)
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
         """Only k and v are ever in half precision."""

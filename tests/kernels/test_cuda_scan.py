@@ -10,7 +10,7 @@ import torch
 from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
 
 from kernels.compare import errors
-from kernels.wkv4 import WKV, cases
+from kernels.wkv4 import WKV4, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
               pytest.mark.usefixtures("poisoned_memory")]
@@ -19,15 +19,15 @@ ALLOWED = {"+-5": 1e-5, "+-230": 3e-5}
 
 
 @pytest.fixture(params=ORDERS[:2])
-def scan(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV]:
+def scan(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV4]:
     with on_the_cpu(host, request.param):
-        yield WKV("cuda_scan")
+        yield WKV4("cuda_scan")
 
 
 @pytest.mark.parametrize("with_state", [False, True], ids=("from nothing", "from a state"))
 @pytest.mark.parametrize("spread", ALLOWED)
 @pytest.mark.parametrize("shape", [*cases.SHAPES[:3], *SEGMENTS], ids=str)
-def test_output_state_and_gradients(scan: WKV, shape: tuple[int, int, int], spread: str, with_state: bool) -> None:
+def test_output_state_and_gradients(scan: WKV4, shape: tuple[int, int, int], spread: str, with_state: bool) -> None:
     k_spread = (cases.SPREADS | cases.WIDE_SPREADS)[spread]
     time_decay, time_first, k, v, state = cases.inputs(*shape, k_spread, with_state)
     inputs = time_decay, time_first, k, v, state if with_state else None
@@ -36,12 +36,12 @@ def test_output_state_and_gradients(scan: WKV, shape: tuple[int, int, int], spre
 
 
 @pytest.mark.parametrize("of", ["y", "state"])
-def test_gradients_of_each_output_alone(scan: WKV, of: str) -> None:
+def test_gradients_of_each_output_alone(scan: WKV4, of: str) -> None:
     properties.test_gradients_of_each_output_alone(scan, of, "cpu")
 
 
 @pytest.mark.parametrize("first", [0.0, -200.0])
-def test_the_first_step_is_its_own_v(scan: WKV, first: float) -> None:
+def test_the_first_step_is_its_own_v(scan: WKV4, first: float) -> None:
     properties.test_the_first_step_is_its_own_v(scan, first, "cpu")
 
 
@@ -51,33 +51,33 @@ def test_the_first_step_is_its_own_v(scan: WKV, first: float) -> None:
     properties.test_a_k_of_minus_infinity_weighs_nothing,
     properties.test_one_state_has_many_forms, properties.test_a_state_is_left_as_it_was,
     properties.test_causality_within_a_block], ids=lambda test: test.__name__)
-def test_properties(scan: WKV, test: Callable[[WKV, str], None]) -> None:
+def test_properties(scan: WKV4, test: Callable[[WKV4, str], None]) -> None:
     test(scan, "cpu")
 
 
 @pytest.mark.parametrize("test", [
     conformance.test_causality, conformance.test_the_same_bits_twice, conformance.test_strided_inputs,
     conformance.test_dtypes_are_those_of_the_inputs], ids=lambda test: test.__name__)
-def test_conforms(scan: WKV, test: Callable[[tuple[object, WKV], str], None]) -> None:
+def test_conforms(scan: WKV4, test: Callable[[tuple[object, WKV4], str], None]) -> None:
     test((conformance.ADAPTERS["wkv4"], scan), "cpu")
 
 
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_shows_from_its_step_on(scan: WKV, where: str, value: float) -> None:
+def test_what_is_not_finite_shows_from_its_step_on(scan: WKV4, where: str, value: float) -> None:
     properties.test_what_is_not_finite_shows_from_its_step_on(scan, where, value, "cpu")
 
 
-def test_finite_at_any_spread(scan: WKV) -> None:
+def test_finite_at_any_spread(scan: WKV4) -> None:
     properties.test_finite_at_any_spread(scan, "+-1e7", "cpu")
 
 
-def test_half_precision(scan: WKV) -> None:
+def test_half_precision(scan: WKV4) -> None:
     of = conformance.ADAPTERS["wkv4"]
     assert not conformance.wrong(of, scan, of.inputs((3, 63, 4), torch.bfloat16, "cpu"), torch.bfloat16)
 
 
-def test_a_slow_decay_over_many_chunks(scan: WKV) -> None:
+def test_a_slow_decay_over_many_chunks(scan: WKV4) -> None:
     """The decay of one step, rounded to float32 and raised to the 3000th power, would be off by 1e-4."""
     _, time_first, k, v, state = cases.inputs(1, 3000, 2)
     inputs = torch.full((2,), -9.0), time_first, k, v, state

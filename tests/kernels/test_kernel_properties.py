@@ -10,7 +10,7 @@ from kernels.compare import err_ratio, errors, misses
 from kernels.registry import names
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import WKV4, WKVState
 from kernels.wkv4 import cases as wkv_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -27,8 +27,8 @@ def timex(request: pytest.FixtureRequest) -> TimeX:
 
 
 @pytest.fixture(scope="module", params=compiled_in_soak(kernels("wkv4")))
-def wkv(request: pytest.FixtureRequest) -> WKV:
-    return WKV(request.param) if request.param in names("wkv4") else WKV("timex", timex=request.param, block=16)
+def wkv(request: pytest.FixtureRequest) -> WKV4:
+    return WKV4(request.param) if request.param in names("wkv4") else WKV4("timex", timex=request.param, block=16)
 
 
 @few
@@ -54,10 +54,10 @@ def test_timex_commutes_with_a_delay(timex: TimeX, shape: tuple[int, int, int], 
 @few
 @given(shape=shapes, seed=seeds, spread=st.floats(0.0, 5.0))
 @example(shape=(7, 2, 47), seed=638, spread=5.0)         # the gradient of time_first is a sum that nearly cancels
-def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spread: float, device: str) -> None:
+def test_wkv_at_any_shape(wkv: WKV4, shape: tuple[int, int, int], seed: int, spread: float, device: str) -> None:
     B, C, T = shape
     inputs = wkv_cases.inputs(B, T, C, spread, device=device, seed=seed)
-    expected = wkv_cases.results(WKV("reference"), wkv_cases.double(inputs))
+    expected = wkv_cases.results(WKV4("reference"), wkv_cases.double(inputs))
     allowed = wkv_cases.tolerance()
     if wkv._file[0] == "timex":          # of 200 random shapes, one was at 3.2e-5
         allowed["grad time_first"] *= 2
@@ -67,7 +67,7 @@ def test_wkv_at_any_shape(wkv: WKV, shape: tuple[int, int, int], seed: int, spre
 @pytest.mark.thorough
 @few
 @given(seed=seeds, shift=st.floats(-20.0, 20.0))
-def test_wkv_does_not_see_a_shift_of_k(wkv: WKV, seed: int, shift: float, device: str) -> None:
+def test_wkv_does_not_see_a_shift_of_k(wkv: WKV4, seed: int, shift: float, device: str) -> None:
     """A constant added to k, and to p of the state, scales numerator and denominator alike."""
     time_decay, time_first, k, v, (a, b, p) = wkv_cases.inputs(2, 40, 4, device=device, seed=seed)
     y, state = wkv(time_decay, time_first, k, v, WKVState(a, b, p))

@@ -17,9 +17,9 @@ from kernels.operator import Function
 from kernels.softmax import Softmax
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv4 import WKV, WKVState, cases
+from kernels.wkv4 import WKV4, WKVState, cases
 
-wkv = WKV("torch_scan")
+wkv = WKV4("torch_scan")
 
 
 class Called(RuntimeError):

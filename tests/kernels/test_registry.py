@@ -15,7 +15,7 @@ from kernels.compare import errors, misses
 from kernels.registry import KernelUnavailable
 from kernels.softmax import Softmax
 from kernels.timex import TimeX, cases, formula
-from kernels.wkv4 import WKV
+from kernels.wkv4 import WKV4
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -52,11 +52,11 @@ def test_sizes_are_padded_to_the_declared_multiples(shape: tuple[int, ...], padd
 def test_padding_inside_wkv() -> None:
     seen: list[tuple[int, ...]] = []
     with stub(**recording(seen), T_multiple=16, B_multiple=4) as name:
-        wkv = WKV("timex", timex=name)
+        wkv = WKV4("timex", timex=name)
         inputs = torch.zeros(3), torch.zeros(3), torch.randn(1, 70, 3), torch.randn(1, 70, 3)
         y, _ = wkv(*inputs)
     assert seen == [(4, 3, 64), (4, 3, 16)]
-    torch.testing.assert_close(y, WKV("reference")(*inputs)[0])
+    torch.testing.assert_close(y, WKV4("reference")(*inputs)[0])
 
 
 def test_t_max_is_refused_with_a_sentence() -> None:
@@ -68,7 +68,7 @@ def test_t_max_is_refused_with_a_sentence() -> None:
 
 def test_what_is_unsound_in_a_quotient_is_refused_with_a_sentence() -> None:
     with stub(**recording([]), wkv=False) as name, pytest.raises(ValueError, match="cannot be used inside WKV: its error"):
-        WKV("timex", timex=name)
+        WKV4("timex", timex=name)
 
 
 def test_float64_is_refused_by_what_computes_in_float32() -> None:
@@ -76,7 +76,7 @@ def test_float64_is_refused_by_what_computes_in_float32() -> None:
         with pytest.raises(ValueError, match=f"{name} does not compute in float64: cast to float32"):
             TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64))
         with pytest.raises(ValueError, match=f"{name} does not compute in float64"):
-            WKV("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
+            WKV4("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
 
 
 def test_what_computes_in_float64_is_named() -> None:

@@ -12,7 +12,7 @@ from kernels.bench.results import committed, read
 from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.softmax import Softmax
 from kernels.timex import TimeX
-from kernels.wkv4 import WKV, cases, reference
+from kernels.wkv4 import WKV4, cases, reference
 
 NOISE = 1.1              # two kernels this close to each other are equally fast
 WKV_RULES = {key: rule for key, rule in select.RULES.items() if key[0] == "wkv4"}
@@ -41,16 +41,16 @@ def test_every_name_is_selectable_once() -> None:
 @pytest.mark.parametrize("name", compiled_in_soak(kernels("wkv4")))
 def test_a_selected_kernel_is_that_kernel(name: str) -> None:
     wkv = select.select("wkv4", name)
-    assert isinstance(wkv, WKV)
+    assert isinstance(wkv, WKV4)
     assert wkv.name == name
     inputs = cases.inputs(2, 9, 3)
-    torch.testing.assert_close(wkv(*inputs)[0], WKV("reference")(*inputs)[0])
+    torch.testing.assert_close(wkv(*inputs)[0], WKV4("reference")(*inputs)[0])
 
 
 def test_one_name_of_several_operators() -> None:
     assert isinstance(select.select("timex", "conv1d"), TimeX)
     assert isinstance(select.select("softmax", "formula"), Softmax)
-    assert isinstance(select.select("wkv4", "formula"), WKV)
+    assert isinstance(select.select("wkv4", "formula"), WKV4)
 
 
 def test_a_stub_in_the_folder_is_selectable(with_stubs: None) -> None:

@@ -18,32 +18,32 @@ from torch._dynamo.utils import counters
 
 from kernels.compare import err_ratio, errors, misses
 from kernels.registry import load, names
-from kernels.wkv4 import WKV, WKVState, cases
+from kernels.wkv4 import WKV4, WKVState, cases
 from kernels.wkv4.cases import WKVInputs, double
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROOT = Path(__file__).parent.parent.parent
-REFERENCE = WKV("reference")
+REFERENCE = WKV4("reference")
 
 
 @pytest.fixture(params=compiled_in_soak(kernels("wkv4")))
-def wkv(request: pytest.FixtureRequest) -> WKV:
+def wkv(request: pytest.FixtureRequest) -> WKV4:
     name = request.param
-    return WKV(name) if name in names("wkv4") else WKV("timex", timex=name)
+    return WKV4(name) if name in names("wkv4") else WKV4("timex", timex=name)
 
 
 @pytest.fixture(params=compiled_in_soak([implementation("wkv4", name) for name in names("wkv4") if name != "timex"]))
-def scan(request: pytest.FixtureRequest) -> WKV:
+def scan(request: pytest.FixtureRequest) -> WKV4:
     """The implementations that claim to be exact for any k."""
-    return WKV(request.param)
+    return WKV4(request.param)
 
 
 def reference(inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
     return cases.results(REFERENCE, double(inputs), of)
 
 
-def against_reference(wkv: WKV, inputs: WKVInputs, of: str = "y and state") -> dict[str, str]:
+def against_reference(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, str]:
     return misses(errors(cases.results(wkv, inputs, of), reference(inputs, of)), cases.tolerance())
 
 
@@ -71,7 +71,7 @@ def test_the_reference_is_the_sum(spread: float, of: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("spread", cases.SPREADS)
-def test_output_state_and_gradients(wkv: WKV, spread: str, device: str) -> None:
+def test_output_state_and_gradients(wkv: WKV4, spread: str, device: str) -> None:
     """From nothing and from a state."""
     for shape in cases.SHAPES:
         inputs = cases.inputs(*shape, cases.SPREADS[spread], device=device)
@@ -81,19 +81,19 @@ def test_output_state_and_gradients(wkv: WKV, spread: str, device: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("of", ["y", "state"])
-def test_gradients_of_each_output_alone(wkv: WKV, of: str, device: str) -> None:
+def test_gradients_of_each_output_alone(wkv: WKV4, of: str, device: str) -> None:
     assert not against_reference(wkv, cases.inputs(3, 100, 4, device=device), of)
 
 
 @pytest.mark.parametrize("block", [1, 7, 200])
 def test_every_block_length_is_the_same_operator(block: int, device: str) -> None:
-    assert not against_reference(WKV("timex", timex="conv1d", block=block), cases.inputs(3, 70, 4, device=device))
+    assert not against_reference(WKV4("timex", timex="conv1d", block=block), cases.inputs(3, 70, 4, device=device))
 
 
 @pytest.mark.parametrize("in_cache", [1, 300])
 def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("wkv4", "torch_scan"), "IN_CACHE", in_cache)
-    assert not against_reference(WKV("torch_scan"), cases.inputs(3, 270, 4, 5.0, device=device))
+    assert not against_reference(WKV4("torch_scan"), cases.inputs(3, 270, 4, 5.0, device=device))
 
 
 @pytest.mark.implementation("wkv4", "taichi_scan")
@@ -101,7 +101,7 @@ def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device:
 def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int, int], device: str,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are one thread's: it is done before others are awake."""
-    scan, inputs = WKV("taichi_scan"), cases.inputs(*shape, device=device)
+    scan, inputs = WKV4("taichi_scan"), cases.inputs(*shape, device=device)
     of_one = cases.results(scan, inputs)
     monkeypatch.setattr(load("wkv4", "taichi_scan"), "SERIAL", 0)
     of_all = cases.results(scan, inputs)
@@ -116,7 +116,7 @@ def test_a_process_that_used_taichi_ends_well_whether_its_cache_can_be_made_or_n
     """As in a container without a home, where what a process did was done well, and its exit status said that it crashed."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "file").touch()
-    code = "from kernels.wkv4 import WKV, cases\nprint(WKV('taichi_scan')(*cases.inputs(2, 8, 4)[:4])[0].shape[0])"
+    code = "from kernels.wkv4 import WKV4, cases\nprint(WKV4('taichi_scan')(*cases.inputs(2, 8, 4)[:4])[0].shape[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT,
                           env=os.environ | {"HOME": str(tmp_path / name), "XDG_CACHE_HOME": str(tmp_path / name)})
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -131,9 +131,9 @@ def test_a_taichi_of_64_bit_integers_is_refused_with_a_sentence() -> None:
         import taichi as ti
         ti.init(arch=ti.cpu, default_ip=ti.i64, offline_cache=False)
         from kernels.registry import KernelUnavailable
-        from kernels.wkv4 import WKV, cases
+        from kernels.wkv4 import WKV4, cases
         try:
-            WKV("taichi_scan")(*cases.inputs(2, 9, 3)[:4])
+            WKV4("taichi_scan")(*cases.inputs(2, 9, 3)[:4])
         except KernelUnavailable as error:
             print(error)
         """
@@ -144,7 +144,7 @@ def test_a_taichi_of_64_bit_integers_is_refused_with_a_sentence() -> None:
 
 
 @pytest.mark.thorough
-def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
+def test_range_of_the_convolution_form(wkv: WKV4, device: str) -> None:
     """Exact as long as all k, and p, lie within 60 of each other, in whatever order the extremes come."""
     edge = 30.0
     time_decay, time_first, k, v, state = cases.inputs(4, 200, 8, device=device)
@@ -159,7 +159,7 @@ def test_range_of_the_convolution_form(wkv: WKV, device: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("spread", "y", "gradient"), [("+-5", 1e-6, 3e-5), ("+-23", 1e-6, 3e-5), ("+-43", 1e-5, 3e-5),
                                                        ("+-230", 1e-4, 3e-4)])
-def test_the_scans_are_right_at_any_spread(scan: WKV, spread: str, y: float, gradient: float, device: str) -> None:
+def test_the_scans_are_right_at_any_spread(scan: WKV4, spread: str, y: float, gradient: float, device: str) -> None:
     """Exponents are integers; the reference's are not: float32 holds one near 230 to 1.5e-5, and each step rounds again."""
     inputs = cases.inputs(2, 1024, 16, (cases.SPREADS | cases.WIDE_SPREADS)[spread], device=device)
     found = errors(cases.results(scan, inputs), reference(inputs))
@@ -170,12 +170,12 @@ def test_the_scans_are_right_at_any_spread(scan: WKV, spread: str, y: float, gra
 
 
 @pytest.mark.parametrize("spread", cases.WIDE_SPREADS)
-def test_finite_at_any_spread(wkv: WKV, spread: str, device: str) -> None:
+def test_finite_at_any_spread(wkv: WKV4, spread: str, device: str) -> None:
     results = cases.results(wkv, cases.inputs(3, 130, 16, cases.WIDE_SPREADS[spread], device=device), of="y")
     assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
-def test_finite_at_extreme_parameters(wkv: WKV, device: str) -> None:
+def test_finite_at_extreme_parameters(wkv: WKV4, device: str) -> None:
     """time_decay and time_first at -100, 0 and 100 in every combination, rows of narrow and of huge k."""
     corners = torch.tensor(list(itertools.product((-100.0, 0.0, 100.0), repeat=2)), device=device)
     _, _, k, v, state = cases.inputs(4, 70, len(corners), device=device)
@@ -185,7 +185,7 @@ def test_finite_at_extreme_parameters(wkv: WKV, device: str) -> None:
         assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
-def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV, device: str) -> None:
+def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV4, device: str) -> None:
     """A weighted average cannot leave the range of what it averages, at any spread."""
     time_decay, time_first, k, v, _ = cases.inputs(3, 130, 16, 50.0, device=device)
     y, _ = wkv(time_decay, time_first, k, v)
@@ -194,7 +194,7 @@ def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV, device: str) ->
 
 
 @pytest.mark.parametrize("first", [0.0, -200.0])
-def test_the_first_step_is_its_own_v(wkv: WKV, first: float, device: str) -> None:
+def test_the_first_step_is_its_own_v(wkv: WKV4, first: float, device: str) -> None:
     """There is nothing else to average, however small its weight: neither the value nor the gradient is lost."""
     time_decay, time_first, k, v, _ = cases.inputs(3, 20, 4, device=device)
     k[:, 0] = first
@@ -205,7 +205,7 @@ def test_the_first_step_is_its_own_v(wkv: WKV, first: float, device: str) -> Non
     assert not grad[:, 1:].any()
 
 
-def test_whole_is_chunks_is_steps(wkv: WKV, device: str) -> None:
+def test_whole_is_chunks_is_steps(wkv: WKV4, device: str) -> None:
     time_decay, time_first, k, v, state = cases.inputs(3, 131, 5, device=device)
     whole = wkv(time_decay, time_first, k, v, state)
     chunks = in_pieces(lambda k, v, state: wkv(time_decay, time_first, k, v, state), k, v, state, (50, 1, 16, 64))
@@ -224,7 +224,7 @@ def in_pieces(operator, k: Tensor, v: Tensor, state: WKVState, lengths) -> tuple
 
 
 def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState) -> tuple[Tensor, WKVState]:
-    y, state = WKV.step(time_decay, time_first, k[:, 0], v[:, 0], state)
+    y, state = WKV4.step(time_decay, time_first, k[:, 0], v[:, 0], state)
     return y[:, None], state
 
 
@@ -244,14 +244,14 @@ def outputs(y: Tensor, state: WKVState) -> dict[str, Tensor]:
     return {"y": y, "a/b": state.a / state.b, "p + log b": state.p + state.b.log()}
 
 
-def test_one_state_has_many_forms(wkv: WKV, device: str) -> None:
+def test_one_state_has_many_forms(wkv: WKV4, device: str) -> None:
     time_decay, time_first, k, v, (a, b, p) = cases.inputs(3, 70, 4, device=device)
     here, there = (wkv(time_decay, time_first, k, v, state)
                    for state in (WKVState(a, b, p), WKVState(a * 2**10, b * 2**10, p - torch.tensor(2.0**10).log())))
     assert not misses(errors(outputs(*here), outputs(*there)), cases.tolerance())
 
 
-def test_a_state_is_left_as_it_was(wkv: WKV, device: str) -> None:
+def test_a_state_is_left_as_it_was(wkv: WKV4, device: str) -> None:
     *inputs, state = cases.inputs(3, 70, 4, device=device)
     before = [part.clone() for part in (*inputs, *state)]
     _, new = wkv(*inputs, state)
@@ -259,7 +259,7 @@ def test_a_state_is_left_as_it_was(wkv: WKV, device: str) -> None:
     assert not {part.data_ptr() for part in state} & {part.data_ptr() for part in new}
 
 
-def test_causality_within_a_block(wkv: WKV, device: str) -> None:
+def test_causality_within_a_block(wkv: WKV4, device: str) -> None:
     """y before step t does not depend on k and v from t on, but for rounding: the steps of a block share a scale."""
     time_decay, time_first, k, v, state = cases.inputs(3, 192, 4, device=device)
     other_k, other_v = k.clone(), v.clone()
@@ -269,11 +269,11 @@ def test_causality_within_a_block(wkv: WKV, device: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", math.inf)])
-def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV, where: str, value: float, device: str) -> None:
+def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV4, where: str, value: float, device: str) -> None:
     check_what_is_not_finite(wkv, where, value, 150, device)
 
 
-def check_what_is_not_finite(wkv: WKV, where: str, value: float, T: int, device: str) -> None:
+def check_what_is_not_finite(wkv: WKV4, where: str, value: float, T: int, device: str) -> None:
     """In its row, in the state after it, in the gradients; and nowhere else, neither at an earlier step nor in another row."""
     time_decay, time_first, k, v, state = cases.inputs(2, T, 5, device=device)
     expected, after = wkv(time_decay, time_first, k, v, state)
@@ -291,7 +291,7 @@ def check_what_is_not_finite(wkv: WKV, where: str, value: float, T: int, device:
     torch.testing.assert_close((new.a / new.b)[~hit[:, -1]], (after.a / after.b)[~hit[:, -1]], rtol=1e-4, atol=1e-5)
 
 
-def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV, device: str) -> None:
+def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV4, device: str) -> None:
     """In blocks that hold nothing else, too."""
     time_decay, time_first, k, v, state = cases.inputs(2, 200, 5, device=device)
     k[:, 50:140] = -math.inf
@@ -302,7 +302,7 @@ def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV, device: str) -> None:
 
 
 @pytest.mark.parametrize("parameter", ["time_decay", "time_first", "a", "b", "p"])
-def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV, parameter: str, device: str) -> None:
+def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV4, parameter: str, device: str) -> None:
     time_decay, time_first, k, v, state = cases.inputs(2, 150, 5, device=device)
     parts = {"time_decay": time_decay, "time_first": time_first, **state._asdict()}
     parts[parameter][..., 2] = math.nan
@@ -315,7 +315,7 @@ def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV, parameter: st
 
 
 @pytest.mark.thorough
-def test_gradcheck_over_several_blocks(wkv: WKV, device: str) -> None:
+def test_gradcheck_over_several_blocks(wkv: WKV4, device: str) -> None:
     """Of y, a/b and p + log b: raw a and b are at a scale p that has no gradient."""
     if torch.float64 not in wkv.requires.dtypes:
         pytest.skip(f"{wkv.name} does not compute in float64")
@@ -332,7 +332,7 @@ def test_gradcheck_over_several_blocks(wkv: WKV, device: str) -> None:
 @pytest.mark.soak
 def test_one_compilation_serves_every_size(device: str) -> None:
     """Any B, C and T; the steps that are left over are not compiled."""
-    scan = WKV("torch_compile_scan")
+    scan = WKV4("torch_compile_scan")
     cases.results(scan, cases.inputs(2, 19, 3, device=device))
     before = counters["stats"]["unique_graphs"]
     for shape in ((1, 8, 1), (1, 33, 4), (3, 16, 3), (2, 5, 2)):
@@ -348,4 +348,4 @@ def test_a_state_starts_empty_and_in_float32() -> None:
 
 def test_a_block_has_at_least_one_step() -> None:
     with pytest.raises(ValueError, match="block"):
-        WKV("timex", timex="conv1d", block=0)
+        WKV4("timex", timex="conv1d", block=0)

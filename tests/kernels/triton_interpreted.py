@@ -17,7 +17,7 @@ from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import WKV4, WKVState
 from kernels.wkv4 import cases as wkv_cases
 from kernels.wkv4.cases import double
 from kernels.wkv7 import WKV7
@@ -64,8 +64,8 @@ def test_timex_causality_and_the_same_bits_twice() -> None:
 
 
 def wkv_errors(inputs, of: str = "y and state") -> dict[str, float]:
-    expected = wkv_cases.results(WKV("reference"), double(inputs), of)
-    return errors(wkv_cases.results(WKV("triton_scan"), inputs, of), expected)
+    expected = wkv_cases.results(WKV4("reference"), double(inputs), of)
+    return errors(wkv_cases.results(WKV4("triton_scan"), inputs, of), expected)
 
 
 @pytest.mark.parametrize(("shape", "spread"), [((1, 1, 1), 1.0), ((2, 11, 5), 1.0), ((1, 35, 4), 5.0)], ids=str)
@@ -95,22 +95,22 @@ def test_wkv_is_finite_at_the_limits() -> None:
     corners = torch.tensor(list(itertools.product((-100.0, 0.0, 100.0), repeat=2)))
     _, _, k, v, state = wkv_cases.inputs(1, 20, len(corners))
     k[:, ::3], k[:, 1::3] = 1e7 * k[:, ::3], 0.0
-    results = wkv_cases.results(WKV("triton_scan"), (corners[:, 0], corners[:, 1], k, v, state), of="y")
+    results = wkv_cases.results(WKV4("triton_scan"), (corners[:, 0], corners[:, 1], k, v, state), of="y")
     assert all(results[name].isfinite().all() for name in results if name not in ("a/b", "p + log b")), results
 
 
 @pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("v", math.inf)])
 def test_what_is_not_finite_shows_from_its_step_on(where: str, value: float) -> None:
     with np.errstate(all="ignore"):
-        conformance.check_what_is_not_finite(WKV("triton_scan"), where, value, 20, "cpu")
+        conformance.check_what_is_not_finite(WKV4("triton_scan"), where, value, 20, "cpu")
 
 
 def test_wkv_whole_is_pieces() -> None:
     time_decay, time_first, k, v, state = wkv_cases.inputs(1, 23, 3)
-    whole, _ = WKV("triton_scan")(time_decay, time_first, k, v, state)
+    whole, _ = WKV4("triton_scan")(time_decay, time_first, k, v, state)
     pieces = []
     for k_piece, v_piece in zip(k.split((17, 1, 5), 1), v.split((17, 1, 5), 1), strict=True):
-        y, state = WKV("triton_scan")(time_decay, time_first, k_piece, v_piece, WKVState(*state))
+        y, state = WKV4("triton_scan")(time_decay, time_first, k_piece, v_piece, WKVState(*state))
         pieces.append(y)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
 
@@ -118,10 +118,10 @@ def test_wkv_whole_is_pieces() -> None:
 def test_wkv_in_bfloat16() -> None:
     time_decay, time_first, k, v, state = wkv_cases.inputs(1, 20, 3)
     inputs = time_decay, time_first, k.bfloat16(), v.bfloat16(), state
-    results, allowed = wkv_cases.results(WKV("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
+    results, allowed = wkv_cases.results(WKV4("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
     assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
     assert results["a/b"].dtype == torch.float32
-    assert max(errors(results, wkv_cases.results(WKV("reference"), double(inputs))).values()) <= allowed
+    assert max(errors(results, wkv_cases.results(WKV4("reference"), double(inputs))).values()) <= allowed
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1, 3), torch.float32), ((1, 9, 2, 5), torch.float32),

@@ -43,7 +43,7 @@ def test_parallel_chunked_and_recurrent_forms_agree(generation: str, kernel: str
 
 @KERNELS
 def test_a_single_step_with_gradient_is_the_one_without(generation: str, kernel: str) -> None:
-    """Without a gradient it is WKV.step, with one the kernel."""
+    """Without a gradient it is WKV4.step, with one the kernel."""
     model = small_model(kernel, generation=generation)
     _, state = model(tokens(model))
     last = tokens(model, T=1, seed=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kernels.wkv4 import WKV, WKVState
+from kernels.wkv4 import WKV4, WKVState
 from rwkv.model import fused, rwkv4_fused
 from rwkv.model.fused import token_shift
 from rwkv.model.rwkv4 import ChannelMix, TimeMix
@@ -126,7 +126,7 @@ def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
 def parts() -> list[tuple[nn.Module, Callable[..., Tensor], tuple[nn.Linear, ...]]]:
     """Both halves of a block with weights that are not zero, each as a function of x and last_x, and its layers."""
     torch.manual_seed(1)
-    time, channel = TimeMix(C, A, WKV("reference")), ChannelMix(C, A)
+    time, channel = TimeMix(C, A, WKV4("reference")), ChannelMix(C, A)
     for parameter in (*time.parameters(), *channel.parameters()):
         nn.init.normal_(parameter, std=0.7)
     of_time = time.key, time.value, time.receptance, time.output

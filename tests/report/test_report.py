@@ -22,7 +22,7 @@ from stubs import stub
 from training_runs import SMALL, TEXT, assert_same_training, losses, rows
 
 from kernels.timex import conv1d
-from kernels.wkv4 import WKV
+from kernels.wkv4 import WKV4
 from rwkv import cli, report
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.report import page as report_page
@@ -260,7 +260,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPat
 
     with stub("timex", conv1d.forward, wrong) as name:
         for kernel in ("conv1d", name):
-            monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_, kernel=kernel: WKV("timex", timex=kernel))
+            monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_, kernel=kernel: WKV4("timex", timex=kernel))
             fit.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
     report.write(folder / "runs")
     page = parsed(folder / "runs" / "report.html")

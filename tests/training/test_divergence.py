@@ -14,7 +14,7 @@ from stubs import stub
 from training_runs import SMALL, TEXT, content, losses
 
 from kernels.timex import conv1d
-from kernels.wkv4 import WKV
+from kernels.wkv4 import WKV4
 
 BRIEF = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=6", "out_dir=run",
          "trainer.checkpoint_every=1", "trainer.val_every=100", "data.num_workers=0")
@@ -38,7 +38,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return grad_w, grad_k * (math.nan if next(calls) >= timed + FIRST - 1 else 1.0)
 
     with stub("timex", conv1d.forward, backward) as name:
-        monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_: WKV("timex", timex=name))
+        monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_: WKV4("timex", timex=name))
         yield
 
 
