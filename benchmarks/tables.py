@@ -87,9 +87,6 @@ def _losses(report: Report) -> str:
 PRECISIONS = ("nanoGPT computes in float32 on a CPU, as does the row float32, which stands first. The others have "
               "trainer.precision=auto: bf16-mixed where the machine multiplies bfloat16 clearly faster.")
 SHAPES = "The model has 4 layers, 128 wide, and 0.81 M weights; nanoGPT's has the same layers and width, and 0.80 M weights."
-OTHER_SHAPE = "4 layers, 128 wide"       # a row of results measured while the experiment had a model of 2 layers
-OLD_SHAPES = ("At that commit the model had 2 layers, 192 wide, and 0.99 M weights; nanoGPT's has 4 layers, 128 wide, and "
-              f"0.80 M; in the row {OTHER_SHAPE!r} ours has that shape.")
 
 
 def _shakespeare(report: Report) -> str:
@@ -101,7 +98,7 @@ def _shakespeare(report: Report) -> str:
     for name, one in sorted(report["shakespeare"].items(), key=lambda item: "float32" not in item[0]):
         peer = f"{one['nanogpt_ms']:.1f} ({one['nanogpt_fast_ms']:.1f})" if "nanogpt_ms" in one else ""
         rows.append([name, f"{one['val_loss']:.4f}", f"{one['ms']:.1f} ({one['fast_ms']:.1f})", peer])
-    return "\n\n".join([markdown(rows), PRECISIONS, OLD_SHAPES if OTHER_SHAPE in report["shakespeare"] else SHAPES])
+    return "\n\n".join([markdown(rows), PRECISIONS, SHAPES])
 
 
 def _head(report: Report) -> str:

@@ -19,7 +19,7 @@ ROWS = 4                                 # of x, that share what is read and con
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
 WORDS = GROUP // 4                       # of 16 bits, of a group
 BLOCK_4 = LANES * GROUP                  # of a row of W in int4: eight groups, side by side
-LARGEST_4 = 127                          # of the whole numbers of x in int4: 16 products of 15 and it stay below 2^15
+LARGEST_4 = 127                          # of the whole numbers of x in int4, as in kernels/matvec: 16 * 15 * 127 < 2^15
 OF_BLOCK = 2 * LANES                     # floats that belong to a block of x in int4: eight groups' steps and sums
 SMALLEST = 1e-30                         # largest magnitude of zeros, as in kernels/matvec
 TO_EVEN = 1.5 * 2.0**23                  # a float32 to which this is added is a whole number, a half rounded to the even one
@@ -34,8 +34,13 @@ def products_in_16_bits(steps):
     return (2**15 - 1) // (127 * steps)
 
 
-def _float_sums(rows, convert):
-    """convert: from a number of W, or a vector of them, to float32."""
+def _sums_in_chains(rows, convert, integers=False, in_steps=False):
+    """convert: from a number of W, or a vector of them, to float32.
+
+    integers: W is integers with a scale for each of its rows, and x whole numbers. The sum of a chain is exact in float32 for
+    255 * 127 * K / 32 < 2^24, and chains are added up as integers. in_steps: behind the K numbers of a row of x is its factor,
+    the size of a step.
+    """
 
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
@@ -46,23 +51,34 @@ def _float_sums(rows, convert):
             for c in ti.static(range(CHAINS)):
                 weights = convert(vector(w, w_at + n * K + block * WHOLE, c * LANES))
                 for i in ti.static(range(rows)):
-                    more = weights * vector(x, at[i] + block * WHOLE, c * LANES)
-                    acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c] + more, zero)
+                    acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
+                    if ti.static(not integers):        # those sums are exact in any order
+                        acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c], zero)
         for i in ti.static(range(rows)):
-            halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
-            total = sum_of(fixed(halves[0] + halves[1], zero), zero)
-            for k in range(K // WHOLE * WHOLE, K):
-                total += convert(w[w_at + n * K + k]) * x[at[i] + k]
+            total = 0.0
+            if ti.static(integers):
+                chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
+                whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
+                total = scaled(whole, w, w_at + n * K, x, at[i], K // WHOLE * WHOLE, K, scale[scale_at + n], zero)
+                if ti.static(in_steps):
+                    total *= x[at[i] + K]
+            else:
+                halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
+                total = sum_of(fixed(halves[0] + halves[1], zero), zero)
+                for k in range(K // WHOLE * WHOLE, K):
+                    total += convert(w[w_at + n * K + k]) * x[at[i] + k]
             y[y_at + ti.min(first + i, R - 1) * y_row + n] = total
 
     return sums
 
 
-def _int8_sums(in_steps):
-    """Of one row. in_steps: it has a factor, the size of a step, which stands behind its K numbers; otherwise y lacks it.
+@ti.func
+def _from_integers(x):
+    return by_lane(ti.cast, x, ti.f32)
 
-    A chain is added up in 16 bits for `depth` products, and from there on in 32.
-    """
+
+def _int8_sums(in_steps):
+    """The same of one row in int8, which is faster in 16 bits: a chain is added up in them for `depth` products."""
     @ti.func
     def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
              n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
@@ -79,9 +95,7 @@ def _int8_sums(in_steps):
                     acc[half] += in_32_bits(parts[c], half)
             first_block += depth
         whole = (acc[0] + acc[1]).sum()
-        for k in range(blocks * WHOLE_16, K):
-            whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(q[q_at + k], ti.i32)
-        total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
+        total = scaled(whole, w, w_at + n * K, q, q_at, blocks * WHOLE_16, K, scale[scale_at + n], zero)
         if ti.static(in_steps):
             total *= x[x_at + K]
         y[y_at + n] = total
@@ -89,30 +103,13 @@ def _int8_sums(in_steps):
     return sums
 
 
-def _int8_sums_of_rows(rows, in_steps):
-    """The same of several rows, in float32, which is faster for them: exact for |sum| < 2^24 in each of 32 chains."""
-    @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
-             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
-        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
-        for block in range(K // WHOLE):
-            for c in ti.static(range(CHAINS)):
-                weights = by_lane(ti.cast, vector(w, w_at + n * K + block * WHOLE, c * LANES), ti.f32)
-                for i in ti.static(range(rows)):
-                    acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
-        for i in ti.static(range(rows)):
-            row = ti.min(first + i, R - 1)
-            chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
-            whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
-            for k in range(K // WHOLE * WHOLE, K):
-                whole += ti.cast(w[w_at + n * K + k], ti.i32) * ti.cast(x[at[i] + k], ti.i32)
-            total = fixed(ti.cast(whole, ti.f32) * scale[scale_at + n], zero)
-            if ti.static(in_steps):
-                total *= x[at[i] + K]
-            y[y_at + row * y_row + n] = total
-
-    return sums
+@ti.func
+def scaled(whole, w: ti.template(), w_at, x: ti.template(), x_at, done, K, scale, zero):
+    """The sum of products of integers, of which those of k < done are in `whole`, times the scale."""
+    total = whole
+    for k in range(done, K):
+        total += ti.cast(w[w_at + k], ti.i32) * ti.cast(x[x_at + k], ti.i32)
+    return fixed(ti.cast(total, ti.f32) * scale, zero)
 
 
 def _int4_sums(rows):
@@ -267,5 +264,6 @@ def sums_of(form, rows, whole_numbers=False):
     if form == "int4":
         return _int4_sums(rows)
     if form == "int8":
-        return _int8_sums_of_rows(rows, not whole_numbers) if rows > 1 else _int8_sums(not whole_numbers)
-    return _float_sums(rows, as_it_is if form == "float32" else from_bfloat16)
+        one_row = _int8_sums(not whole_numbers)
+        return one_row if rows == 1 else _sums_in_chains(rows, _from_integers, integers=True, in_steps=not whole_numbers)
+    return _sums_in_chains(rows, as_it_is if form == "float32" else from_bfloat16)

@@ -5,8 +5,8 @@ of it. Here the model writes its step down once, as a list of instructions, and 
 together: each instruction is cut into tiles, a thread takes the next tile, and nobody goes on before all tiles of an
 instruction are done.
 
-A register is a vector of float32 for each row of the batch, of which some implementations keep whole numbers in 16 bits beside
-them; constants are shared by the rows. The instructions, for each row:
+A register is a vector of float32 for each row of the batch. Beside its registers a row has whole numbers in 16 bits, which some
+implementations multiply in place of float32. Constants are shared by the rows. The instructions, for each row:
 
     norm      x += added (if any);  y = (x - mean(x)) / sqrt(variance(x) + eps) weight + bias
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
@@ -123,7 +123,7 @@ class Program:
     _matrices: list[Tensor] = field(default_factory=list)
     _matrices_size: int = 0
     _matrices_joined: Tensor | None = None
-    _shared: dict[tuple[str, int, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
+    _shared: dict[tuple[str, int], int] = field(default_factory=dict)    # registers that each instruction may overwrite
 
     def register(self, width: int) -> int:
         """The place of a new register."""
@@ -221,16 +221,17 @@ class Program:
 
     def _whole(self, i: int, width: int) -> int:
         """The place of whole numbers in 16 bits that each instruction may overwrite."""
-        if ("whole", i, width) not in self._shared:
-            self._shared["whole", i, width] = self.whole_size
+        what = f"whole {i}"
+        if (what, width) not in self._shared:
+            self._shared[what, width] = self.whole_size
             self.whole_size += -(-width // PART) * PART
-        return self._shared["whole", i, width]
+        return self._shared[what, width]
 
     def _scratch(self, what: str, width: int) -> int:
         """A register that each instruction may overwrite."""
-        if (what, 0, width) not in self._shared:
-            self._shared[what, 0, width] = self.register(width)
-        return self._shared[what, 0, width]
+        if (what, width) not in self._shared:
+            self._shared[what, width] = self.register(width)
+        return self._shared[what, width]
 
     def _add(self, name: str, *arguments: int) -> None:
         self.instructions.append(Instruction(name, arguments))
