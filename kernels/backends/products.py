@@ -1,9 +1,9 @@
-"""An output of a matrix product y = x W^T in Taichi kernels for CPUs: a row of W, read in order, times a row of x.
+"""Matrix products y = x W^T in Taichi kernels for CPUs.
 
-Vectors go along k. Of float weights an output is the sum of 32 chains, of which chain l adds up k = l, l + 32, ... in order. W
+Vectors go along k. Of float weights an output is the sum of 8 chains, of which chain l adds up k = l, l + 8, ... in order. W
 needs no alignment: a mapped file will do. Integers are multiplied and added in 16 bits, in vectors of 16, as long as no sum
-can be too large; x is whole numbers then. For several rows of x, the weights are converted once for ROWS of them, which
-changes no bit of a row's result.
+can be too large; x is whole numbers then. Several rows of x are multiplied in tiles, in which what is read and converted is
+used several times; that changes no bit of a row's result.
 """
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
@@ -12,10 +12,11 @@ from functools import cache
 from kernels.backends.lanes import as_it_is, by_lane, from_bfloat16
 from kernels.backends.taichi import INDEX, ti
 
-LANES, CHAINS = 8, 4                     # of a vector; vectors that are summed each in a chain of its own
+LANES, CHAINS = 8, 4                     # of a vector; vectors of integers that are summed each in a chain of its own
 WIDE = 2 * LANES                         # lanes of a vector of integers in 16 bits
 WHOLE, WHOLE_16 = LANES * CHAINS, WIDE * CHAINS          # elements that are summed side by side
-ROWS = 4                                 # of x, that share what is read and converted of W
+ROWS, COLUMNS = 4, 3                     # of x and of W, of a tile of outputs: its sums fit into the registers of AVX2
+PART = 32                                # outputs that columns_of computes side by side, as in kernels/decoding
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
 WORDS = GROUP // 4                       # of 16 bits, of a group
 BLOCK_4 = LANES * GROUP                  # of a row of W in int4: eight groups, side by side
@@ -34,42 +35,75 @@ def products_in_16_bits(steps):
     return (2**15 - 1) // (127 * steps)
 
 
-def _sums_in_chains(rows, convert, integers=False, in_steps=False):
-    """convert: from a number of W, or a vector of them, to float32.
+def _in_floats(rows, convert):
+    """Float weights: tiles of COLUMNS outputs of `rows` rows. convert: from a number of W, or a vector of them, to float32.
 
-    integers: W is integers with a scale for each of its rows, and x whole numbers. The sum of a chain is exact in float32 for
-    255 * 127 * K / 32 < 2^24, and chains are added up as integers. in_steps: behind the K numbers of a row of x is its factor,
-    the size of a step.
+    The rows of W in a tile are far from each other, so that each is the next of a long stretch that is read in order. Of
+    neighbours the CPU would fetch ahead what has been read already.
     """
 
     @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
-             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+    def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
+                 y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+        stretch = tiles(end - begin, COLUMNS)
+        for n in range(begin, begin + stretch):
+            for r in range(tiles(R, rows)):
+                tile(w, x, y, n, stretch, end, r * rows, R, K, w_at, x_at, x_row, y_at, y_row, zero)
+
+    @ti.func
+    def tile(w: ti.template(), x: ti.template(), y: ti.template(), n, stretch, end, first, R, K, w_at, x_at, x_row, y_at, y_row,
+             zero):
+        ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(COLUMNS))]
+        rs = [ti.min(first + i, R - 1) for i in ti.static(range(rows))]
+        acc = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(COLUMNS))] for _ in ti.static(range(rows))]
+        whole, k = K // LANES * LANES, 0
+        while k < whole:
+            weights = [convert(vector(w, w_at + ns[j] * K + k)) for j in ti.static(range(COLUMNS))]
+            for i in ti.static(range(rows)):
+                values = vector(x, x_at + rs[i] * x_row + k)
+                for j in ti.static(range(COLUMNS)):
+                    acc[i][j] += weights[j] * values
+            k = (k + LANES) ^ zero       # LLVM cannot count these steps: it would join several and reorder their sums
+        for i in ti.static(range(rows)):
+            for j in ti.static(range(COLUMNS)):
+                total = sum_of(acc[i][j], zero)
+                for rest in range(whole, K):
+                    total += convert(w[w_at + ns[j] * K + rest]) * x[x_at + rs[i] * x_row + rest]
+                y[y_at + rs[i] * y_row + ns[j]] = total
+
+    return products
+
+
+def _in_int8(rows, in_steps):
+    """Integers with a scale for each row of W, and several rows of whole numbers x, of which in_steps has its factor, the size
+    of a step, behind its K numbers. The sum of a chain is exact in float32 for 255 * 127 * K / 32 < 2^24; the chains are added
+    up as integers."""
+    @ti.func
+    def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
+                 y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+        for n in range(begin, end):
+            for r in range(tiles(R, rows)):
+                output(w, scale, x, y, n, r * rows, R, K, w_at, scale_at, x_at, x_row, y_at, y_row, zero)
+
+    @ti.func
+    def output(w: ti.template(), scale: ti.template(), x: ti.template(), y: ti.template(), n, first, R, K, w_at, scale_at, x_at,
+               x_row, y_at, y_row, zero):
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
         for block in range(K // WHOLE):
             for c in ti.static(range(CHAINS)):
-                weights = convert(vector(w, w_at + n * K + block * WHOLE, c * LANES))
+                weights = _from_integers(vector(w, w_at + n * K + block * WHOLE, c * LANES))
                 for i in ti.static(range(rows)):
                     acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
-                    if ti.static(not integers):        # those sums are exact in any order
-                        acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c], zero)
         for i in ti.static(range(rows)):
-            total = 0.0
-            if ti.static(integers):
-                chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
-                whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
-                total = scaled(whole, w, w_at + n * K, x, at[i], K // WHOLE * WHOLE, K, scale[scale_at + n], zero)
-                if ti.static(in_steps):
-                    total *= x[at[i] + K]
-            else:
-                halves = [fixed(acc[i * CHAINS + c] + acc[i * CHAINS + c + 1], zero) for c in ti.static((0, 2))]
-                total = sum_of(fixed(halves[0] + halves[1], zero), zero)
-                for k in range(K // WHOLE * WHOLE, K):
-                    total += convert(w[w_at + n * K + k]) * x[at[i] + k]
+            chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
+            whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
+            total = scaled(whole, w, w_at + n * K, x, at[i], K // WHOLE * WHOLE, K, scale[scale_at + n], zero)
+            if ti.static(in_steps):
+                total *= x[at[i] + K]
             y[y_at + ti.min(first + i, R - 1) * y_row + n] = total
 
-    return sums
+    return products
 
 
 @ti.func
@@ -77,30 +111,31 @@ def _from_integers(x):
     return by_lane(ti.cast, x, ti.f32)
 
 
-def _int8_sums(in_steps):
-    """The same of one row in int8, which is faster in 16 bits: a chain is added up in them for `depth` products."""
+def _one_row_in_int8(in_steps):
+    """One row and W in int8, which is faster in 16 bits: a chain is added up in them for `depth` products."""
     @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
-             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        acc = [ti.Vector([0] * LANES) for _ in ti.static(range(2))]
-        first_block, blocks = 0, K // WHOLE_16
-        while first_block < blocks:
-            parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(CHAINS))]
-            for block in range(first_block, ti.min(blocks, first_block + depth)):
+    def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
+                 y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+        for n in range(begin, end):
+            acc = [ti.Vector([0] * LANES) for _ in ti.static(range(2))]
+            first_block, blocks = 0, K // WHOLE_16
+            while first_block < blocks:
+                parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(CHAINS))]
+                for block in range(first_block, ti.min(blocks, first_block + depth)):
+                    for c in ti.static(range(CHAINS)):
+                        weights = by_lane(ti.cast, wide(w, w_at + n * K + block * WHOLE_16, c * WIDE), ti.i16)
+                        parts[c] = plus_product(parts[c], weights, wide(q, q_at + block * WHOLE_16, c * WIDE))
                 for c in ti.static(range(CHAINS)):
-                    weights = by_lane(ti.cast, wide(w, w_at + n * K + block * WHOLE_16, c * WIDE), ti.i16)
-                    parts[c] = plus_product(parts[c], weights, wide(q, q_at + block * WHOLE_16, c * WIDE))
-            for c in ti.static(range(CHAINS)):
-                for half in ti.static(range(2)):
-                    acc[half] += in_32_bits(parts[c], half)
-            first_block += depth
-        whole = (acc[0] + acc[1]).sum()
-        total = scaled(whole, w, w_at + n * K, q, q_at, blocks * WHOLE_16, K, scale[scale_at + n], zero)
-        if ti.static(in_steps):
-            total *= x[x_at + K]
-        y[y_at + n] = total
+                    for half in ti.static(range(2)):
+                        acc[half] += in_32_bits(parts[c], half)
+                first_block += depth
+            whole = (acc[0] + acc[1]).sum()
+            total = scaled(whole, w, w_at + n * K, q, q_at, blocks * WHOLE_16, K, scale[scale_at + n], zero)
+            if ti.static(in_steps):
+                total *= x[x_at + K]
+            y[y_at + n] = total
 
-    return sums
+    return products
 
 
 @ti.func
@@ -112,12 +147,19 @@ def scaled(whole, w: ti.template(), w_at, x: ti.template(), x_at, done, K, scale
     return fixed(ti.cast(total, ti.f32) * scale, zero)
 
 
-def _int4_sums(rows):
+def _in_int4(rows):
     """Integers in groups: the sum over groups of scale step sum(q x) + shift sum(x). A row of x is what `arrange` has made of
     it: whole numbers, and from x_at on the steps and sums of their groups."""
     @ti.func
-    def sums(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(), y: ti.template(),
-             n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+    def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
+                 y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
+        for n in range(begin, end):
+            for r in range(tiles(R, rows)):
+                output(w, scale, shift, x, q, y, n, r * rows, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, y_at, y_row, zero)
+
+    @ti.func
+    def output(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
+               y: ti.template(), n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, y_at, y_row, zero):
         blocks = tiles(K, BLOCK_4)
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         whole_at = [q_at + ti.min(first + i, R - 1) * q_row for i in ti.static(range(rows))]
@@ -142,7 +184,7 @@ def _int4_sums(rows):
         for i in ti.static(range(rows)):
             y[y_at + ti.min(first + i, R - 1) * y_row + n] = sum_of(acc[i], zero)
 
-    return sums
+    return products
 
 
 @ti.func
@@ -216,8 +258,14 @@ def sum_of(v, zero):
     zero: 0, which the compiler does not know. LLVM may reorder a sum of more than two terms, and does so by what is around it;
     it does not look through an integer operation.
     """
-    fours = [fixed(v[lane] + v[lane + 4], zero) for lane in ti.static(range(4))]
-    return fixed(fixed(fours[0] + fours[2], zero) + fixed(fours[1] + fours[3], zero), zero)
+    fours = fixed(part_of(v, 0, 4) + part_of(v, 4, 4), zero)
+    twos = fixed(part_of(fours, 0, 2) + part_of(fours, 2, 2), zero)
+    return fixed(twos[0] + twos[1], zero)
+
+
+@ti.func
+def part_of(v, first: ti.template(), size: ti.template()):
+    return ti.Vector([v[first + lane] for lane in ti.static(range(size))])
 
 
 @ti.func
@@ -228,42 +276,42 @@ def fixed(x, zero):
 
 @cache
 def columns_of(form, rows):
-    """The function that computes the WHOLE outputs y[r,n] of part n // WHOLE.
+    """The function that computes the PART outputs y[r,n] of part n // PART.
 
-    W (N,K) of few columns is stored in such parts, (N/WHOLE,K,WHOLE), so that no sum crosses the lanes. The other arguments are
-    those of sums_of.
+    W (N,K) of few columns is stored in such parts, (N/PART,K,PART), so that no sum crosses the lanes. The other arguments are
+    those of products_of.
     """
     convert = as_it_is if form == "float32" else from_bfloat16
 
     @ti.func
     def columns(w: ti.template(), x: ti.template(), y: ti.template(), part, first, R, K, w_at, x_at, x_row, y_at, y_row, zero):
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
-        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
+        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * PART // LANES))]
         for k in range(K):
-            for c in ti.static(range(CHAINS)):
-                weights = convert(vector(w, w_at + (part * K + k) * WHOLE, c * LANES))
+            for c in ti.static(range(PART // LANES)):
+                weights = convert(vector(w, w_at + (part * K + k) * PART, c * LANES))
                 for i in ti.static(range(rows)):
-                    acc[i * CHAINS + c] = fixed(acc[i * CHAINS + c] + weights * x[at[i] + k], zero)
+                    acc[i * PART // LANES + c] = fixed(acc[i * PART // LANES + c] + weights * x[at[i] + k], zero)
         for i in ti.static(range(rows)):
-            for c in ti.static(range(CHAINS)):
+            for c in ti.static(range(PART // LANES)):
                 for lane in ti.static(range(LANES)):
-                    y[y_at + ti.min(first + i, R - 1) * y_row + part * WHOLE + c * LANES + lane] = acc[i * CHAINS + c][lane]
+                    n = part * PART + c * LANES + lane
+                    y[y_at + ti.min(first + i, R - 1) * y_row + n] = acc[i * PART // LANES + c][lane]
 
     return columns
 
 
 @cache
-def sums_of(form, rows, whole_numbers=False):
-    """The function that computes y[r,n] for that n and the rows `first` to first + rows - 1 of R rows, or the last of R again.
+def products_of(form, rows, whole_numbers=False):
+    """The function that computes the outputs y[r,n] of begin <= n < end for R rows of x.
 
-    form: of W. whole_numbers: y in int8 lacks the factor of its row of x, the size of a step.
-    w_at, scale_at, x_at, q_at, y_at: where W (N,K), its scales, x and y begin in the arrays. x_row, q_row, y_row: from one row
-    to the next. x: its elements; in int8 whole numbers, with the size of a step behind them; in int4 the y of `arrange`.
-    q: the whole numbers in 16 bits, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
+    form: of W. rows: 1 for one row of x, else ROWS. whole_numbers: y in int8 lacks the factor of its row of x, the size of a
+    step. w_at, scale_at, x_at, q_at, y_at: where W (N,K), its scales, x and y begin in the arrays. x_row, q_row, y_row: from
+    one row to the next. x: its elements; in int8 whole numbers, with the size of a step behind them; in int4 the y of
+    `arrange`. q: the whole numbers in 16 bits, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
     """
     if form == "int4":
-        return _int4_sums(rows)
+        return _in_int4(rows)
     if form == "int8":
-        one_row = _int8_sums(not whole_numbers)
-        return one_row if rows == 1 else _sums_in_chains(rows, _from_integers, integers=True, in_steps=not whole_numbers)
-    return _sums_in_chains(rows, as_it_is if form == "float32" else from_bfloat16)
+        return _one_row_in_int8(not whole_numbers) if rows == 1 else _in_int8(rows, not whole_numbers)
+    return _in_floats(rows, as_it_is if form == "float32" else from_bfloat16)

@@ -16,25 +16,23 @@ from torch import Tensor
 from kernels.backends.lanes import by_lane, exp, exp_of_any, sigmoid, tanh
 from kernels.backends.products import (
     BLOCK_4,
-    CHAINS,
     LANES,
     MATRIX,
     ROWS,
     SCALES,
-    WHOLE,
     Floats,
     Halves,
     arrange,
     columns_of,
     products_in_16_bits,
+    products_of,
     sum_of,
-    sums_of,
     tiles,
     to_whole,
     vector,
 )
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
-from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, Instruction, Program, Run, Wkv4, Wkv7
+from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, PART, Instruction, Program, Run, Wkv4, Wkv7
 from kernels.matvec import FORMS, SMALLEST, Packed
 from kernels.registry import Requires
 
@@ -144,7 +142,7 @@ def _elements_between(first: Tensor | None, weight: Tensor) -> int:
 def _tiles_of(name: str, arguments: tuple[int, ...], parts: int) -> int:
     """The tiles of an instruction; for each row, but those of a product are for all rows."""
     if name in ("product", "down", "up"):
-        outputs = -(-arguments[2] // WHOLE) if name == "up" else arguments[2]
+        outputs = -(-arguments[2] // PART) if name == "up" else arguments[2]
         return -(-outputs // -(-outputs // parts))
     if name == "wkv7":
         return arguments[-2]             # heads
@@ -162,7 +160,7 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
     has = [name in used for name in NAMES]
     x_of = 6 if form == "int4" else 2    # where an instruction says what a product reads: what `arrange` has written, or x
     stored, scales, small = MATRIX[form], SCALES[form], MATRIX[small_form]
-    sums, down, up = sums_of(form, rows), sums_of(small_form, rows), columns_of(small_form, rows)
+    products, down, up = products_of(form, rows), products_of(small_form, rows), columns_of(small_form, rows)
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, c: Floats, m: small, g: Floats, q: Halves, code: Integers,
@@ -187,20 +185,18 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                             if name == PRODUCT:
                                 N, K, w_at, scale_at = code[at + 4], code[at + 5], code[at + 8], code[at + 9]
                                 x_at, q_at, y_at, depth = code[at + x_of], code[at + 7], code[at + 3], code[at + 10]
-                                for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
-                                    for r in range(tiles(R, rows)):
-                                        sums(w, scale, shift, g, q, g, row, r * rows, R, K, w_at, scale_at,
-                                             x_at, size, q_at, q_size, depth, y_at, size, R >> 30)
+                                begin, end = tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))
+                                products(w, scale, shift, g, q, g, begin, end, R, K, w_at, scale_at, x_at, size,
+                                         q_at, q_size, depth, y_at, size, R >> 30)
                         if ti.static(has[DOWN]):
                             if name == DOWN:
                                 N, K = code[at + 4], code[at + 5]
-                                for row in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
-                                    for r in range(tiles(R, rows)):
-                                        down(m, c, c, g, q, g, row, r * rows, R, K, code[at + 6], 0,
-                                             code[at + 2], size, 0, 0, 0, code[at + 3], size, R >> 30)
+                                begin, end = tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))
+                                down(m, c, c, g, q, g, begin, end, R, K, code[at + 6], 0, code[at + 2], size,
+                                     0, 0, 0, code[at + 3], size, R >> 30)
                         if ti.static(has[UP]):
                             if name == UP:
-                                N, K = tiles(code[at + 4], WHOLE), code[at + 5]
+                                N, K = tiles(code[at + 4], PART), code[at + 5]
                                 for part in range(tile * tiles(N, parts), ti.min(N, (tile + 1) * tiles(N, parts))):
                                     for r in range(tiles(R, rows)):
                                         up(m, g, g, part, r * rows, R, K, code[at + 6], code[at + 2], size, code[at + 3], size,
@@ -413,13 +409,13 @@ def _state_and_y(g: ti.template(), state_at, w_at, a_at, b_at, k_at, v_at, r_at,
     for i in range(vectors * LANES):
         row = state_at + i * vectors * LANES
         state = [vector(g, row, j * LANES) for j in ti.static(range(vectors))]
-        sums = [ti.Vector([0.0] * LANES) for _ in ti.static(range(2 * CHAINS))]
+        sums = [ti.Vector([0.0] * LANES) for _ in ti.static(range(8))]
         for j in ti.static(range(vectors)):
-            sums[j % CHAINS] += state[j] * vector(g, a_at, j * LANES)
+            sums[j % 4] += state[j] * vector(g, a_at, j * LANES)
         sa, v = sum_of(sums[0] + sums[1] + (sums[2] + sums[3]), R >> 30), g[v_at + i]
         for j in ti.static(range(vectors)):
             state[j] = state[j] * vector(g, w_at, j * LANES) + sa * vector(g, b_at, j * LANES) + v * vector(g, k_at, j * LANES)
-            sums[CHAINS + j % CHAINS] += state[j] * vector(g, r_at, j * LANES)
+            sums[4 + j % 4] += state[j] * vector(g, r_at, j * LANES)
         for j in ti.static(range(vectors)):
             _store(g, row, state[j], j * LANES)
         g[y_at + i] = sum_of(sums[4] + sums[5] + (sums[6] + sums[7]), R >> 30)

@@ -17,8 +17,7 @@ from kernels.backends.products import (
     Halves,
     arrange,
     products_in_16_bits,
-    sums_of,
-    tiles,
+    products_of,
 )
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.matvec import Packed, inputs_of
@@ -63,15 +62,13 @@ def _arrange(x: Floats, q: Halves, y: Floats, blocks: int):
 
 @cache
 def _kernel(form: str, rows: int):
-    stored, scales, sums = MATRIX[form], SCALES[form], sums_of(form, rows, whole_numbers=True)
+    stored, scales, products = MATRIX[form], SCALES[form], products_of(form, rows, whole_numbers=True)
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, x: Floats, q: Halves, y: Floats, N: int, K: int, R: int, x_row: int,
                depth: int, n: int):
         for step in range(n * BLOCK):
             first, end = share(step, N, n)
-            for row in range(first, end):
-                for r in range(tiles(R, rows)):
-                    sums(w, scale, shift, x, q, y, row, r * rows, R, K, 0, 0, 0, x_row, 0, K, depth, 0, N, R >> 30)
+            products(w, scale, shift, x, q, y, first, end, R, K, 0, 0, 0, x_row, 0, K, depth, 0, N, R >> 30)
 
     return kernel
