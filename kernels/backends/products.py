@@ -45,8 +45,8 @@ def _in_floats(rows, convert):
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        stretch = tiles(end - begin, COLUMNS)
-        for n in range(begin, begin + stretch):
+        stretch = tiles(end - begin, COLUMNS) | 1
+        for n in range(begin, ti.min(begin + stretch, end)):
             for r in range(tiles(R, rows)):
                 tile(w, x, y, n, stretch, end, r * rows, R, K, w_at, x_at, x_row, y_at, y_row, zero)
 
@@ -67,8 +67,10 @@ def _in_floats(rows, convert):
         for i in ti.static(range(rows)):
             for j in ti.static(range(COLUMNS)):
                 total = sum_of(acc[i][j], zero)
-                for rest in range(whole, K):
+                rest = whole
+                while rest < K:
                     total += convert(w[w_at + ns[j] * K + rest]) * x[x_at + rs[i] * x_row + rest]
+                    rest = (rest + 1) ^ zero
                 y[y_at + rs[i] * y_row + ns[j]] = total
 
     return products
