@@ -14,7 +14,8 @@ from kernels.backends.taichi import INDEX, ti
 
 LANES, CHAINS = 8, 4                     # of a vector; vectors of integers that are summed each in a chain of its own
 WIDE = 2 * LANES                         # lanes of a vector of integers in 16 bits
-WHOLE, WHOLE_16 = LANES * CHAINS, WIDE * CHAINS          # elements that are summed side by side
+WHOLE_16 = WIDE * CHAINS                 # of those, elements that are summed side by side
+EXACT = 2**24 // (255 * 127)             # products of an int8 weight and a whole number whose sum is exact in float32
 ROWS, COLUMNS = 4, 3                     # of x and of W, of a tile of outputs: its sums fit into the registers of AVX2
 PART = 32                                # outputs that columns_of computes side by side, as in kernels/decoding
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
@@ -78,32 +79,41 @@ def _in_floats(rows, convert):
 
 def _in_int8(rows, in_steps):
     """Integers with a scale for each row of W, and several rows of whole numbers x, of which in_steps has its factor, the size
-    of a step, behind its K numbers. The sum of a chain is exact in float32 for 255 * 127 * K / 32 < 2^24; the chains are added
-    up as integers."""
+    of a step, behind its K numbers. Tiles as in _in_floats; the sum of EXACT products of a chain is exact in float32."""
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        for n in range(begin, end):
+        stretch = tiles(end - begin, COLUMNS) | 1
+        for n in range(begin, ti.min(begin + stretch, end)):
             for r in range(tiles(R, rows)):
-                output(w, scale, x, y, n, r * rows, R, K, w_at, scale_at, x_at, x_row, y_at, y_row, zero)
+                tile(w, scale, x, y, n, stretch, end, r * rows, R, K, w_at, scale_at, x_at, x_row, y_at, y_row, zero)
 
     @ti.func
-    def output(w: ti.template(), scale: ti.template(), x: ti.template(), y: ti.template(), n, first, R, K, w_at, scale_at, x_at,
-               x_row, y_at, y_row, zero):
-        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
-        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * CHAINS))]
-        for block in range(K // WHOLE):
-            for c in ti.static(range(CHAINS)):
-                weights = _from_integers(vector(w, w_at + n * K + block * WHOLE, c * LANES))
+    def tile(w: ti.template(), scale: ti.template(), x: ti.template(), y: ti.template(), n, stretch, end, first, R, K, w_at,
+             scale_at, x_at, x_row, y_at, y_row, zero):
+        ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(COLUMNS))]
+        rs = [ti.min(first + i, R - 1) for i in ti.static(range(rows))]
+        sums = [[ti.Vector([0] * LANES) for _ in ti.static(range(COLUMNS))] for _ in ti.static(range(rows))]
+        whole, k = K // LANES * LANES, 0
+        while k < whole:
+            acc = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(COLUMNS))] for _ in ti.static(range(rows))]
+            for part in range(k // LANES, ti.min(k + EXACT * LANES, whole) // LANES):
+                weights = [_from_integers(vector(w, w_at + ns[j] * K + part * LANES)) for j in ti.static(range(COLUMNS))]
                 for i in ti.static(range(rows)):
-                    acc[i * CHAINS + c] += weights * vector(x, at[i] + block * WHOLE, c * LANES)
+                    values = vector(x, x_at + rs[i] * x_row + part * LANES)
+                    for j in ti.static(range(COLUMNS)):
+                        acc[i][j] += weights[j] * values
+            for i in ti.static(range(rows)):
+                for j in ti.static(range(COLUMNS)):
+                    sums[i][j] += by_lane(ti.cast, acc[i][j], ti.i32)
+            k += EXACT * LANES
         for i in ti.static(range(rows)):
-            chains = [by_lane(ti.cast, acc[i * CHAINS + c], ti.i32) for c in ti.static(range(CHAINS))]
-            whole = (chains[0] + chains[1] + chains[2] + chains[3]).sum()
-            total = scaled(whole, w, w_at + n * K, x, at[i], K // WHOLE * WHOLE, K, scale[scale_at + n], zero)
-            if ti.static(in_steps):
-                total *= x[at[i] + K]
-            y[y_at + ti.min(first + i, R - 1) * y_row + n] = total
+            for j in ti.static(range(COLUMNS)):
+                at, row = x_at + rs[i] * x_row, w_at + ns[j] * K
+                total = scaled(sums[i][j].sum(), w, row, x, at, whole, K, scale[scale_at + ns[j]], zero)
+                if ti.static(in_steps):
+                    total *= x[at + K]
+                y[y_at + rs[i] * y_row + ns[j]] = total
 
     return products
 
@@ -118,24 +128,31 @@ def _one_row_in_int8(in_steps):
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        for n in range(begin, end):
-            acc = [ti.Vector([0] * LANES) for _ in ti.static(range(2))]
+        stretch = tiles(end - begin, COLUMNS) | 1
+        for n in range(begin, ti.min(begin + stretch, end)):
+            ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(COLUMNS))]
+            acc = [[ti.Vector([0] * LANES) for _ in ti.static(range(2))] for _ in ti.static(range(COLUMNS))]
             first_block, blocks = 0, K // WHOLE_16
             while first_block < blocks:
-                parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(CHAINS))]
+                parts = [[ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(CHAINS))]
+                         for _ in ti.static(range(COLUMNS))]
                 for block in range(first_block, ti.min(blocks, first_block + depth)):
                     for c in ti.static(range(CHAINS)):
-                        weights = by_lane(ti.cast, wide(w, w_at + n * K + block * WHOLE_16, c * WIDE), ti.i16)
-                        parts[c] = plus_product(parts[c], weights, wide(q, q_at + block * WHOLE_16, c * WIDE))
-                for c in ti.static(range(CHAINS)):
-                    for half in ti.static(range(2)):
-                        acc[half] += in_32_bits(parts[c], half)
+                        values = wide(q, q_at + block * WHOLE_16, c * WIDE)
+                        for j in ti.static(range(COLUMNS)):
+                            weights = by_lane(ti.cast, wide(w, w_at + ns[j] * K + block * WHOLE_16, c * WIDE), ti.i16)
+                            parts[j][c] = plus_product(parts[j][c], weights, values)
+                for j in ti.static(range(COLUMNS)):
+                    for c in ti.static(range(CHAINS)):
+                        for half in ti.static(range(2)):
+                            acc[j][half] += in_32_bits(parts[j][c], half)
                 first_block += depth
-            whole = (acc[0] + acc[1]).sum()
-            total = scaled(whole, w, w_at + n * K, q, q_at, blocks * WHOLE_16, K, scale[scale_at + n], zero)
-            if ti.static(in_steps):
-                total *= x[x_at + K]
-            y[y_at + n] = total
+            for j in ti.static(range(COLUMNS)):
+                whole = (acc[j][0] + acc[j][1]).sum()
+                total = scaled(whole, w, w_at + ns[j] * K, q, q_at, blocks * WHOLE_16, K, scale[scale_at + ns[j]], zero)
+                if ti.static(in_steps):
+                    total *= x[x_at + K]
+                y[y_at + ns[j]] = total
 
     return products
 
@@ -143,9 +160,10 @@ def _one_row_in_int8(in_steps):
 @ti.func
 def scaled(whole, w: ti.template(), w_at, x: ti.template(), x_at, done, K, scale, zero):
     """The sum of products of integers, of which those of k < done are in `whole`, times the scale."""
-    total = whole
-    for k in range(done, K):
+    total, k = whole, done
+    while k < K:
         total += ti.cast(w[w_at + k], ti.i32) * ti.cast(x[x_at + k], ti.i32)
+        k = (k + 1) ^ zero
     return fixed(ti.cast(total, ti.f32) * scale, zero)
 
 
