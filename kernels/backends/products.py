@@ -167,42 +167,49 @@ def scaled(whole, w: ti.template(), w_at, x: ti.template(), x_at, done, K, scale
     return fixed(ti.cast(total, ti.f32) * scale, zero)
 
 
-def _in_int4(rows):
+def _in_int4(rows, columns):
     """Integers in groups: the sum over groups of scale step sum(q x) + shift sum(x). A row of x is what `arrange` has made of
-    it: whole numbers, and from x_at on the steps and sums of their groups."""
+    it: whole numbers, and from x_at on the steps and sums of their groups. The rows of W are far from each other, as in
+    _in_floats."""
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        for n in range(begin, end):
+        stretch = tiles(end - begin, columns) | 1
+        for n in range(begin, ti.min(begin + stretch, end)):
             for r in range(tiles(R, rows)):
-                output(w, scale, shift, x, q, y, n, r * rows, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, y_at, y_row, zero)
+                tile(w, scale, shift, x, q, y, n, stretch, end, r * rows, R, K, w_at, scale_at, x_at, x_row, q_at, q_row,
+                     y_at, y_row, zero)
 
     @ti.func
-    def output(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
-               y: ti.template(), n, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, y_at, y_row, zero):
+    def tile(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
+             y: ti.template(), n, stretch, end, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, y_at, y_row, zero):
         blocks = tiles(K, BLOCK_4)
+        ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(columns))]
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         whole_at = [q_at + ti.min(first + i, R - 1) * q_row for i in ti.static(range(rows))]
-        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows))]
+        acc = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(columns))] for _ in ti.static(range(rows))]
         for block in range(blocks):
-            group = (n * blocks + block) * LANES
-            parts = [ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(rows))]
+            groups = [(ns[j] * blocks + block) * LANES for j in ti.static(range(columns))]
+            parts = [[ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(columns))] for _ in ti.static(range(rows))]
             for word in range(WORDS // 2):
-                words = wide(w, w_at + group * WORDS + word * WIDE)
+                words = [wide(w, w_at + groups[j] * WORDS + word * WIDE) for j in ti.static(range(columns))]
                 for m in ti.static(range(4)):
-                    weights = by_lane(ti.cast, words >> (4 * m) & 15, ti.i16)
+                    weights = [by_lane(ti.cast, words[j] >> (4 * m) & 15, ti.i16) for j in ti.static(range(columns))]
                     for i in ti.static(range(rows)):
-                        parts[i] = plus_product(parts[i], weights,
-                                                wide(q, whole_at[i] + block * BLOCK_4 + word * 4 * WIDE, m * WIDE))
-            scales = from_bfloat16(vector(scale, scale_at + group))
-            shifts = from_bfloat16(vector(shift, scale_at + group))
+                        values = wide(q, whole_at[i] + block * BLOCK_4 + word * 4 * WIDE, m * WIDE)
+                        for j in ti.static(range(columns)):
+                            parts[i][j] = plus_product(parts[i][j], weights[j], values)
             for i in ti.static(range(rows)):
-                products = by_lane(ti.cast, in_32_bits(parts[i], 0) + in_32_bits(parts[i], 1), ti.f32)
                 steps, of_groups = vector(x, at[i] + block * OF_BLOCK), vector(x, at[i] + block * OF_BLOCK, LANES)
-                shifted = fixed(shifts * of_groups, zero)
-                acc[i] = fixed(acc[i] + fixed(fixed(products * steps, zero) * scales + shifted, zero), zero)
+                for j in ti.static(range(columns)):
+                    scales = from_bfloat16(vector(scale, scale_at + groups[j]))
+                    shifts = from_bfloat16(vector(shift, scale_at + groups[j]))
+                    products = by_lane(ti.cast, in_32_bits(parts[i][j], 0) + in_32_bits(parts[i][j], 1), ti.f32)
+                    shifted = fixed(shifts * of_groups, zero)
+                    acc[i][j] = fixed(acc[i][j] + fixed(fixed(products * steps, zero) * scales + shifted, zero), zero)
         for i in ti.static(range(rows)):
-            y[y_at + ti.min(first + i, R - 1) * y_row + n] = sum_of(acc[i], zero)
+            for j in ti.static(range(columns)):
+                y[y_at + ti.min(first + i, R - 1) * y_row + ns[j]] = sum_of(acc[i][j], zero)
 
     return products
 
@@ -331,7 +338,7 @@ def products_of(form, rows, whole_numbers=False):
     `arrange`. q: the whole numbers in 16 bits, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
     """
     if form == "int4":
-        return _in_int4(rows)
+        return _in_int4(rows, 2)
     if form == "int8":
         return _one_row_in_int8(not whole_numbers) if rows == 1 else _in_int8(rows, not whole_numbers)
     return _in_floats(rows, as_it_is if form == "float32" else from_bfloat16)
