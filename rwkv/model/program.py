@@ -18,8 +18,7 @@ from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
 # The most rows for which one launch was faster than PyTorch's products on two cores; in bfloat16 fewer where the CPU multiplies
-# it itself, which PyTorch makes use of. In int8 up to 4 rows of RWKV-7 are as fast and of RWKV-4 a fifth slower while nothing
-# else runs; beside another busy process both are three times as fast.
+# it itself, which PyTorch makes use of. In int8 PyTorch's products are faster from 5 rows on while nothing else runs.
 MOST_ROWS = {"float32": 32, "bfloat16": 64, "int4": 64, "int8": 4}
 MOST_ROWS_NATIVE = 8                     # in bfloat16
 
