@@ -36,8 +36,8 @@ def decoder_of(model: RWKV, state: State, implementation: object = taichi_v0) ->
 @pytest.mark.parametrize("implementation", [taichi_v0, taichi_v1])
 @torch.no_grad()
 def test_steps_are_the_references_in_float64(implementation: object, form: str, generation: str) -> None:
-    """Of integers a last bit may round an input to its other neighbour, in a row here or there, which is off from then on. PyTorch
-    rounds inputs to bfloat16 before a product."""
+    """With integers a last bit may round an input to its other neighbour, in a row here or there, which is off from then on.
+    PyTorch rounds inputs to bfloat16 before a product."""
     model = model_in(form, generation)
     several = tokens(model, B=3, T=6)
     decoder, exact = (decoder_of(model, model.empty_state(3), each) for each in (implementation, reference))
