@@ -1,4 +1,4 @@
-"""Rows of W as they are, read in order by all cores; vectors along k."""
+"""Rows of W as they are, a few at once, each the next of a long stretch that is read in order, by all cores."""
 
 # mypy: disable-error-code="attr-defined, index, no-untyped-def, valid-type"
 from collections.abc import Callable, Sequence
