@@ -17,6 +17,7 @@ WIDE = 2 * LANES                         # lanes of a vector of integers in 16 b
 WHOLE_16 = WIDE * CHAINS                 # of those, elements that are summed side by side
 EXACT = 2**24 // (255 * 127)             # products of an int8 weight and a whole number whose sum is exact in float32
 ROWS, COLUMNS = 4, 3                     # of x and of W, of a tile of outputs: its sums fit into the registers of AVX2
+COLUMNS_4 = 2                            # the same in int4
 PART = 32                                # outputs that columns_of computes side by side, as in kernels/decoding
 GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
 WORDS = GROUP // 4                       # of 16 bits, of a group
@@ -46,7 +47,7 @@ def _in_floats(rows, convert):
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        stretch = tiles(end - begin, COLUMNS) | 1
+        stretch = stretch_of(end - begin, COLUMNS)
         for n in range(begin, ti.min(begin + stretch, end)):
             for r in range(tiles(R, rows)):
                 tile(w, x, y, n, stretch, end, r * rows, R, K, w_at, x_at, x_row, y_at, y_row, zero)
@@ -78,12 +79,12 @@ def _in_floats(rows, convert):
 
 
 def _in_int8(rows, in_steps):
-    """Integers with a scale for each row of W, and several rows of whole numbers x, of which in_steps has its factor, the size
-    of a step, behind its K numbers. Tiles as in _in_floats; the sum of EXACT products of a chain is exact in float32."""
+    """W in int8 and several rows of whole numbers, multiplied in float32, which is exact for EXACT products of a chain. Tiles
+    as in _in_floats. in_steps: behind the K numbers of a row of x is its factor, the size of a step."""
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        stretch = tiles(end - begin, COLUMNS) | 1
+        stretch = stretch_of(end - begin, COLUMNS)
         for n in range(begin, ti.min(begin + stretch, end)):
             for r in range(tiles(R, rows)):
                 tile(w, scale, x, y, n, stretch, end, r * rows, R, K, w_at, scale_at, x_at, x_row, y_at, y_row, zero)
@@ -128,7 +129,7 @@ def _one_row_in_int8(in_steps):
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        stretch = tiles(end - begin, COLUMNS) | 1
+        stretch = stretch_of(end - begin, COLUMNS)
         for n in range(begin, ti.min(begin + stretch, end)):
             ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(COLUMNS))]
             acc = [[ti.Vector([0] * LANES) for _ in ti.static(range(2))] for _ in ti.static(range(COLUMNS))]
@@ -167,14 +168,14 @@ def scaled(whole, w: ti.template(), w_at, x: ti.template(), x_at, done, K, scale
     return fixed(ti.cast(total, ti.f32) * scale, zero)
 
 
-def _in_int4(rows, columns):
+def _in_int4(rows):
     """Integers in groups: the sum over groups of scale step sum(q x) + shift sum(x). A row of x is what `arrange` has made of
     it: whole numbers, and from x_at on the steps and sums of their groups. The rows of W are far from each other, as in
     _in_floats."""
     @ti.func
     def products(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
                  y: ti.template(), begin, end, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, depth, y_at, y_row, zero):
-        stretch = tiles(end - begin, columns) | 1
+        stretch = stretch_of(end - begin, COLUMNS_4)
         for n in range(begin, ti.min(begin + stretch, end)):
             for r in range(tiles(R, rows)):
                 tile(w, scale, shift, x, q, y, n, stretch, end, r * rows, R, K, w_at, scale_at, x_at, x_row, q_at, q_row,
@@ -184,31 +185,31 @@ def _in_int4(rows, columns):
     def tile(w: ti.template(), scale: ti.template(), shift: ti.template(), x: ti.template(), q: ti.template(),
              y: ti.template(), n, stretch, end, first, R, K, w_at, scale_at, x_at, x_row, q_at, q_row, y_at, y_row, zero):
         blocks = tiles(K, BLOCK_4)
-        ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(columns))]
+        ns = [ti.min(n + j * stretch, end - 1) for j in ti.static(range(COLUMNS_4))]
         at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
         whole_at = [q_at + ti.min(first + i, R - 1) * q_row for i in ti.static(range(rows))]
-        acc = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(columns))] for _ in ti.static(range(rows))]
+        acc = [[ti.Vector([0.0] * LANES) for _ in ti.static(range(COLUMNS_4))] for _ in ti.static(range(rows))]
         for block in range(blocks):
-            groups = [(ns[j] * blocks + block) * LANES for j in ti.static(range(columns))]
-            parts = [[ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(columns))] for _ in ti.static(range(rows))]
+            groups = [(ns[j] * blocks + block) * LANES for j in ti.static(range(COLUMNS_4))]
+            parts = [[ti.Vector([0] * WIDE, dt=ti.i16) for _ in ti.static(range(COLUMNS_4))] for _ in ti.static(range(rows))]
             for word in range(WORDS // 2):
-                words = [wide(w, w_at + groups[j] * WORDS + word * WIDE) for j in ti.static(range(columns))]
+                words = [wide(w, w_at + groups[j] * WORDS + word * WIDE) for j in ti.static(range(COLUMNS_4))]
                 for m in ti.static(range(4)):
-                    weights = [by_lane(ti.cast, words[j] >> (4 * m) & 15, ti.i16) for j in ti.static(range(columns))]
+                    weights = [by_lane(ti.cast, words[j] >> (4 * m) & 15, ti.i16) for j in ti.static(range(COLUMNS_4))]
                     for i in ti.static(range(rows)):
                         values = wide(q, whole_at[i] + block * BLOCK_4 + word * 4 * WIDE, m * WIDE)
-                        for j in ti.static(range(columns)):
+                        for j in ti.static(range(COLUMNS_4)):
                             parts[i][j] = plus_product(parts[i][j], weights[j], values)
             for i in ti.static(range(rows)):
                 steps, of_groups = vector(x, at[i] + block * OF_BLOCK), vector(x, at[i] + block * OF_BLOCK, LANES)
-                for j in ti.static(range(columns)):
+                for j in ti.static(range(COLUMNS_4)):
                     scales = from_bfloat16(vector(scale, scale_at + groups[j]))
                     shifts = from_bfloat16(vector(shift, scale_at + groups[j]))
                     products = by_lane(ti.cast, in_32_bits(parts[i][j], 0) + in_32_bits(parts[i][j], 1), ti.f32)
                     shifted = fixed(shifts * of_groups, zero)
                     acc[i][j] = fixed(acc[i][j] + fixed(fixed(products * steps, zero) * scales + shifted, zero), zero)
         for i in ti.static(range(rows)):
-            for j in ti.static(range(columns)):
+            for j in ti.static(range(COLUMNS_4)):
                 y[y_at + ti.min(first + i, R - 1) * y_row + ns[j]] = sum_of(acc[i][j], zero)
 
     return products
@@ -241,6 +242,13 @@ def arrange(x: ti.template(), x_at, q: ti.template(), q_at, y: ti.template(), y_
             total += sums[lane]
         y[y_at + block * OF_BLOCK + group] = top / LARGEST_4
         y[y_at + block * OF_BLOCK + LANES + group] = total * (top / LARGEST_4)
+
+
+@ti.func
+def stretch_of(size, columns):
+    """How many rows of W apart the rows of a tile are, of `size` rows. Odd: stretches that are a large power of two apart would
+    compete for the same places of the caches."""
+    return tiles(size, columns) | 1
 
 
 @ti.func
@@ -338,7 +346,7 @@ def products_of(form, rows, whole_numbers=False):
     `arrange`. q: the whole numbers in 16 bits, in int8 and int4. depth: in int8, products_in_16_bits. zero: 0, see sum_of.
     """
     if form == "int4":
-        return _in_int4(rows, 2)
+        return _in_int4(rows)
     if form == "int8":
         return _one_row_in_int8(not whole_numbers) if rows == 1 else _in_int8(rows, not whole_numbers)
     return _in_floats(rows, as_it_is if form == "float32" else from_bfloat16)
