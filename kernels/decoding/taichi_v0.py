@@ -13,8 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import by_lane, exp, exp_of_any, sigmoid, tanh
-from kernels.backends.products import (
+from kernels.backends.lanes import as_it_is, by_lane, exp, exp_of_any, from_bfloat16, sigmoid, tanh
+from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
+from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, PART, Instruction, Program, Run, Wkv4, Wkv7
+from kernels.matvec import FORMS, SMALLEST, Packed
+from kernels.matvec._products import (
     BLOCK_4,
     LANES,
     MATRIX,
@@ -23,7 +26,7 @@ from kernels.backends.products import (
     Floats,
     Halves,
     arrange,
-    columns_of,
+    fixed,
     products_in_16_bits,
     products_of,
     sum_of,
@@ -31,9 +34,6 @@ from kernels.backends.products import (
     to_whole,
     vector,
 )
-from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
-from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, PART, Instruction, Program, Run, Wkv4, Wkv7
-from kernels.matvec import FORMS, SMALLEST, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
@@ -160,7 +160,7 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
     has = [name in used for name in NAMES]
     x_of = 6 if form == "int4" else 2    # where an instruction says what a product reads: what `arrange` has written, or x
     stored, scales, small = MATRIX[form], SCALES[form], MATRIX[small_form]
-    products, down, up = products_of(form, rows), products_of(small_form, rows), columns_of(small_form, rows)
+    products, down, up = products_of(form, rows), products_of(small_form, rows), _columns_of(small_form, rows)
 
     @ti.kernel
     def kernel(w: stored, scale: scales, shift: scales, c: Floats, m: small, g: Floats, q: Halves, code: Integers,
@@ -225,6 +225,33 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                         pass
 
     return kernel
+
+
+@cache
+def _columns_of(form, rows):
+    """The function that computes the PART outputs y[r,n] of part n // PART.
+
+    W (N,K) of few columns is stored in such parts, (N/PART,K,PART), so that no sum crosses the lanes. The other arguments are
+    those of products_of.
+    """
+    convert = as_it_is if form == "float32" else from_bfloat16
+
+    @ti.func
+    def columns(w: ti.template(), x: ti.template(), y: ti.template(), part, first, R, K, w_at, x_at, x_row, y_at, y_row, zero):
+        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
+        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * PART // LANES))]
+        for k in range(K):
+            for c in ti.static(range(PART // LANES)):
+                weights = convert(vector(w, w_at + (part * K + k) * PART, c * LANES))
+                for i in ti.static(range(rows)):
+                    acc[i * PART // LANES + c] = fixed(acc[i * PART // LANES + c] + weights * x[at[i] + k], zero)
+        for i in ti.static(range(rows)):
+            for c in ti.static(range(PART // LANES)):
+                for lane in ti.static(range(LANES)):
+                    n = part * PART + c * LANES + lane
+                    y[y_at + ti.min(first + i, R - 1) * y_row + n] = acc[i * PART // LANES + c][lane]
+
+    return columns
 
 
 @ti.func

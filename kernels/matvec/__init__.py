@@ -30,8 +30,8 @@ from kernels.operator import Operator
 FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.int16}
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
-LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4
-SMALLEST = 1e-30                         # scale of zeros
+LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15
+SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
 MOST_ROWS = 16                           # more are faster as one matrix product

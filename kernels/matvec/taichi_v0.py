@@ -7,7 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.backends.products import (
+from kernels.backends.taichi import BLOCK, launch, share, shares, ti
+from kernels.matvec import Packed, inputs_of
+from kernels.matvec._products import (
     BLOCK_4,
     MATRIX,
     OF_BLOCK,
@@ -19,8 +21,6 @@ from kernels.backends.products import (
     products_in_16_bits,
     products_of,
 )
-from kernels.backends.taichi import BLOCK, launch, share, shares, ti
-from kernels.matvec import Packed, inputs_of
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",),

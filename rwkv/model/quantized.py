@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backends.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Packed, pack, unpacked
+from kernels.matvec import MOST_ROWS, SMALLEST, Packed, pack, unpacked
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.operators import matvec_for
 
-SMALLEST = 1e-30                         # scale of a row of zeros
 ENGINES = ("x86", "fbgemm")
 ROUNDED_ROWS = 1024                      # rows of a matrix that are rounded at once
 UNPACKED_ROWS = 1024                     # rows of a matrix that are float32 at once

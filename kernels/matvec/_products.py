@@ -11,6 +11,7 @@ from functools import cache
 
 from kernels.backends.lanes import as_it_is, by_lane, from_bfloat16
 from kernels.backends.taichi import INDEX, ti
+from kernels.matvec import GROUP, LARGEST, SMALLEST
 
 LANES, CHAINS = 8, 4                     # of a vector; vectors of integers that are summed each in a chain of its own
 WIDE = 2 * LANES                         # lanes of a vector of integers in 16 bits
@@ -18,13 +19,9 @@ WHOLE_16 = WIDE * CHAINS                 # of those, elements that are summed si
 EXACT = 2**24 // (255 * 127)             # products of an int8 weight and a whole number whose sum is exact in float32
 ROWS, COLUMNS = 4, 3                     # of x and of W, of a tile of outputs: its sums fit into the registers of AVX2
 COLUMNS_4 = 2                            # the same in int4
-PART = 32                                # outputs that columns_of computes side by side, as in kernels/decoding
-GROUP = 32                               # elements of a row of W that share a scale in int4, as in kernels/matvec
 WORDS = GROUP // 4                       # of 16 bits, of a group
 BLOCK_4 = LANES * GROUP                  # of a row of W in int4: eight groups, side by side
-LARGEST_4 = 127                          # of the whole numbers of x in int4, as in kernels/matvec: 16 * 15 * 127 < 2^15
 OF_BLOCK = 2 * LANES                     # floats that belong to a block of x in int4: eight groups' steps and sums
-SMALLEST = 1e-30                         # largest magnitude of zeros, as in kernels/matvec
 TO_EVEN = 1.5 * 2.0**23                  # a float32 to which this is added is a whole number, a half rounded to the even one
 Floats = ti.types.ndarray(dtype=ti.f32, ndim=1)
 Halves = ti.types.ndarray(dtype=ti.i16, ndim=1)          # bfloat16, or integers
@@ -217,7 +214,7 @@ def _in_int4(rows):
 
 @ti.func
 def arrange(x: ti.template(), x_at, q: ti.template(), q_at, y: ti.template(), y_at, K, block, zero):
-    """What a product in int4 reads of a block of a row of x (K, a multiple of LANES): in q whole numbers of steps, LARGEST_4
+    """What a product in int4 reads of a block of a row of x (K, a multiple of LANES): in q whole numbers of steps, LARGEST
     for the largest of a group, in the order of the integers of W; in y the steps of the eight groups, and then their sums.
     """
     for group in range(LANES):
@@ -232,7 +229,7 @@ def arrange(x: ti.template(), x_at, q: ti.template(), q_at, y: ti.template(), y_
         for v in range(GROUP // LANES):
             whole = ti.Vector([0.0] * LANES)
             if v < vectors:
-                whole = to_whole(vector(x, x_at + first + v * LANES) * (LARGEST_4 / top), zero)
+                whole = to_whole(vector(x, x_at + first + v * LANES) * (LARGEST / top), zero)
             sums += whole
             for lane in ti.static(range(LANES)):         # element 8 v + lane of the group
                 word, half, nibble = v % 2 * 2 + lane // 4, ti.static(lane % 4 // 2), lane % 2 * 2 + v // 2
@@ -240,8 +237,8 @@ def arrange(x: ti.template(), x_at, q: ti.template(), q_at, y: ti.template(), y_
                 q[place] = ti.cast(whole[lane], ti.i16)
         for lane in ti.static(range(LANES)):
             total += sums[lane]
-        y[y_at + block * OF_BLOCK + group] = top / LARGEST_4
-        y[y_at + block * OF_BLOCK + LANES + group] = total * (top / LARGEST_4)
+        y[y_at + block * OF_BLOCK + group] = top / LARGEST
+        y[y_at + block * OF_BLOCK + LANES + group] = total * (top / LARGEST)
 
 
 @ti.func
@@ -307,33 +304,6 @@ def part_of(v, first: ti.template(), size: ti.template()):
 def fixed(x, zero):
     """x, a number or a vector, as LLVM cannot see through."""
     return by_lane(ti.bit_cast, by_lane(ti.bit_cast, x, ti.i32) ^ zero, ti.f32)
-
-
-@cache
-def columns_of(form, rows):
-    """The function that computes the PART outputs y[r,n] of part n // PART.
-
-    W (N,K) of few columns is stored in such parts, (N/PART,K,PART), so that no sum crosses the lanes. The other arguments are
-    those of products_of.
-    """
-    convert = as_it_is if form == "float32" else from_bfloat16
-
-    @ti.func
-    def columns(w: ti.template(), x: ti.template(), y: ti.template(), part, first, R, K, w_at, x_at, x_row, y_at, y_row, zero):
-        at = [x_at + ti.min(first + i, R - 1) * x_row for i in ti.static(range(rows))]
-        acc = [ti.Vector([0.0] * LANES) for _ in ti.static(range(rows * PART // LANES))]
-        for k in range(K):
-            for c in ti.static(range(PART // LANES)):
-                weights = convert(vector(w, w_at + (part * K + k) * PART, c * LANES))
-                for i in ti.static(range(rows)):
-                    acc[i * PART // LANES + c] = fixed(acc[i * PART // LANES + c] + weights * x[at[i] + k], zero)
-        for i in ti.static(range(rows)):
-            for c in ti.static(range(PART // LANES)):
-                for lane in ti.static(range(LANES)):
-                    n = part * PART + c * LANES + lane
-                    y[y_at + ti.min(first + i, R - 1) * y_row + n] = acc[i * PART // LANES + c][lane]
-
-    return columns
 
 
 @cache
