@@ -313,7 +313,8 @@ class GenerateConfig(SavedModelConfig):
     stream: bool = option(True, "show a single text token by token", heading="Output")
     out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)
     logprobs: int = option(0, "number of likeliest tokens whose log-probabilities out= holds", least=0)
-    save_state: str | None = option(None, "file for the state after the text, for state=", verbatim=PATH)
+    save_state: str | None = option(None, "file for the state after the text, and the stop string that ended it, for state=",
+                                    verbatim=PATH)
 
     def __post_init__(self) -> None:
         check_options(self)

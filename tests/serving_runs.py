@@ -88,5 +88,5 @@ def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
 def post(path: str, body: object, headers: str = "") -> bytes:
     """A request's bytes, which asks for the connection to be closed."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return (f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\nconnection: close\r\n{headers}\r\n"
+    return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\nconnection: close\r\n{headers}\r\n"
             .encode() + content)

@@ -16,7 +16,7 @@ An implementation is a file beside this one with REQUIRES, whose dtypes are thos
 int16) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
 one form and one K. x is contiguous; x and y are float32, or float64. What can be prepared once, bind prepares. In int8 x are
 the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is that of groups_of(K) groups, and x are the rounded
-rows.
+rows. An implementation may have unpacked(packed, dtype) in int4, to the bit what `unpacked` gives, where it is faster.
 """
 
 from collections.abc import Callable
@@ -96,6 +96,12 @@ class MatVec(Operator):
         if weights[0].form == "int4":
             return _rounding_groups(product, inputs_of(weights[0]))
         return product if torch.float64 in self.requires.dtypes else _in_float32(product)
+
+    def unpacked(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """W (N,K) that the int4 form stands for, float32 or bfloat16; K is whole groups."""
+        function = getattr(self._implementation, "unpacked", unpacked)
+        matrix: Tensor = function(packed, dtype)
+        return matrix
 
     def _empty_outputs(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
         return [x.new_zeros(*x.shape[:-1], len(weight))]

@@ -55,22 +55,20 @@ class Chat:
         """Adds a turn of the user, and yields the answer piece by piece.
 
         The answer is added to the messages when the iterator ends or is closed. Raises UserError for a text that cannot be
-        encoded, and for thoughts that the template lacks; the turn is not added then.
+        encoded, and for thoughts that the template lacks; the turn is not added then, nor where KeyboardInterrupt is raised
+        while it is read.
         """
+        before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
-        try:
-            engine, prompt = self._prepared()
-        except UserError:
-            self.messages.pop()
-            raise
-        return self._answer(engine, prompt)
+        return self._answer_after(before)
 
     def retry(self) -> Iterator[str]:
         """Another answer to the last turn of the user. Raises UserError where there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UserError("there is no answer to try again")
+        before = [*self.messages]
         self.messages.pop()
-        return self._answer(*self._prepared())
+        return self._answer_after(before)
 
     def undo(self) -> None:
         """Takes back the last turn of the user and its answer. Raises UserError where there is none."""
@@ -87,6 +85,15 @@ class Chat:
     def load(self, messages: Any) -> None:
         """Continues another conversation, which the next turn reads. Raises UserError where it is none."""
         self.messages = list(check_messages(messages))
+
+    def _answer_after(self, before: list[Message]) -> Iterator[str]:
+        """The answer to the messages. Where they cannot be read, there are those of before again."""
+        try:
+            engine, prompt = self._prepared()
+        except BaseException:
+            self.messages = before
+            raise
+        return self._answer(engine, prompt)
 
     def _prepared(self) -> tuple[Engine, str]:
         """An engine that has read the conversation up to the answer, and the text of it."""

@@ -31,8 +31,8 @@ CANCELLED = "cancelled"                  # finish reason
 class Sample:
     """One generated text.
 
-    text: the continuation of the prompt. finish_reason: "length", "stop", "end_of_text" or "cancelled"; None while the text is
-    generated.
+    prompt: the text to continue; empty where it was given as ids. text: the continuation of the prompt. finish_reason:
+    "length", "stop", "end_of_text" or "cancelled"; None while the text is generated.
     tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested.
     """
 
@@ -124,8 +124,7 @@ class Engine:
         sampling = sampling or Sampling()
         sampling.check_ids(self._tokenizer.vocab_size)
         ids = self._prompt_ids(prompt, context)
-        sample = Sample(prompt if isinstance(prompt, str) else self._tokenizer.decode(ids),
-                        whole_number("seed", seed, most=LARGEST_SEED))
+        sample = Sample(prompt if isinstance(prompt, str) else "", whole_number("seed", seed, most=LARGEST_SEED))
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, n_logprobs,
                   self._cache if context is None else None)
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
@@ -221,13 +220,13 @@ class Engine:
             budget -= shared.reading.next_length
             if shared.reading.next_length:
                 shared.reading.read_slice()
+                self._name_prompt_logprobs(shared)
             result = shared.reading.result
             if result is None:
                 self._readings.append(shared)
                 continue
             for row in shared.rows:
-                row.prompt_read = True
-                row.add_prompt_logprobs(shared.reading)
+                row.prompt_read, row.prompt_logprobs = True, shared.logprobs
             self._rows += shared.rows
             results += [result] * len(shared.rows)
         if results:
@@ -262,7 +261,25 @@ class Engine:
         own, ids, values = logprobs(logits[positions], torch.tensor([tokens[position] for position in positions]), n)
         for index, position in enumerate(positions):
             row = self._rows[position]
-            row.sample.logprobs.append(row.logprob_entry(tokens[position], own[index], ids[index], values[index]))
+            entry = self._logprob_entry(tokens[position], own[index], ids[index], values[index], row.n_logprobs)
+            row.sample.logprobs.append(entry)
+
+    def _name_prompt_logprobs(self, shared: "_Shared") -> None:
+        """Entries for the tokens after each of the slice that was read last: a long prompt's together would take seconds."""
+        for own, ids, values in shared.reading.logprobs:
+            done = len(shared.logprobs) + 1
+            following = shared.reading.tokens[done:done + len(own)]
+            for token, its_own, its_ids, its_values in zip(following, own, ids, values, strict=True):
+                shared.logprobs.append(self._logprob_entry(token, its_own, its_ids, its_values, shared.n_logprobs))
+        shared.reading.logprobs.clear()
+
+    def _logprob_entry(self, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor,
+                       n: int | None) -> dict[str, Any]:
+        top = zip(likeliest.tolist()[:n], their_logprobs.tolist()[:n], strict=True)
+        return {**self._named(token, logprob.item()), "top": [self._named(*each) for each in top]}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": token, "text": self._tokenizer.decode([token]), "logprob": logprob}
 
 
 @dataclass
@@ -273,6 +290,7 @@ class _Shared:
     context: PrefillResult | None
     n_logprobs: int | None
     rows: "list[Row]"
+    logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens but the first
 
     def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> bool:
         return self.context is context and self.n_logprobs == n_logprobs and self.reading.tokens == ids
@@ -348,16 +366,3 @@ class Row:
         """The text held back, at the end."""
         text = self._stop_strings.push(self._text_decoder.flush())
         return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
-
-    def add_prompt_logprobs(self, reading: Reading) -> None:
-        following = iter(self.prompt_ids[1:])
-        for own, ids, values in reading.logprobs:
-            for each in range(len(own)):
-                self.prompt_logprobs.append(self.logprob_entry(next(following), own[each], ids[each], values[each]))
-
-    def logprob_entry(self, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor) -> dict[str, Any]:
-        top = zip(likeliest.tolist()[:self.n_logprobs], their_logprobs.tolist()[:self.n_logprobs], strict=True)
-        return {**self._named(token, logprob.item()), "top": [self._named(*each) for each in top]}
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": token, "text": self._tokenizer.decode([token]), "logprob": logprob}

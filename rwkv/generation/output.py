@@ -61,7 +61,9 @@ def prompts_from(config: GenerateConfig) -> list[str]:
     Raises UserError where the file is missing, holds no prompt, or has a line that is not one.
     """
     if config.prompts is None:
-        return [sys.stdin.read() if config.prompt == "-" else config.prompt or ""]
+        if config.prompt == "-":
+            return [decode(sys.stdin.buffer.read(), "standard input").replace("\r\n", "\n")]
+        return [config.prompt or ""]
     path = Path(config.prompts)
     if not path.is_file():
         raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")

@@ -134,7 +134,7 @@ class Reading:
             self._key, self._so_far = cache.longest(self.tokens)
         self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
-        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after each slice's
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after a slice's
 
     @property
     def next_length(self) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backends.cpu import multiplies
-from kernels.matvec import MOST_ROWS, SMALLEST, Packed, pack, unpacked
+from kernels.matvec import MOST_ROWS, SMALLEST, Packed, inputs_of, pack
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
@@ -24,7 +24,7 @@ from rwkv.model.operators import matvec_for
 
 ENGINES = ("x86", "fbgemm")
 ROUNDED_ROWS = 1024                      # rows of a matrix that are rounded at once
-UNPACKED_ROWS = 1024                     # rows of a matrix that are float32 at once
+UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
 
 
@@ -122,8 +122,8 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
 class Int4Linear(nn.Module):
     """nn.Linear without a bias, from its weight (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
 
-    Many rows are multiplied by W as bfloat16 where the CPU multiplies it itself, else as float32, a part of its outputs at a
-    time, which takes memory for that part alone.
+    Many rows are multiplied by W as bfloat16 where the CPU multiplies it itself, else as float32, a part of W at a time, which
+    takes memory for that part alone.
     """
 
     def __init__(self, packed: Packed, in_features: int) -> None:
@@ -131,7 +131,8 @@ class Int4Linear(nn.Module):
         self.out_features = len(packed.weight)
         self.in_features = in_features
         self.packed = packed
-        self._few = matvec_for("int4").bind(packed)
+        self._matvec = matvec_for("int4")
+        self._few = self._matvec.bind(packed)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
@@ -141,9 +142,10 @@ class Int4Linear(nn.Module):
         if 0 < len(rows) <= MOST_ROWS:
             return self._few(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
-        parts = [Packed(*(tensor[start:start + UNPACKED_ROWS] for tensor in self.packed))
-                 for start in range(0, len(self.packed.weight), UNPACKED_ROWS)]
-        outputs = [F.linear(x, unpacked(part, x.dtype)[:, :self.in_features]) for part in parts]
+        part = max(1, UNPACKED // inputs_of(self.packed))
+        parts = [Packed(*(tensor[start:start + part] for tensor in self.packed))
+                 for start in range(0, self.out_features, part)]
+        outputs = [F.linear(x, self._matvec.unpacked(part, x.dtype)[:, :self.in_features]) for part in parts]
         return torch.cat(outputs, dim=1).to(rows.dtype)
 
 

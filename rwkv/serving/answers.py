@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rwkv.serving.errors import ApiError, json_response
@@ -25,8 +26,8 @@ UNKNOWN = "\ufffd"                       # in the text of a token that is no who
 class Shape:
     """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer).
 
-    tokenizer: for the places of tokens in a text. functions: those that the answer may call. call_start: the beginning of a
-    call that the model was given.
+    n: texts of each prompt, one after the other. tokenizer: for the places of tokens in a text. functions: those that the
+    answer may call. call_start: the beginning of a call that the model was given.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -34,6 +35,7 @@ class Shape:
     include_usage: bool
     logprobs: bool
     before: list[str]
+    n: int
     tokenizer: Tokenizer
     echo_logprobs: bool = False
     functions: Sequence[str] = ()
@@ -63,8 +65,8 @@ class Answer:
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._engine.cancel, self._ticket)
         try:
             await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
-        except TimeoutError:
-            await self._give_up(scope)
+        except (TimeoutError, asyncio.CancelledError):           # cancelled: the server ends at once
+            scope["state"]["abort"]()
         finally:
             deadline.cancel()
             watcher.cancel()
@@ -75,10 +77,6 @@ class Answer:
             pass
         self._engine.cancel(self._ticket)
 
-    async def _give_up(self, scope: Scope) -> None:
-        """A reader that takes nothing: the connection is cut."""
-        scope["state"]["abort"]()
-
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
@@ -86,9 +84,14 @@ class Answer:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        content = self._shape.envelope([text.whole() for text in self._texts], stream=False)
+        # with the log-probabilities of a prompt an answer is megabytes, and others would wait while it is written
+        response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
         async with asyncio.timeout(SEND_TIMEOUT):
-            await json_response({**content, "usage": self._usage()})(scope, receive, send)
+            await response(scope, receive, send)
+
+    def _whole(self) -> Response:
+        content = self._shape.envelope([text.whole() for text in self._texts], stream=False)
+        return json_response({**content, "usage": self._usage()})
 
     async def _send_stream(self, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
@@ -97,7 +100,8 @@ class Answer:
         async for chunk in self._chunks():
             async with asyncio.timeout(SEND_TIMEOUT):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with asyncio.timeout(SEND_TIMEOUT):
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"usage": None} if self._shape.include_usage else {}
@@ -117,11 +121,11 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        """Prompts that several texts share count once, as in OpenAI's."""
-        prompts = {tuple(text.prompt): self._texts[number].last for number, text in enumerate(self._ticket.texts)}
-        read = sum(event.prompt_tokens for event in prompts.values())
+        """The prompt of n texts counts once, as in OpenAI's."""
+        of_prompts = [text.last for text in self._texts[::self._shape.n]]
+        read = sum(event.prompt_tokens for event in of_prompts)
         written = sum(text.last.completion_tokens for text in self._texts)
-        cached = sum(event.cached_tokens for event in prompts.values())
+        cached = sum(event.cached_tokens for event in of_prompts)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
                 "prompt_tokens_details": {"cached_tokens": cached}}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import html
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Generate
 from rwkv.serving.metrics import Metrics
+from rwkv.serving.origins import check_origin
 from rwkv.serving.remote import RemoteEngine
 from rwkv.serving.schema import (
     MOST_ROWS,
@@ -68,7 +70,7 @@ Handler = Callable[[Service, Request], Awaitable[Any]]
 def application(service: Service) -> Starlette:
     routes = [Route(path, _endpoint(service, handler), methods=[method]) for path, method, handler in ROUTES]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST"],
-                       allow_headers=["authorization", "content-type"])] if service.config.cors else []
+                       allow_headers=["*"])] if service.config.cors else []
     return Starlette(routes=routes, middleware=cors,
                      exception_handlers={HTTPException: _http_error, Exception: _internal_error})
 
@@ -76,6 +78,7 @@ def application(service: Service) -> Starlette:
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
     async def endpoint(request: Request) -> Any:
         try:
+            check_origin(service.config, request.headers)
             _authorize(service, request)
             return await handler(service, request)
         except ApiError as error:
@@ -155,13 +158,17 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
     if body.best_of not in (None, 1):
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
     prompts = [_ids(service, prompt) for prompt in _prompts(body)]
-    maximum = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    maximum = min(COMPLETION_TOKENS, service.config.max_tokens) if body.max_tokens is None else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
+    if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
+        raise ApiError(400, f"echo with logprobs is for at most {service.config.max_prompt_tokens} tokens of prompts in one "
+                            "request, each prompt counted n times", "echo")
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
     before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
-    shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, service.tokenizer, echoed)
+    shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
+                  echoed)
     return texts, shape, body
 
 
@@ -180,14 +187,17 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
         prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
     except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
         raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
-    maximum = next((given for given in (body.max_completion_tokens, body.max_tokens) if given is not None),
-                   service.config.max_tokens)
-    stops, n = (*service.template.stop, *body.stops(), *((END,) if call_start else ())), body.n or 1
+    limit, maximum = "max_tokens", body.max_tokens
+    if body.max_completion_tokens is not None:
+        limit, maximum = "max_completion_tokens", body.max_completion_tokens
+    maximum = service.config.max_tokens if maximum is None else maximum
+    one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
+    stops, n = (*service.template.stop, *body.stops(), *((END,) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False)
+    texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [service.template.answer_start(think)] * n, service.tokenizer, functions=functions, call_start=call_start)
+                  [service.template.answer_start(think)] * n, n, service.tokenizer, functions=functions, call_start=call_start)
     return texts, shape, body
 
 
@@ -230,10 +240,10 @@ def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options
 
 
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
-           n_logprobs: int | None, prompt_logprobs: bool) -> list[Generate]:
-    """The n texts that continue a prompt, with seeds from the request's on."""
+           n_logprobs: int | None, prompt_logprobs: bool, limit: str = "max_tokens") -> list[Generate]:
+    """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from."""
     if maximum > service.config.max_tokens:
-        raise ApiError(400, f"max_tokens is at most {service.config.max_tokens} on this server; got {maximum}", "max_tokens")
+        raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
     sampling = body.sampling(service.tokenizer.vocab_size)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs)
@@ -362,7 +372,8 @@ async def openapi_document(service: Service, request: Request) -> Response:
 
 
 async def page(service: Service, request: Request) -> Response:
-    text = (resources.files("rwkv.serving") / "page.html").read_bytes()
+    text = (resources.files("rwkv.serving") / "page.html").read_text(encoding="utf-8")
+    text = text.replace('data-template=""', f'data-template="{html.escape(service.template.name)}"')
     return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rwkv.serving.errors import ApiError
 
+UNREAD_S = 30                            # seconds after which a client that has taken none of an answer is cut off
 MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
@@ -98,7 +99,7 @@ class Protocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return                       # the parser comes again, without the wish
         self._in_headers = False
-        self.scope["state"]["abort"] = self.transport.abort
+        self.scope["state"]["abort"] = self._abort
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -107,6 +108,24 @@ class Protocol(HttpToolsProtocol):
         self._stop_deadline()
         self._in_headers, self._received = True, 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reader(0)
+
+    def _abort(self) -> None:
+        """Cuts the connection in the middle of an answer."""
+        if self._answered is not None:
+            self._answered.disconnected = True           # or uvicorn reports an answer that is not complete
+        self.transport.abort()
+
+    def _watch_reader(self, unread_before: int) -> None:
+        """Cuts the connection where what was written is not read: the transport would keep it for as long as the client is."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and unread == unread_before:
+            self.transport.abort()
+        elif unread:
+            self.loop.call_later(UNREAD_S, self._watch_reader, unread)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is not an HTTP request"))

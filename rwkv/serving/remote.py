@@ -8,6 +8,7 @@ import asyncio
 import multiprocessing
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
@@ -82,6 +83,7 @@ class RemoteEngine:
         self.observe: Callable[[Step], Any] = lambda step: None
         self.report: Callable[[str], Any] = lambda reason: None
         self._cache = (0, 0)                             # bytes and entries, as the last step told
+        self._attached = False
 
     def wait_until_ready(self) -> Ready:
         """Blocks until the model is loaded. Raises UserError where it cannot be, RuntimeError where that is not the user's."""
@@ -97,6 +99,7 @@ class RemoteEngine:
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on events are delivered in this loop."""
+        self._attached = True
         Thread(target=self._receive, args=(loop,), daemon=True).start()
         Thread(target=self._send, daemon=True).start()
 
@@ -143,12 +146,14 @@ class RemoteEngine:
             self.cancel(ticket)
 
     def close(self) -> None:
-        """Ends the process."""
-        self._outbox.put(None)
-        self._process.join(10)
-        if self._process.is_alive():
+        """Ends the process: at once where it still loads the model, or where a signal interrupts the wait for it."""
+        try:
+            if self._attached:
+                self._outbox.put(None)
+                self._process.join(10)
+        finally:
             self._process.kill()
-        self._process.join()
+            self._process.join()
 
     def _start_waiting(self) -> None:
         while self._waiting and self.n_running + len(self._waiting[0].texts) <= self._config.max_rows:
@@ -178,20 +183,15 @@ class RemoteEngine:
         self._waiting.clear()
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            while True:
-                message = self._connection.recv()
-                if isinstance(message, Failed):
-                    reason = message.reason
-                    break
-                loop.call_soon_threadsafe(self._deliver, message)
-        except (EOFError, OSError):
-            self._process.join(1)
-            reason = f"its process ended with exit code {self._process.exitcode}; -9: by the system, which may want memory"
-        try:
+        with suppress(RuntimeError):     # the loop is closed: the server ends
+            try:
+                while not isinstance(message := self._connection.recv(), Failed):
+                    loop.call_soon_threadsafe(self._deliver, message)
+                reason = message.reason
+            except (EOFError, OSError):
+                self._process.join(1)
+                reason = f"its process ended with exit code {self._process.exitcode}; -9: by the system, which may want memory"
             loop.call_soon_threadsafe(self._fail, reason)
-        except RuntimeError:             # the loop is closed: the server ends
-            return
 
     def _send(self) -> None:
         message: Generate | Cancel | None

@@ -119,7 +119,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: Any = None      # ignored
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ from rwkv.serving.api import Service, application
 from rwkv.serving.http import Protocol, Server
 from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
+from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rwkv.serving.worker import Load
 
 AFTER_GRACE = 10                         # seconds for the last events to be written
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(config: ServeConfig, load: "Load") -> None:

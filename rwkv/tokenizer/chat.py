@@ -197,7 +197,7 @@ class JinjaTemplate(ChatTemplate):
     """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token and eos_token, and with
     enable_thinking for `think`.
 
-    bos_token and eos_token are empty: the data and the sampler put the end-of-text token where a conversation begins and ends.
+    bos_token and eos_token are empty: the data and the sampler put the end-of-text token where a conversation ends.
     """
 
     def __init__(self, text: str, name: str) -> None:

@@ -127,7 +127,11 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode())
 
     def decoder(self) -> Decoder:
-        return BytesDecoder([b"", *(bytes([value]) for value in range(1, 256))])
+        return BytesDecoder(self._bytes)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        return [b"", *(bytes([value]) for value in range(1, 256))]
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -156,7 +160,11 @@ class CharTokenizer(Tokenizer):
                 "remove them, or train with data.tokenizer=byte or bpe")
 
     def decoder(self) -> Decoder:
-        return BytesDecoder([b"", *(character.encode() for character in self.characters)])
+        return BytesDecoder(self._bytes)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        return [b"", *(character.encode() for character in self.characters)]
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "characters": self.characters}

@@ -34,6 +34,7 @@ from rwkv import cli
 from rwkv.config import ChatConfig
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
+from rwkv.io.utf8 import decode
 
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SETTINGS = (*OF_SAMPLING, "max_new_tokens", "think", "seed")     # of /set
@@ -98,6 +99,8 @@ class Terminal:
                 self._show(self.talk.say(text))
         except (UserError, OSError) as error:
             _say(f"error: {error}")
+        except KeyboardInterrupt:        # while the turn is read
+            _say("stopped; the turn is not part of the conversation")
 
     def _show(self, pieces: Iterator[str]) -> None:
         """Streams an answer, until it ends or Ctrl-C stops it."""
@@ -135,7 +138,10 @@ class Terminal:
         name, equals, value = text.partition("=")
         if not equals or name not in SETTINGS:
             raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
-        number = yaml.safe_load(value)
+        try:
+            number = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"{name} is a number or a truth value; got {value!r}") from None
         if name in OF_SAMPLING:
             self.talk.sampling = replace(self.talk.sampling, **{name: number})
         elif type(number) is not type(getattr(self.talk, name)):
@@ -157,8 +163,8 @@ def _say(text: str) -> None:
 
 
 def _piped() -> Iterator[str]:
-    for text in sys.stdin:
-        yield text.strip()
+    for line in sys.stdin.buffer:
+        yield decode(line, "standard input").strip()
 
 
 def _typed() -> Iterator[str]:

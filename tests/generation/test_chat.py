@@ -15,6 +15,7 @@ from rwkv.generation.engine import generate
 from rwkv.generation.sampling import Sampling
 from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools.chat import Terminal
 
 TURNS = ("Hi", "Who are you?", "And then?")
 
@@ -89,6 +90,22 @@ def test_a_stopped_answer_is_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(chat._points) == 1
 
 
+def test_ctrl_c_while_a_turn_is_read_takes_it_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = talk()
+    terminal = Terminal(chat)
+    terminal.turn(TURNS[0])
+    before = list(chat.messages)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_module, "Engine", interrupted)
+    for text in (TURNS[1], "/retry"):
+        terminal.turn(text)
+        assert "stopped" in capsys.readouterr().err
+        assert chat.messages == before
+
+
 def test_nothing_to_undo_or_retry() -> None:
     with pytest.raises(UserError, match="no turn"):
         talk().undo()
@@ -112,9 +129,9 @@ def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run: Run = caller(monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     small_model(generation="rwkv7", vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
-    turns = ["Hi", "/stats", "/set temperature=0", "/set top_q=1", "/retry", "/nope", "/save talk.json", "/undo",
-             "/load talk.json", "/system Be brief.", "Again"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
+    turns = ["Hi", "/stats", "/set temperature=0", "/set temperature=[", "/set top_q=1", "/retry", "/nope", "/save talk.json",
+             "/undo", "/load talk.json", "/system Be brief.", "Again"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(turns).encode())))
     status, output, error = run("chat", "checkpoint=model.safetensors", "device=cpu", "max_new_tokens=5")
     assert status == 0
     assert output.count("\n") >= 3

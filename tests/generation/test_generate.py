@@ -87,8 +87,11 @@ def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str
 
 
 def test_a_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("cab\nü"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("cab\nü".encode())))
     assert run("generate", *CHECKPOINT, "prompt=-", "max_new_tokens=0")[:2] == (0, "cab\nü\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    status, _, error = run("generate", *CHECKPOINT, "prompt=-")
+    assert (status, "byte 3" in error) == (2, True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -101,6 +101,13 @@ def test_int4_keeps_zeros_and_what_fits_exactly() -> None:
     assert (unpacked(pack(uneven, "int4", symmetric=True))[:, 0] == 0).all()
 
 
+@pytest.mark.parametrize("name", implementations("matvec"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_implementation_unpacks_int4_to_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    packed = pack(torch.randn(37, 600, generator=torch.Generator().manual_seed(0)), "int4")
+    assert torch.equal(MatVec(name).unpacked(packed, dtype), unpacked(packed, dtype))
+
+
 def test_a_packed_matrix_is_a_value() -> None:
     x, packed = cases.inputs(2, 9, 64, "int4")
     copied = Packed(*(tensor.clone() for tensor in packed))

@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_runs import Running, post, reset, wait_until
 
+from rwkv.serving.http import UNREAD_S
+
 pytestmark = pytest.mark.programs
 
 ENDLESS = {"prompt": "a", "max_tokens": 100_000, "stream": True, "logit_bias": {"0": -100}}
@@ -65,6 +67,16 @@ def test_wrong_messages_are_named(server: Running, messages: Any) -> None:
     refused(httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1}), "messages")
 
 
+def test_the_limit_of_tokens_is_named_and_is_the_default(server: Running, start: Callable[..., Running]) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 100001}
+    refused(httpx.post(f"{server.url}/v1/chat/completions", json=chat), "max_completion_tokens")
+    small = start("max_tokens=3", "max_prompt_tokens=10")
+    answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": "a", "logit_bias": {"0": -100}}, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    echoed = {"prompt": "abcd", "n": 3, "echo": True, "logprobs": 1}
+    refused(httpx.post(f"{small.url}/v1/completions", json=echoed), "echo")
+
+
 @pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_wrong_body_is_refused(server: Running, path: str, body: bytes) -> None:
@@ -100,17 +112,17 @@ def test_another_method_or_path_is_an_error_of_the_interface(server: Running, me
 
 
 def test_a_large_body_is_refused(server: Running) -> None:
-    announced = server.exchange(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+    announced = server.exchange(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999\r\n\r\n")
     assert b" 413 " in announced
     assert announced.count(b"HTTP/1.1 ") == 1, "the deadline for the rest is no second answer"
-    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"20000\r\n" + b" " * 0x20000
-    assert b" 413 " in server.exchange(chunked + (b"\r\n20000\r\n" + b" " * 0x20000) * 10)
+    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert b" 413 " in server.exchange(chunked + (b"20000\r\n" + b" " * 0x20000 + b"\r\n") * 11)
 
 
 @pytest.mark.parametrize(("data", "status"), [
-    (b"\x16\x03\x01 hello\r\n\r\n", 400), (b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
-    (b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000, 431),
-    (b"GET /hea", 408), (b"", 408), (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{", 408)],
+    (b"\x16\x03\x01 hello\r\n\r\n", 400), (b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+    (b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 100_000, 431),
+    (b"GET /hea", 408), (b"", 408), (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{", 408)],
     ids=["no HTTP", "a proxy's method", "long headers", "half a header", "nothing", "half a body"])
 def test_what_is_no_request_is_answered_and_closed(server: Running, data: bytes, status: int) -> None:
     began = time.monotonic()
@@ -121,9 +133,9 @@ def test_what_is_no_request_is_answered_and_closed(server: Running, data: bytes,
 def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -> None:
     """As Java's HttpClient asks; whole, and cut in its headers and its body. The connection's next request is answered too."""
     body = json.dumps(OK).encode()
-    request = (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    request = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
                b"HTTP2-Settings: AAEAAEAA\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-    last = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     for parts in ([request + last], [request[:70], request[70:-5], request[-5:] + last]):
         answers = server.exchange(*parts)
         assert (answers.count(b" 200 OK"), answers.count(b"text_completion")) == (2, 1), answers
@@ -135,7 +147,7 @@ def test_many_half_requests_stop_nobody(server: Running) -> None:
     before = server.open_files()
     halves = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
     for half in halves:
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
     assert httpx.post(f"{server.url}/v1/completions", json=OK).status_code == 200
     for half in halves[:100]:
         reset(half)
@@ -249,6 +261,19 @@ def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
         wait_until(lambda: server.running_texts() == 0, 60)
 
 
+@pytest.mark.soak                        # a minute of waiting
+def test_an_answer_that_nobody_reads_is_dropped(server: Running) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(post("/tokenize", {"prompt": "a" * 900_000, "return_token_strs": True}))
+        time.sleep(2 * UNREAD_S + 5)
+        received = b"".join(iter(lambda: connection.recv(2**20), b""))
+    head, _, body = received.partition(b"\r\n\r\n")
+    announced = int(head.partition(b"content-length: ")[2].split()[0])
+    assert len(body) < announced, "the rest is not kept for a reader who may never come"
+
+
 def test_a_key_is_asked_for(start: Callable[..., Running]) -> None:
     server = start("api_key=secret", "cors=http://page.example")
     for headers, status in (({}, 401), ({"authorization": "Bearer other"}, 401), ({"authorization": "secret"}, 401),
@@ -260,6 +285,29 @@ def test_a_key_is_asked_for(start: Callable[..., Running]) -> None:
     assert allowed["access-control-allow-origin"] == "http://page.example"
     assert "access-control-allow-credentials" not in allowed
     assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health", headers={"origin": "http://x"}).headers
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"host": "evil.example"}, 403), ({"host": "evil.example:80"}, 403), ({"host": "[::1"}, 403),
+    ({"host": "laptop.local"}, 200), ({"host": "[::1]:8000"}, 200), ({"host": "192.168.0.7"}, 200),
+    ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
+    ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+    ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
+    ({"host": "localhost:8000", "origin": "http://localhost:3000"}, 403)])
+def test_pages_of_others_are_refused(server: Running, headers: dict[str, str], status: int) -> None:
+    answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+    assert answer.status_code == status
+    assert ("error" in answer.json()) == (status == 403)
+
+
+def test_pages_that_cors_names_are_served(start: Callable[..., Running]) -> None:
+    server = start("cors=https://page.example")
+    for headers in ({"origin": "https://page.example"}, {"host": "page.example", "origin": "https://page.example"}):
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    asked = {"origin": "https://page.example", "access-control-request-method": "POST",
+             "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
+    assert httpx.options(f"{server.url}/v1/chat/completions", headers=asked).status_code == 200
+    assert httpx.get(f"{server.url}/v1/models", headers={"origin": "https://other.example"}).status_code == 403
 
 
 def refuses_connections(server: Running) -> bool:
@@ -313,6 +361,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Running]) -> None:
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
         assert server.process.wait(10) == 0
+    assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])

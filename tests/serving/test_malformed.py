@@ -24,7 +24,7 @@ VALID_IN_CHAT = [("logprobs", True)]
 CHECKS = ("not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
           "negative_data_rejection,unsupported_method,allow_header_conformance")
 MORE_MEMORY = 16 * 2**20                 # bytes: what an allocator may keep
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 UNFINISHED = {"half a first line": b"POST /v1/comp", "half a header": HEAD + b"content-le", "half the headers": HEAD,
               "half a body": HEAD + b'content-length: 50\r\n\r\n{"prompt":',
               "half a chunk": HEAD + b'transfer-encoding: chunked\r\n\r\n50\r\n{"prompt":'}

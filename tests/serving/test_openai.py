@@ -81,11 +81,13 @@ def test_a_text_in_company_is_the_text_alone(client: "openai.OpenAI", model: RWK
 
 
 def test_several_prompts_and_several_texts_of_each(client: "openai.OpenAI", model: RWKV) -> None:
-    answer = client.completions.create(model=MODEL, prompt=["ab", "c"], n=2, max_tokens=6, seed=3)
+    prompts = ["ab", "c", "c"]
+    answer = client.completions.create(model=MODEL, prompt=prompts[:2], n=2, max_tokens=6, seed=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in answer.choices] == [expected(model, prompt, 6, seed).text
-                                                          for prompt in ("ab", "c") for seed in (3, 4)]
-    assert answer.usage.prompt_tokens == 3
+                                                          for prompt in prompts[:2] for seed in (3, 4)]
+    assert answer.usage.prompt_tokens == 3, "the prompt of n texts counts once"
+    assert client.completions.create(model=MODEL, prompt=prompts, max_tokens=1).usage.prompt_tokens == 4
     ids = client.completions.create(model=MODEL, prompt=[[*b"ab"], [*b"c"]], max_tokens=6, seed=3)
     assert [choice.text for choice in ids.choices] == [answer.choices[0].text, answer.choices[2].text]
 

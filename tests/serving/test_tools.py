@@ -93,6 +93,7 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
 @pytest.mark.parametrize(("question", "options", "content", "calls"), [
     ("1", {}, "Let me see.", [("weather", {"city": "Oslo"})]),
     ("2", {}, None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
+    ("2", {"parallel_tool_calls": False}, None, [("weather", {"city": "Rome"})]),
     ("3", {}, WRITTEN[2], []),
     ("4", {}, WRITTEN[3], []),
     ("5", {}, None, [("weather", {"city": "Ys"})]),
