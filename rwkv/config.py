@@ -190,6 +190,9 @@ class TrainerConfig:
         check_options(self, "trainer.")
         if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
             raise UserError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
+        if self.overfit_batches % self.accumulate:
+            raise UserError(f"trainer.overfit_batches is a multiple of trainer.accumulate, {self.accumulate}; got "
+                            f"{self.overfit_batches}")
         if self.strategy == "fsdp" and self.tbptt:
             raise UserError("trainer=fsdp gathers a block's weights for one pass through it, and trainer.tbptt makes one for "
                             "each segment: use trainer=ddp")

@@ -7,3 +7,8 @@ class UserError(ValueError):
 
 class CheckpointError(UserError):
     """A file that is not a whole checkpoint: which file or tensor, what was found, what was expected, the likely cause."""
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint that cannot be read, although nothing says that it is damaged: by the system, or because the frozen weights
+    that it belongs to are missing or changed."""

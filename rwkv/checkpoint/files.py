@@ -18,7 +18,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
-from rwkv.errors import CheckpointError, UserError
+from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.model.base import fingerprint, generation
 
 MOST_SPARE_ROWS = 255                    # of an embedding whose vocabulary was rounded up to a multiple, such as 256
@@ -118,14 +118,17 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         content = formats.recognise(path).read(path)
         return _tuned(content) if tuned.is_tuned(content.entry) else _understand(content)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _tuned(content: Content) -> Checkpoint:
     """The checkpoint of a run that trained adapters or a state: the weights that they belong to, with them."""
     entry = content.entry or {}
-    base = read_checkpoint(entry["run"]["init_from"])
-    tuned.require_same(content.path, base.weights.stored, entry)
+    try:
+        base = read_checkpoint(entry["run"]["init_from"])
+    except CheckpointError as error:
+        raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
+    tuned.require_same(content.path, base, entry)
     weights, states = tuned.applied(content, base.weights.stored, base.config.n_layer)
     together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
                        packed={},
@@ -158,7 +161,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         tensors = checkpoint.stored_in(None if quantised else dtype)
     total = sum(tensor.nbytes for tensor in tensors.values())
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
-    run = checkpoint.run or {"model": asdict(checkpoint.config)}
+    run = tuned.without_base(checkpoint.run or {"model": asdict(checkpoint.config)})
     entry = _entry(run, checkpoint.vocab_size, checkpoint.tokenizer, checkpoint.tokenizer_hash)
     if quantised == "int4":
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import Content
 from rwkv.checkpoint.stored import Stored
-from rwkv.errors import CheckpointError
-from rwkv.model.base import TIME_STATE
+from rwkv.errors import CheckpointError, UnreadableError
+from rwkv.model.base import TIME_STATE, fingerprint, generation
 from rwkv.model.lora import merged
 
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
@@ -26,12 +26,18 @@ def is_tuned(entry: dict[str, Any] | None) -> bool:
     return isinstance(tune, dict) and tune.get("method", "full") != "full"
 
 
+def without_base(run: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run for a file that holds all weights, with what was trained merged into them."""
+    return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
+
+
 def identity(checkpoint: Any) -> str:
-    """SHA-256 of a checkpoint's vectors, which any training changes: it tells files of equal sizes apart at little cost."""
-    return _identity(checkpoint.weights.stored)
+    """Of the frozen weights: it tells files of equal sizes apart, at little cost."""
+    return fingerprint(generation(checkpoint.config), checkpoint.weights)
 
 
-def _identity(stored: Mapping[str, Stored]) -> str:
+def _of_vectors(stored: Mapping[str, Stored]) -> str:
+    """The identity that runs have which were begun before 2026-11-24. Adapters do not change it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         if len(tensor.shape) == 1:
@@ -40,11 +46,11 @@ def _identity(stored: Mapping[str, Stored]) -> str:
     return digest.hexdigest()
 
 
-def require_same(path: Path, base: Mapping[str, Stored], entry: dict[str, Any]) -> None:
-    """Raises CheckpointError where the frozen weights are not those that the run was begun with."""
-    if entry.get("base") != _identity(base):
+def require_same(path: Path, base: Any, entry: dict[str, Any]) -> None:
+    """Raises UnreadableError where the frozen weights, a checkpoint, are not those that the run was begun with."""
+    if entry.get("base") not in (identity(base), _of_vectors(base.weights.stored)):
         source = entry["run"]["init_from"]
-        raise CheckpointError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put "
+        raise UnreadableError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put "
                               "it back")
 
 

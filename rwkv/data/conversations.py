@@ -199,6 +199,9 @@ class ConversationRows(Dataset[Packed]):
         first = self._bounds[:-1] + 1
         targets = before[first + self._lengths] - before[first]
         self.counts = np.array([targets[row].sum() for row in self._rows])
+        if not self.counts.any():
+            raise UserError(f"in no conversation does an answer begin within model.ctx_len={ctx_len} tokens, so that there is "
+                            "nothing to learn or to validate: raise model.ctx_len")
 
     def __len__(self) -> int:
         return len(self._rows)

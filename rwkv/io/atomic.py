@@ -33,6 +33,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)         # of a process that was killed and had the same id
     temporary.mkdir()
     try:
         write(temporary)

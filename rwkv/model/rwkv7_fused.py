@@ -97,17 +97,18 @@ class _Gates(torch.autograd.Function):
     def forward(ctx: Any, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
         dtype = k.dtype
         hidden, (k_k, k_a, w0, *rest), matrices = others[:n], others[n:2 * n + 1], cast(dtype, others[2 * n + 1:])
-        k_k, k_a, *biases = cast(dtype, (k_k, k_a, *rest))
+        k_k, *biases = cast(dtype, (k_k, *rest))
         tanh, sigmoid = torch.tanh(hidden[0]), torch.sigmoid(hidden[2])
         wide = torch.promote_types(dtype, torch.float32)
         decay = (tanh @ matrices[0]).to(wide).add_(w0).sigmoid_()
         rate = (hidden[1] @ matrices[1]).add_(biases[0]).sigmoid_()
         g = sigmoid @ matrices[2]
-        kk = k * k_k
-        norm = _by_head(kk, N).norm(dim=-1, keepdim=True, dtype=wide)
-        inverse = norm.clamp_(min=LEAST_NORM).reciprocal_().to(dtype)
-        _by_head(kk, N).mul_(inverse)
-        factor = torch.addcmul(1 - k_a, rate, k_a)                       # 1 + (rate - 1) k_a
+        keys = _by_head(k * k_k, N)
+        inverse = keys.norm(dim=-1, keepdim=True, dtype=wide).clamp_(min=LEAST_NORM).reciprocal_()
+        kk = (keys * inverse).to(dtype).flatten(2)
+        # in half precision a rounded k_a, 1.02 at first, would make all factors too small; a rounded inverse may be infinite
+        factor = torch.addcmul(1 - k_a, rate, k_a).to(dtype)             # 1 + (rate - 1) k_a
+        k_a = k_a.to(dtype)
         new_v, saved_v = v, []
         if v_first is not None:
             gate = (hidden[3] @ matrices[3]).add_(biases[1]).sigmoid_()

@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.distributed import all_gather, rank
-from rwkv.errors import CheckpointError, UserError
+from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.training.divergence import Divergence
 
@@ -162,12 +162,15 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 def newest_sound(out_dir: Path) -> Checkpoint | None:
     """The newest checkpoint that is not damaged; None where there are none. Newer, damaged ones are renamed, with a warning.
 
-    Raises UserError when all checkpoints are damaged; they keep their names, so that the next call raises it too.
+    Raises UserError when all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
+    UnreadableError for one that cannot be read for another reason.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in _newest_first(out_dir):
         try:
             sound = read_checkpoint(path)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             damaged.append((path, error))
         else:

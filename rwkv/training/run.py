@@ -25,6 +25,7 @@ from rwkv.training.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import with_precision
 from rwkv.training.init_from import open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
+from rwkv.training.tuned import tuned_files
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -172,7 +173,8 @@ def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, checkp
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
         raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, out_dir, saved)
-    if step > merged.trainer.max_steps or (step == merged.trainer.max_steps and is_finished(out_dir)):
+    finished = is_finished(out_dir) and all(path.exists() for path in tuned_files(merged, out_dir))
+    if step > merged.trainer.max_steps or (step == merged.trainer.max_steps and finished):
         raise UserError(f"the run in {out_dir} is finished at step {step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, checkpoint.path, step)
     if merged.init_from is None:
@@ -235,7 +237,12 @@ def _from_plain(plain: dict[str, Any]) -> TrainConfig:
     defaults = TrainConfig()
     values: dict[str, Any] = {}
     for name, value in plain.items():
-        default = getattr(defaults, name)
+        default = getattr(defaults, name, None)
+        unknown = [name] if name not in defaults.__dict__ else (
+            [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
+        if unknown:
+            raise UserError(f"the run has the option {unknown[0]}, which this version does not know: continue it with the "
+                            "version that began it, or begin a new run with its weights, init_from=")
         if is_dataclass(default):
             group: Any = type(default)
             value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})

@@ -23,30 +23,35 @@ from rwkv.model.lora import adapter_of, chosen
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
+def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
+    """What a run writes at its end, beside its checkpoints."""
+    names = {"lora": ["adapter/adapter_model.safetensors", "adapter/adapter_config.json"],
+             "state": ["state.safetensors", "time_state.pth"]}
+    return [out_dir / name for name in names.get(config.tune.method, [])]
+
+
 def write_tuned(model: Model, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> list[Path]:
     """Writes the files, and returns their paths; none with tune=full."""
     if config.tune.method == "lora":
-        return [_write_adapter(model, config, out_dir / "adapter")]
-    return _write_state(model, tokenizer, out_dir) if config.tune.method == "state" else []
+        return [_write_adapter(model, config, *tuned_files(config, out_dir))]
+    return _write_state(model, tokenizer, *tuned_files(config, out_dir)) if config.tune.method == "state" else []
 
 
-def _write_adapter(model: Model, config: TrainConfig, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
+def _write_adapter(model: Model, config: TrainConfig, weights: Path, description: Path) -> Path:
     tune = config.tune
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous()
                for name, tensor in adapter_of(model.state_dict()).items()}
     described = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
                  "target_modules": chosen(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
                  "base_model_name_or_path": config.init_from}
-    write_file(folder / "adapter_model.safetensors", lambda file: file.write(save(tensors, {"format": "pt"})))
-    write_file(folder / "adapter_config.json", lambda file: file.write(json.dumps(described, indent=2).encode() + b"\n"))
-    return folder
+    write_file(weights, lambda file: file.write(save(tensors, {"format": "pt"})))
+    write_file(description, lambda file: file.write(json.dumps(described, indent=2).encode() + b"\n"))
+    return weights.parent
 
 
 @torch.no_grad()
-def _write_state(model: Model, tokenizer: Tokenizer, out_dir: Path) -> list[Path]:
+def _write_state(model: Model, tokenizer: Tokenizer, as_state: Path, as_pth: Path) -> list[Path]:
     """The logits of the state file are those after end_of_text, with which a text without a prompt begins."""
-    as_state, as_pth = out_dir / "state.safetensors", out_dir / "time_state.pth"
     first = torch.tensor([[tokenizer.end_of_text]], device=model.emb.weight.device)
     save_context(as_state, PrefillResult(model.prefill(first)[0], model.empty_state(1)), model, tokenizer)
     tensors = {f"blocks.{layer}.{TIME_STATE}": Stored.of(TIME_STATE, str(as_pth), state.detach().cpu())

@@ -196,4 +196,4 @@ def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
     for _, answer in TALKS[1:]:
         assert f" {answer}\n\n" in answers
     assert "User" not in answers
-    assert isinstance(DataModule(talks, DataConfig(batch_size=1), 8, 0).val_dataloader().dataset.__getitems__([0]), Packed)
+    assert isinstance(DataModule(talks, DataConfig(batch_size=1), 100, 0).val_dataloader().dataset.__getitems__([0]), Packed)

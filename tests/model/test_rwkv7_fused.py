@@ -135,6 +135,15 @@ def test_a_direction_of_norm_0_has_finite_gradients() -> None:
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_direction_in_half_precision_has_norm_1_or_0(dtype: torch.dtype) -> None:
+    k = torch.tensor([0.0, 1e-6, 1.0], dtype=dtype).view(1, 3, 1).expand(1, 3, C).contiguous()
+    of_tokens, of_gates, vectors = torch.zeros(1, 3, C, dtype=dtype), torch.zeros(1, 3, D, dtype=dtype), torch.ones(1, 1, C)
+    found = rwkv7_fused.gates(k, of_tokens, None, (of_gates,) * 3, N, (vectors,) * 4, (torch.zeros(D, C),) * 3)
+    norms = found.a.float().unflatten(-1, (H, N)).norm(dim=-1)[0]
+    torch.testing.assert_close(norms, torch.tensor([[0.0], [1.0], [1.0]]).expand(3, H), rtol=0, atol=0.01)
+
+
 def test_autocast_computes_in_its_dtype_and_log_w_in_float32() -> None:
     inputs = random(CASES["products"][2], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

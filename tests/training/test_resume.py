@@ -188,6 +188,16 @@ def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> Non
     assert (config.logger.name, config.trainer.accelerator, config.trainer.max_steps) == ("wandb", "auto", 7)
 
 
+@pytest.mark.parametrize("option", ["trainer.newer_option", "newer_group.option"])
+def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> None:
+    group, name = option.split(".")
+    saved = as_plain(TrainConfig())
+    saved.setdefault(group, {})[name] = 3
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    with pytest.raises(UserError, match="newer_"):
+        open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
+
+
 def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path) -> None:
     asked = TrainConfig(trainer=TrainerConfig(max_tokens=1e5))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(asked)), encoding="utf-8")

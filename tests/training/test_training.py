@@ -19,7 +19,8 @@ from training_runs import OWN, SMALL, TEXT, Done, content, done_here, finish, lo
 
 from rwkv import cli
 from rwkv.checkpoint.files import locate, read_checkpoint
-from rwkv.config import TrainConfig
+from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -142,6 +143,13 @@ def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_steps_over_a_part_of_their_batches_are_refused() -> None:
+    assert TrainerConfig(overfit_batches=4, accumulate=2)
+    with pytest.raises(UserError, match=r"multiple of trainer\.accumulate"):
+        TrainerConfig(overfit_batches=3, accumulate=2)
+
+
+@pytest.mark.programs
 def test_overfitting_a_batch_limits_training_alone(run: Run) -> None:
     """One step of the same batch gives the same weights, and the whole split is the whole split."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")

@@ -68,8 +68,11 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
     assert "base_model.model.blocks.0.att.key.lora_A.weight" in adapters
     assert all(any(f"{module}.lora" in name for name in adapters) for module in described["target_modules"])
 
-    convert(out, folder / "merged.pth")
-    model, merged = RWKV.from_pretrained(base), RWKV.from_pretrained("merged.pth")
+    for name in ("merged.pth", "merged.safetensors", "merged.ckpt", "merged"):
+        convert(out, folder / name)
+    model, merged, *others = (RWKV.from_pretrained(name) for name in (base, "merged.pth", "merged.safetensors", "merged.ckpt",
+                                                                      "merged"))
+    assert all(torch.equal(other.head.weight, merged.head.weight) for other in others)
     ids = tokens(model)
     before, _ = model(ids)
     add_adapters(model, described["target_modules"], described["r"], described["lora_alpha"])
@@ -164,6 +167,43 @@ def test_other_frozen_weights_are_noticed(folder: Path, run: Run) -> None:
     small_model(generation="rwkv7", vocab_size=256, seed=9).save_pretrained(folder / "base7.safetensors", ByteTokenizer())
     with pytest.raises(CheckpointError, match="that file holds others now"):
         read_checkpoint(out)
+
+
+@pytest.mark.programs
+def test_an_adapter_is_not_applied_twice(folder: Path, run: Run) -> None:
+    out = tuned(run, "tune=lora", "tune.rank=2")
+    convert(out, folder / "merged.safetensors")
+    (folder / "merged.safetensors").replace(folder / "base7.safetensors")
+    with pytest.raises(CheckpointError, match="that file holds others now"):
+        read_checkpoint(out)
+
+
+@pytest.mark.programs
+def test_missing_frozen_weights_are_no_damage(folder: Path, run: Run) -> None:
+    out = tuned(run, "tune=lora", "tune.rank=2")
+    (folder / "base7.safetensors").rename(folder / "elsewhere.safetensors")
+    one_sentence(run("train", *OPTIONS, "resume=out", "trainer.max_steps=4"), "base7.safetensors", "cannot be read")
+    assert (out / "checkpoints/last.ckpt").is_file()
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("method", ["lora", "state"])
+def test_a_run_that_ended_before_its_files_were_written_writes_them(folder: Path, run: Run, method: str) -> None:
+    out = tuned(run, f"tune={method}")
+    files = [*out.glob("adapter/*"), *out.glob("*.safetensors"), *out.glob("*.pth")]
+    for file in files:
+        file.unlink()
+    assert run("train", *OPTIONS, "resume=out")[0] == 0
+    assert len(files) == 2
+    assert all(file.is_file() for file in files)
+    one_sentence(run("train", *OPTIONS, "resume=out"), "finished at step 3")
+
+
+@pytest.mark.programs
+def test_answers_that_are_all_cut_off_are_refused(folder: Path, run: Run) -> None:
+    status, _, error = run("train", *OPTIONS, "init_from=base7.safetensors", "model.ctx_len=4")
+    assert status == 2
+    assert "error: in no conversation does an answer begin within model.ctx_len=4" in error
 
 
 @pytest.mark.programs
