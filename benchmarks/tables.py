@@ -3,8 +3,9 @@
 In the page, this program owns the lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->.
 """
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.generation import PEER_FORMATS, WIDTHS
 from kernels.bench.hardware import ROOT
@@ -14,7 +15,8 @@ from kernels.bench.text import filled, markdown
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
+    argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__).parse_args(argv)
     text = PAGE.read_text(encoding="utf-8")
     for name, (files, table) in TABLES.items():
         reports = [read_json(file) for file in sorted(FOLDER.glob(files))]           # of each machine that was measured
@@ -195,4 +197,4 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.tuning import ROOT, pairs, words, write
+from benchmarks.tuning import ROOT, conversation, third_word, words, write
 
 SHAPES, WAYS = ("0.4b", "1.5b"), ("lora", "state")
 VOCABULARY = 65536
@@ -68,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "talks.jsonl", pairs(words(500, 1), 500, random.Random(0)))
+    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 500, random.Random(0))))
     for shape in options.shapes:
         weights = folder / f"{shape}.pth"
         if not weights.exists():

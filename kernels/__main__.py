@@ -32,7 +32,7 @@ def show() -> None:
             head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + "  "
             print(wrapped(head, describe(op, row[0], devices) if row[0] else "idea"))
         print()
-    print(f"Devices here: {', '.join(devices)}. A kernel of timex or wkv4 is chosen by name: train.py kernel=NAME, "
+    print(f"Devices here: {', '.join(devices)}. A kernel of timex, wkv4 or wkv7 is chosen by name: train.py kernel=NAME, "
           "select('wkv4', NAME).")
 
 

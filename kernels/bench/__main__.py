@@ -190,7 +190,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", metavar="NAME", help="of the inputs; default: float32")
-    parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES", help="as above")
+    parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES",
+                        help="B,C,T for timex and wkv4, B,H,N,T for wkv7, N,K,R for matvec")
     parser.add_argument("--sweep", type=_sizes, nargs="?", const=(), metavar="SIZE,...",
                         help="the first shape with these last sizes as well")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",

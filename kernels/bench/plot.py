@@ -7,6 +7,7 @@ A figure whose shapes are not in a file is omitted, with a sentence on standard 
 Ito's palette, safe for colour-blind readers), the shade the rung of a ladder.
 """
 
+import argparse
 import importlib.util
 import re
 import sys
@@ -30,13 +31,14 @@ MISSING = {"time": "fewer than two sizes were measured (--sweep)", "ladder": "B=
 LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 
-def main(arguments: list[str]) -> int:
-    if not arguments:
-        print(__doc__)
-        return 2
-    folder = Path(arguments[0])
-    check(folder)
-    for path in draw(folder, read(arguments[1:] or committed())):
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench.plot", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("files", nargs="*")
+    arguments = parser.parse_args(argv)
+    check(arguments.folder)
+    for path in draw(arguments.folder, read(arguments.files or committed())):
         print(path)
     return 0
 

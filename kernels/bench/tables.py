@@ -4,6 +4,7 @@ Default: every file in benchmarks/results/, so that the tables of a CPU and of G
 and versions. In a README, this program owns the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
 """
 
+import argparse
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +15,11 @@ from kernels.bench.text import filled, markdown
 from kernels.registry import operators
 
 
-def main(files: list[str]) -> int:
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench.tables", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*")
+    files = parser.parse_args(argv).files
     reports = read(files or committed())
     if not reports:
         raise UnusableFile(f"no result of python -m kernels.bench in {', '.join(files) or FOLDER}: write one with --json FILE")

@@ -1,6 +1,6 @@
 """Runs EleutherAI's lm-evaluation-harness on a checkpoint.
 
-  python -m rwkv.tools.lm_eval --model_args checkpoint=FILE.pth --tasks lambada_openai
+  python -m rwkv.tools.lm_eval --model_args checkpoint=FILE.pth,tokenizer=world --tasks lambada_openai
   python -m rwkv.tools.lm_eval --model_args checkpoint=DIRECTORY,dtype=int8 --tasks arc_easy piqa --batch_size 16
   python -m rwkv.tools.lm_eval --help
 

@@ -1,7 +1,7 @@
 """Serves a checkpoint over HTTP, with OpenAI's interface, to many clients at once.
 
   python serve.py                                       the latest run
-  python serve.py checkpoint=FILE.pth dtype=int8 port=8080
+  python serve.py checkpoint=FILE.pth tokenizer=world dtype=int8 port=8080
   python serve.py checkpoint=DIRECTORY api_key=KEY host=0.0.0.0
 
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
