@@ -78,12 +78,9 @@ def _earlier(report: Report) -> str:
 
 
 def _losses(report: Report) -> str:
-    if "losses" not in report:
-        return ""
-    found = [f"{STEPS[part].partition(',')[0]} {report['losses'][part]:.4f} nats in float32 and "
-             f"{report['losses'][part.replace('float32', 'bfloat16')]:.4f} in bf16-mixed"
-             for part in STEPS if part.endswith("float32") and part in report["losses"]]
-    return f"The loss after 500 steps of one window each: {'; '.join(found)}."
+    found = [f"{name} {report[part]['float32']:.4f} nats in float32 and {report[part]['bfloat16']:.4f} in bf16-mixed"
+             for part, name in (("losses", "RWKV-4"), ("rwkv7_losses", "RWKV-7")) if part in report]
+    return f"The loss after 500 of these steps: {'; '.join(found)}." if found else ""
 
 
 PRECISIONS = ("nanoGPT computes in float32 on a CPU, as does the row float32, which stands first. The others have "

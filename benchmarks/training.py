@@ -5,7 +5,8 @@ matrix products alone, in turns; medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
     rwkv7_float32, rwkv7_bfloat16      the same of RWKV-7
-    --losses STEPS             the loss after that many steps of one window each, in float32 and bf16-mixed
+    losses, rwkv7_losses       with --losses STEPS: the loss after that many of these steps, in float32 and bf16-mixed; tens of
+                               minutes
     --shakespeare FILE         experiment=shakespeare_char on that text to its end, with three seeds, and in float32;
                                --nanogpt FOLDER: nanoGPT's CPU recipe, which is in float32, in turns with each of them (a
                                clone with data/shakespeare_char prepared; not on Windows)
@@ -68,9 +69,8 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
              for prefix, generation in GENERATIONS.items() for name in PRECISIONS}
     parts["head"] = lambda: {name: _middle_of_three("head", name) for name in ("chunked", "whole")}
     if args.losses:
-        parts["losses"] = lambda: {f"{prefix}{name}": loss_after(args.losses, generation, PRECISIONS[name],
-                                                                 scratch / f"losses-{generation}-{name}")
-                                   for prefix, generation in GENERATIONS.items() for name in PRECISIONS}
+        parts |= {f"{prefix}losses": lambda generation=generation: losses(args.losses, generation, scratch)
+                  for prefix, generation in GENERATIONS.items()}
     if args.shakespeare:
         parts["shakespeare"] = lambda: shakespeare(args.shakespeare, args.nanogpt, scratch)
     return {name: part for name, part in parts.items() if not args.only or name in args.only}
@@ -96,12 +96,14 @@ def _of_throughput(out_dir: Path) -> Report:
     return {"step": median(steps), "saving": (median(saves) - median(steps)) / TrainerConfig().checkpoint_every}
 
 
-def loss_after(steps: int, generation: str, precision: str, out_dir: Path) -> float:
-    """Mean train/loss of the last tenth of the steps, of one window each."""
-    run = train(out_dir, *SHAPE, "data.batch_size=1", f"model.generation={generation}", f"trainer.precision={precision}",
-                f"trainer.max_steps={steps}", "trainer.checkpoint_every=100000")
-    losses = [float(row["train/loss"]) for row in run if row["train/loss"]]
-    return mean(losses[-(steps // 10):])
+def losses(steps: int, generation: str, scratch: Path) -> Report:
+    """Mean train/loss of the last tenth of the steps, by precision."""
+    found = {}
+    for name, precision in PRECISIONS.items():
+        run = train(scratch / f"losses-{generation}-{name}", *SHAPE, f"model.generation={generation}",
+                    f"trainer.precision={precision}", f"trainer.max_steps={steps}", "trainer.checkpoint_every=100000")
+        found[name] = mean([float(row["train/loss"]) for row in run if row["train/loss"]][-(steps // 10):])
+    return found
 
 
 def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
@@ -165,7 +167,7 @@ def _job_command(*arguments: str) -> list[str]:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
-                        help="float32, bfloat16, head, losses, shakespeare")
+                        help="float32, bfloat16, rwkv7_float32, rwkv7_bfloat16, head, losses, rwkv7_losses, shakespeare")
     parser.add_argument("--losses", type=int, metavar="STEPS")
     parser.add_argument("--shakespeare", type=Path, metavar="FILE")
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")

@@ -93,7 +93,7 @@ def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
 
 def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
     config = compose("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
-    assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 32, 7)
+    assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 64, 7)
 
 
 # Free text
