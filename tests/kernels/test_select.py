@@ -116,7 +116,7 @@ def test_every_rule_ends_with_a_kernel_that_runs_everywhere_and_needs_no_compile
     assert needs_a_compiler("torch_compile_scan")
 
 
-@pytest.mark.parametrize("key", WKV_RULES, ids=str)
+@pytest.mark.parametrize("key", [key for key in select.RULES if key[0] in ("wkv4", "wkv7")], ids=str)
 def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, torch.dtype]) -> None:
     """At every measured shape the first of the order, both passes together, is the fastest or within NOISE of it.
 
