@@ -18,7 +18,8 @@ AUTO = "auto"
 
 
 class Rule(NamedTuple):
-    """The kernels that auto tries in turn, and whether benchmarks/results/ shows that the first is the fastest, or it is alone."""
+    """The kernels that auto tries in turn. measured: benchmarks/results/ shows that the first is the fastest, or it is the
+    only one."""
 
     order: tuple[str, ...]
     measured: bool

@@ -84,7 +84,7 @@ class Engine:
 
     The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
-    later; its prompt is read between the steps of the others, a slice of SLICE tokens at most in each. cache: also gets what
+    later; its prompt is read between the steps of the others, as much as SLICE tokens at most in each. cache: also gets what
     each row has read and written when it ends. Not for several threads.
     """
 
@@ -156,7 +156,7 @@ class Engine:
     def step(self) -> list[tuple[int, str]]:
         """Draws one token for each unfinished row whose prompt is read; returns (row's index, piece of text) for each.
 
-        Rows that have ended leave first, and at most a slice of the prompts of rows to come is read.
+        Rows that have ended leave first, and as much as SLICE tokens of the prompts of rows to come is read.
         """
         if not self.unfinished:
             return []
@@ -210,16 +210,16 @@ class Engine:
             self._drawn = None
 
     def _read_prompts(self) -> None:
-        """Reads slices of SLICE tokens together, of each prompt in turn; rows whose prompt is read join the decoder."""
+        """Reads parts, of each prompt in turn, as much work as SLICE tokens; rows whose prompt is read join the decoder."""
         budget, results = SLICE, []
-        while self._readings and self._readings[0].reading.next_length <= budget:
+        while self._readings and self._readings[0].reading.next_part <= budget:
             shared = self._readings.popleft()
             shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
             if not shared.rows:
                 continue
-            budget -= shared.reading.next_length
-            if shared.reading.next_length:
-                shared.reading.read_slice()
+            budget -= shared.reading.next_part
+            if shared.reading.next_part:
+                shared.reading.read_part()
                 self._name_prompt_logprobs(shared)
             result = shared.reading.result
             if result is None:
@@ -265,7 +265,7 @@ class Engine:
             row.sample.logprobs.append(entry)
 
     def _name_prompt_logprobs(self, shared: "_Shared") -> None:
-        """Entries for the tokens after each of the slice that was read last: a long prompt's together would take seconds."""
+        """Entries for the tokens after those of the part that was read last: a long prompt's together would take seconds."""
         for own, ids, values in shared.reading.logprobs:
             done = len(shared.logprobs) + 1
             following = shared.reading.tokens[done:done + len(own)]

@@ -1,7 +1,8 @@
-"""Prefill: reads prompts in slices of bounded size, and caches the results by the tokens read.
+"""Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
 
-A slice has SLICE tokens at most and begins at a multiple of SLICE from the prompt's start, or where a cached prefix ends. Each
-slice is a pass of its own, so that what is read does not depend on the prompts beside it.
+A pass has PASS tokens at most and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so that
+what is read does not depend on the prompts beside it. It goes through the blocks in parts, each about as much work as SLICE
+tokens through all blocks, and between two parts texts are generated.
 
 The result for a text has the same size however long the text is, so the cache holds many: a prompt that begins with an earlier
 one, or with an earlier prompt and its answer, is read from the end of that one on.
@@ -11,16 +12,19 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count
+from math import ceil
 from threading import Lock
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rwkv.errors import UserError
 from rwkv.generation.sampling import logprobs
 from rwkv.model.base import Model, State
+from rwkv.model.hooks import untouched
 
+PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
 SLICE = 128                              # tokens: bounds how long texts that are being generated wait for a prompt
 
 
@@ -115,7 +119,7 @@ class PrefixCache:
 
 
 class Reading:
-    """One prompt while it is read: each read_slice() reads the next slice, until `result` is there.
+    """One prompt while it is read: each read_part() reads the next part, until `result` is there.
 
     start: what was read before the prompt, of one row; the cache is not used then. n_logprobs: a number of likeliest tokens for
     which, and for the prompt's own, log-probabilities among the first vocab_size tokens are kept; None for none. Then the whole
@@ -134,44 +138,70 @@ class Reading:
             self._key, self._so_far = cache.longest(self.tokens)
         self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
-        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after a slice's
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after a part's
+        self._running: Iterator[None] | None = None              # the pass that has begun
 
     @property
-    def next_length(self) -> int:
-        """The number of tokens in the next slice; 0 where all is read."""
-        return min(len(self.tokens), (self._position // SLICE + 1) * SLICE) - self._position
+    def next_part(self) -> int:
+        """The work of the next part, in tokens that pass through all blocks: SLICE at most; 0 where all is read."""
+        length = self._end - self._position
+        return min(SLICE, ceil(length / self._n_parts(length))) if length else 0
 
     @property
     def result(self) -> PrefillResult | None:
         """What was read, one row; None before the prompt's end."""
-        return None if self.next_length else self._so_far
+        return None if self.next_part else self._so_far
 
-    def read_slice(self) -> None:
-        """Reads the next slice and caches the result."""
-        end = self._position + self.next_length
-        ids = torch.tensor([self.tokens[self._position:end]], device=self._model.emb.weight.device)
+    def read_part(self) -> None:
+        """Reads the next part, and caches the result at the end of a pass."""
+        self._running = self._running or self._read_pass()
+        try:
+            next(self._running)
+        except StopIteration:
+            self._running = None
+
+    @property
+    def _end(self) -> int:
+        """Where the pass ends."""
+        return min(len(self.tokens), (self._position // PASS + 1) * PASS)
+
+    def _n_parts(self, length: int) -> int:
+        return min(ceil(length / SLICE), len(self._model.blocks))
+
+    @torch.no_grad()
+    def _read_pass(self) -> Iterator[None]:
+        """A pass over the next tokens, in parts."""
+        end, model = self._end, self._model
+        head: nn.Module = model.head
+        ids = torch.tensor([self.tokens[self._position:end]], device=model.emb.weight.device)
         state = self._so_far.state if self._so_far else None
-        if self._n_logprobs is None:
-            self._so_far = PrefillResult(*self._model.prefill(ids, state))
-        else:
-            self._so_far = self._read_with_logprobs(ids, state, self.tokens[self._position + 1:end + 1], self._n_logprobs)
+        if untouched(model):
+            for found in model.hidden_in_parts(ids, state, self._n_parts(ids.shape[1])):
+                if found is None:
+                    yield
+                else:
+                    hidden, state = found
+        else:                            # a hook on the model sees and changes the logits of all positions
+            hidden, state = model(ids, state)
+            head = nn.Identity()
+        if self._n_logprobs is not None:
+            following = torch.tensor(self.tokens[self._position + 1:end + 1])
+            for rows, targets in zip(hidden[0].split(SLICE), following.split(SLICE), strict=False):
+                logits = head(rows[:len(targets)])[:, :self._vocab_size]
+                self.logprobs.append(logprobs(logits, targets, self._n_logprobs))
+                yield
+        assert state is not None
+        self._so_far = PrefillResult(head(hidden[:, -1]), state)
         if self._cache is not None:
             self._key = self._cache.key(self.tokens[self._position:end], self._key)
             self._cache.put(self._key, self._so_far)
         self._position = end
 
-    @torch.no_grad()
-    def _read_with_logprobs(self, ids: Tensor, state: State | None, following: list[int], n: int) -> PrefillResult:
-        logits, state = self._model(ids, state)
-        if following:
-            self.logprobs.append(logprobs(logits[0, :len(following), :self._vocab_size], torch.tensor(following), n))
-        return PrefillResult(logits[:, -1].clone(), state)
-
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:
     """The result after tokens (B,T), T >= 1, which follow what `start` has read."""
     state = start.state if start else None
-    for part in tokens.to(model.emb.weight.device).split(SLICE, dim=1):
+    for part in tokens.to(model.emb.weight.device).split(PASS, dim=1):
         logits, state = model.prefill(part, state)
     assert state is not None
     return PrefillResult(logits, state)

@@ -22,7 +22,7 @@ Each block has its operator as block.att.wkv.
 import hashlib
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Self
 
@@ -70,6 +70,16 @@ def fingerprint(generation: ModuleType, weights: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(spaced.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Tensor | None, before: Iterable[Any],
+             packing: Packing | None = None) -> tuple[Tensor, Tensor | None, list[Any]]:
+    """x and carry after these blocks, and the state of each after the last token."""
+    after = []
+    for block, layer_state in zip(blocks, before, strict=True):
+        x, layer_state, carry = block(x, layer_state, carry, packing)
+        after.append(layer_state)
+    return x, carry, after
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -123,16 +133,31 @@ class Model(nn.Module):
 
     def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         """The head's input (B,T,C) and the state of each layer after the last token."""
+        x, before = self._embedded(tokens, state)
+        x, _, after = _through(self.blocks, x, None, before, packing)
+        return self.ln_out(x), after
+
+    def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any]]:
+        """The first block's input and the state of each layer, None for empty ones."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
-        x, carry, after = self.emb(tokens).to(self.ln_out.weight.dtype), None, []
-        for block, layer_state in zip(self.blocks, before, strict=True):
-            x, layer_state, carry = block(x, layer_state, carry, packing)
-            after.append(layer_state)
-        return self.ln_out(x), after
+        return self.emb(tokens).to(self.ln_out.weight.dtype), before
+
+    @torch.no_grad()
+    def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
+        """hidden(), a part of the blocks at a time: None after each of n_parts but the last, which gives the result."""
+        x, before = self._embedded(tokens, state)
+        carry, after, L = None, [], len(self.blocks)
+        for part in range(n_parts):
+            layers = slice(L * part // n_parts, L * (part + 1) // n_parts)
+            x, carry, of_part = _through(self.blocks[layers], x, carry, before[layers])
+            after += of_part
+            if part + 1 < n_parts:
+                yield None
+        yield self.ln_out(x), State.stack(after)
 
     def empty_state(self, B: int) -> State:
         """The state before the first token, for B rows; it has a gradient where it is learnt."""

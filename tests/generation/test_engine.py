@@ -68,8 +68,8 @@ def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | N
     """The result after each prompt."""
     readings = [Reading(model, prompt, start, cache) for prompt in prompts]
     for reading in readings:
-        while reading.next_length:
-            reading.read_slice()
+        while reading.next_part:
+            reading.read_part()
     return PrefillResult.cat([reading.result for reading in readings])
 
 
@@ -231,7 +231,7 @@ class Counted(int):
 @pytest.mark.parametrize("entries", [0, 1000])
 def test_a_prompt_of_many_slices_is_hashed_twice(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to find its longest prefix and once as its slices are kept, however many slices and entries there are."""
-    monkeypatch.setattr(prefill_module, "SLICE", 4)
+    monkeypatch.setattr(prefill_module, "PASS", 4)
     model, cache = MODELS["reference"], PrefixCache()
     tokens = [Counted(1 + number % 200) for number in range(40)]
     other = prefill(model, torch.tensor([[1]]))
@@ -282,6 +282,7 @@ def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arriva
     """Rows with options of their own that arrive between steps, with prompts of several slices; the first is cancelled."""
     model = MODELS[kernel]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_module, "PASS", 16)
         patch.setattr(prefill_module, "SLICE", 8)
         patch.setattr(engine_module, "SLICE", 8)
         engine, rows = Engine(model, BYTES), []
@@ -353,17 +354,44 @@ def distance_to_a_boundary(model: RWKV, ids: list[int], written: list[int], seed
     return float((probabilities[0].double().cumsum(-1) - draws[-1]).abs().min())
 
 
+@pytest.mark.parametrize("n_logprobs", [None, 2])
+def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where log-probabilities are kept, so that a text with them is the text without."""
+    model, ids = MODELS["rwkv7"], [*range(1, 60)]
+    monkeypatch.setattr(prefill_module, "PASS", 32)
+    whole = prefill(model, torch.tensor([ids]))
+    monkeypatch.setattr(prefill_module, "SLICE", 8)
+    reading, parts = Reading(model, ids, n_logprobs=n_logprobs), 0
+    while reading.next_part:
+        assert reading.next_part <= 8
+        reading.read_part()
+        parts += 1
+    assert parts >= 2 * len(model.blocks), "both passes are in parts"
+    result = reading.result
+    assert result is not None
+    assert torch.equal(result.logits, whole.logits)
+    assert all(map(torch.equal, result.state, whole.state))
+    assert sum(len(own) for own, _, _ in reading.logprobs) == (0 if n_logprobs is None else len(ids) - 1)
+
+
 def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_module, "PASS", 24)
     monkeypatch.setattr(prefill_module, "SLICE", 8)
     monkeypatch.setattr(engine_module, "SLICE", 8)
     engine = Engine(MODELS["conv1d"], BYTES, ["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
     late = [engine.add("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))) for length in (50, 3, 4)]
-    passes = watch(monkeypatch)
+    passes, parts, read_part = watch(monkeypatch), list[int](), Reading.read_part
+
+    def counted(self: Reading) -> None:
+        parts.append(self.next_part)
+        read_part(self)
+
+    monkeypatch.setattr(Reading, "read_part", counted)
     ended = []
     while engine.unfinished:
-        before = len(passes)
+        before = len(parts)
         pieces = engine.step()
-        assert sum(length for _, length in passes[before:]) <= 8
+        assert sum(parts[before:]) <= 8
         assert pieces, "the first text goes on in every step"
         ended += [row.index for row in late if not row.unfinished and row.index not in ended]
     assert ended == [2, 3, 1], "short prompts do not wait for a long one"
@@ -478,7 +506,7 @@ def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     model, passes = MODELS["conv1d"], watch(monkeypatch)
     several = tokens(model, B=2, T=23)
     whole = prefill(model, several)
-    monkeypatch.setattr(prefill_module, "SLICE", 8)
+    monkeypatch.setattr(prefill_module, "PASS", 8)
     assert_close(prefill(model, several), whole)
     assert passes == [(2, 23), (2, 8), (2, 8), (2, 7)]
 
@@ -541,13 +569,13 @@ def test_a_model_with_spare_tokens_never_says_them() -> None:
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what the model reads in parallel passes from now on."""
-    passes, whole = [], RWKV.prefill
+    passes, embedded = [], RWKV._embedded
 
-    def watched(self: RWKV, several: torch.Tensor, state: object = None) -> object:
+    def watched(self: RWKV, several: torch.Tensor, state: Any) -> Any:
         passes.append(tuple(several.shape))
-        return whole(self, several, state)
+        return embedded(self, several, state)
 
-    monkeypatch.setattr(RWKV, "prefill", watched)
+    monkeypatch.setattr(RWKV, "_embedded", watched)
     return passes
 
 
