@@ -108,7 +108,7 @@ class Server:
     def connect(self, body: dict[str, Any]) -> socket.socket:
         content = json.dumps(body).encode()
         made = socket.create_connection(("127.0.0.1", self.port))
-        made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
                      % len(content) + content)
         return made
 
@@ -132,7 +132,7 @@ class LlamaServer(Server):
     def _ready(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port)) as made:
-                made.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                made.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
                 return made.recv(4096).startswith(b"HTTP/1.1 200")
         except OSError:
             return False
@@ -332,7 +332,8 @@ def short(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 def _requests(server: Server, n: int) -> None:
     body = json.dumps({"prompt": "ab", "max_tokens": 1}).encode()
-    sent = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    sent = head % len(body) + body
     for first in range(0, n, 8):
         made = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(min(8, n - first))]
         for each in made:
