@@ -26,6 +26,7 @@ from rwkv.model.hooks import untouched
 
 PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
 SLICE = 128                              # tokens: bounds how long texts that are being generated wait for a prompt
+START = 32                               # tokens that take as long as a pass of one token
 
 
 class PrefillResult(NamedTuple):
@@ -145,7 +146,7 @@ class Reading:
     def next_part(self) -> int:
         """The work of the next part, in tokens that pass through all blocks: SLICE at most; 0 where all is read."""
         length = self._end - self._position
-        return min(SLICE, ceil(length / self._n_parts(length))) if length else 0
+        return min(SLICE, START + ceil(length / self._n_parts(length))) if length else 0
 
     @property
     def result(self) -> PrefillResult | None:

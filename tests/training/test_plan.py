@@ -293,9 +293,9 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
                                 "data.cache_dir=cache", "data.num_workers=2", "trainer=cpu", "kernel=torch_scan",
                                 "trainer.max_tokens=1e3", "plan=true")
     assert (status, output) == (0, ""), error
-    for said in ("43,840 parameters, vocabulary 256", "torch_scan on cpu, precision 32-true", "data workers 210 MB",
-                 "weights 0.2 MB, gradients 0.2 MB, optimiser 0.4 MB", "with trainer.activation_checkpointing=true",
-                 "2.1 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
+    for said in ("140,928 parameters, vocabulary 256", "torch_scan on cpu, precision 32-true", "data workers 210 MB",
+                 "weights 0.6 MB, gradients 0.6 MB, optimiser 1.1 MB", "with trainer.activation_checkpointing=true",
+                 "6.8 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
         assert said in error
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
 
