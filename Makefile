@@ -13,7 +13,7 @@ GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: llama-server bench-peers train test quick soak lint bench peers parity gpu-check clean
+.PHONY: llama-server bench-peers train test quick soak lint bench peers parity bitcode gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -53,6 +53,9 @@ llama-server: $(LLAMA)/llama-server      ## llama.cpp's own server, for benchmar
 
 parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
+
+bitcode: $(READY_TO_TEST)                ## C for x86-64 CPUs, compiled for Taichi's kernels; clang 15
+	$(BIN)/python -m kernels.backends.bitcode
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
 	$(PYTHON) -m kernels.bench.gpu_check $(OUT)

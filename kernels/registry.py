@@ -48,7 +48,8 @@ class Requires:
     dtypes are cast to float32 and back.  T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop.
+    torch.jit.script does, which torch means to drop. native: whether it is C for the instructions of some CPUs, see
+    kernels/backends/bitcode.py.
     """
 
     packages: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class Requires:
     wkv: bool = True
     compiled: bool = False
     scripted: bool = False
+    native: bool = False
 
 
 @cache
@@ -108,7 +110,8 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     reason = _device_missing(name, requires, device)
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
-    return reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
+    reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
+    return reason or _instructions_missing(name, requires)
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
@@ -159,6 +162,14 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     if not requires.compiled or compiler is None:
         return None
     return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
+
+
+def _instructions_missing(name: str, requires: Requires) -> str | None:
+    from kernels.backends.bitcode import LEVELS, level
+
+    if not requires.native or level():
+        return None
+    return f"{name} needs a CPU with the instructions of {' or '.join(LEVELS)}, which this one lacks (use another kernel)"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:

@@ -5,13 +5,15 @@ of it. Here the model writes its step down once, as a list of instructions, and 
 together: each instruction is cut into tiles, a thread takes the next tile, and nobody goes on before all tiles of an
 instruction are done.
 
-A register is a vector of float32 for each row of the batch. Beside its registers a row has whole numbers in 16 bits, which some
-implementations multiply in place of float32. Constants are shared by the rows. The instructions, for each row:
+A register is a vector of float32 for each row of the batch. Beside its registers a row has numbers in 16 bits, bfloat16 or
+whole ones, which some implementations multiply in place of float32. Constants are shared by the rows. The instructions, for
+each row:
 
     norm      x += added (if any);  y = (x - mean(x)) / sqrt(variance(x) + eps) weight + bias
     mix       y_i = last + (x - last) share_i, for each i;  then last = x
     product   y = W x, with W packed in a form of kernels.matvec
     down, up  y = A x with A of few rows, and y = B x with B of few columns
+    halve     before a product in bfloat16: x rounded to it
     round     before a product in int8: x in whole steps, as kernels.matvec rounds its inputs, and the step's size
     arrange   before a product in int4: the same group by group, in the order of the integers of a row of W, with a group's sum
     map       y = f(y), f: tanh, sigmoid, or relu2(y) = max(y, 0)^2
@@ -212,6 +214,10 @@ class Program:
             steps, signed = product.weight.shift.tolist()
             self._add("round", product.x, rounded, product.K, step, int(steps), int(signed), whole)
             return rounded, step, whole
+        if product.weight.form == "bfloat16":
+            rounded, whole = self._scratch(f"rounded {i}", product.K), self._whole(i, product.K)
+            self._add("halve", product.x, rounded, product.K, whole)
+            return rounded, NONE, whole
         if product.weight.form == "int4":                # a step and a sum for each group
             groups = groups_of(product.K)
             sums, whole = self._scratch(f"sums {i}", 2 * groups), self._whole(i, groups * GROUP)

@@ -47,6 +47,9 @@ class _Machine:
             self._register(y + i * width, width).copy_(before + (now - before) * share)
         before.copy_(now)
 
+    def halve(self, x: int, y: int, K: int, whole: int) -> None:
+        self._register(y, K).copy_(self._register(x, K).bfloat16())
+
     def round(self, x: int, y: int, width: int, step: int, steps: int, signed: int, whole: int) -> None:
         rows = self._register(x, width)
         largest = (rows.abs() if signed else rows).amax(1, keepdim=True).clamp(min=SMALLEST)

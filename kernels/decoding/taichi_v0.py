@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backends.lanes import as_it_is, by_lane, exp, exp_of_any, from_bfloat16, sigmoid, tanh
+from kernels.backends.lanes import as_it_is, by_lane, exp, exp_of_any, from_bfloat16, sigmoid, tanh, to_bfloat16
 from kernels.backends.taichi import BLOCK, INDEX, NUMEL_MAX, launch, ti
 from kernels.decoding import FASTEST_LOG_W, LEAST_NORM, PART, Instruction, Program, Run, Wkv4, Wkv7
 from kernels.matvec import FORMS, SMALLEST, Packed
@@ -40,11 +40,11 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",),
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
-NAMES = ("norm", "mix", "product", "down", "up", "map", "add", "wkv4", "wkv7", "round", "arrange")
-NORM, MIX, PRODUCT, DOWN, UP, MAP, ADD, WKV4, WKV7, ROUND, ARRANGE = range(len(NAMES))           # as they stand in the code
+NAMES = ("norm", "mix", "product", "down", "up", "map", "add", "wkv4", "wkv7", "round", "arrange", "halve")
+NORM, MIX, PRODUCT, DOWN, UP, MAP, ADD, WKV4, WKV7, ROUND, ARRANGE, HALVE = range(len(NAMES))      # in the code
 OF_4, OF_7 = Wkv4(*range(len(Wkv4._fields))), Wkv7(*range(len(Wkv7._fields)))            # the places of their arguments
 AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the width; the heads and N
-WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4}       # the argument that is the width of the registers
+WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4, "halve": 2}       # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 8                                # tiles of a product for each thread: of fewer, the last keeps the others waiting
 APART = 16                               # integers between two counters, so that no two are in one cache line
@@ -73,7 +73,7 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str, thr
     N7 = next((each.arguments[-1] for part in parts for each in part if each.name == "wkv7"), 0)
     nothing, whole = torch.zeros(1, dtype=FORMS[form]), torch.zeros(1, dtype=torch.int16)
 
-    def start(part: _Launch, registers: Tensor) -> None:
+    def start(part: Part, registers: Tensor) -> None:
         nonlocal whole
         R = len(registers)
         if len(whole) < R * program.whole_size:
@@ -87,7 +87,12 @@ def launches_of(parts: list[list[Instruction]], program: Program, form: str, thr
     return [partial(start, _launch_of(part, program.weights, tiles)) for part in parts]
 
 
-class _Launch(NamedTuple):
+def parts_of(program: Program, tiles: int) -> list["Part"]:
+    """The program in parts that one launch each carries out. tiles: of a product."""
+    return [_launch_of(part, program.weights, tiles) for part in _within_reach(program)]
+
+
+class Part(NamedTuple):
     """A part of a program. first: of its weights, the one that is first in memory; code: int32, WIDTH for an instruction."""
 
     first: Tensor | None
@@ -114,7 +119,7 @@ def _within_reach(program: Program) -> list[list[Instruction]]:
     return parts
 
 
-def _launch_of(instructions: list[Instruction], weights: list[Packed], parts: int) -> _Launch:
+def _launch_of(instructions: list[Instruction], weights: list[Packed], parts: int) -> Part:
     used = [weights[each.arguments[-1]] for each in instructions if each.name == "product"]
     first = min((packed.weight for packed in used), key=Tensor.data_ptr, default=None)
     code = torch.zeros(len(instructions), WIDTH, dtype=torch.int32)
@@ -123,15 +128,18 @@ def _launch_of(instructions: list[Instruction], weights: list[Packed], parts: in
         numbers = list(arguments)
         if name == "product":
             packed = weights[numbers.pop()]
-            depth = products_in_16_bits(round(packed.shift[0].item())) if packed.form == "int8" else 0
-            numbers += [_elements_between(first, packed.weight), scale_at, depth]
+            depth, offset = 0, 0
+            if packed.form == "int8":
+                steps, signed = (round(number) for number in packed.shift.tolist())
+                depth, offset = products_in_16_bits(steps), signed * (steps + 1)
+            numbers += [_elements_between(first, packed.weight), scale_at, depth, offset]
             scale_at += packed.scale.numel()
         full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments, parts), *numbers], dtype=torch.int32)
         row[:len(full)] = full
     joined = [torch.cat([getattr(packed, name).flatten() for packed in used]) if used else torch.zeros(0)
               for name in ("scale", "shift")]
     counters = torch.zeros(2 * APART * len(instructions), dtype=torch.int32)
-    return _Launch(None if first is None else first.view(-1), joined[0], joined[1], code.flatten(), counters, used)
+    return Part(None if first is None else first.view(-1), joined[0], joined[1], code.flatten(), counters, used)
 
 
 def _elements_between(first: Tensor | None, weight: Tensor) -> int:
@@ -219,6 +227,9 @@ def _kernel(form: str, small_form: str, used: frozenset[str], N7: int, rows: int
                         if ti.static(has[ARRANGE]):
                             if name == ARRANGE:
                                 _arrange(g, q, code, at + 2, tile, size, q_size, code[at + 1], R)
+                        if ti.static(has[HALVE]):
+                            if name == HALVE:
+                                _halve(g, code, at + 2, tile, size, code[at + 1])
                         ti.atomic_add(counters[(2 * i + 1) * APART], 1)
                         tile = ti.atomic_add(counters[2 * i * APART], 1)
                     while ti.atomic_add(counters[(2 * i + 1) * APART], 0) < total:
@@ -308,6 +319,14 @@ def _arrange(g: ti.template(), q: ti.template(), code: ti.template(), at, tile, 
     row, width = tile // blocks, code[at + 2]
     arrange(g, row * size + code[at], q, row * q_size + code[at + 3], g, row * size + code[at + 1], width, tile % blocks,
             R >> 30)
+
+
+@ti.func
+def _halve(g: ti.template(), code: ti.template(), at, tile, size, parts):
+    row, first = tile // parts, tile % parts * CHANNELS
+    for j in range(ti.min(code[at + 2] - first, CHANNELS) // LANES):
+        own = row * size + first + j * LANES
+        _store(g, code[at + 1] + own, from_bfloat16(to_bfloat16(vector(g, code[at] + own))))
 
 
 @ti.func

@@ -4,7 +4,8 @@
 
 In one line of PyTorch: x @ W.T. W is packed in one of four forms; the last two hold integers q:
 
-    float32, bfloat16     as they are
+    float32               as they are
+    bfloat16              rounded. A row of x is rounded, too
     int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. A row of x is rounded, too, to steps of its largest magnitude
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. A row of x is rounded, too: each
                           group of 32 to steps of 1/127 of its largest magnitude
@@ -14,9 +15,9 @@ the sum is one of integers, so that the implementations give the same bits.
 
 An implementation is a file beside this one with REQUIRES, whose dtypes are those of the packed weights that it takes (int4:
 int16) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
-one form and one K. x is contiguous; x and y are float32, or float64. What can be prepared once, bind prepares. In int8 x are
-the rounded rows, whole numbers, and y lacks a row's own factor. In int4 K is that of groups_of(K) groups, and x are the rounded
-rows. An implementation may have unpacked(packed, dtype) in int4, to the bit what `unpacked` gives, where it is faster.
+one form and one K. x is contiguous; x and y are float32, or float64. What can be prepared once, bind prepares. x are rounded
+rows: in bfloat16 numbers of that kind; in int8 whole numbers, and y lacks a row's own factor; in int4 K is that of groups_of(K)
+groups. An implementation may have unpacked(packed, dtype) in int4, to the bit what `unpacked` gives, where it is faster.
 """
 
 from collections.abc import Callable
@@ -93,6 +94,8 @@ class MatVec(Operator):
         if weights[0].form == "int8":
             steps, signed = weights[0].shift.tolist()
             return _rounding(product, steps, bool(signed))
+        if weights[0].form == "bfloat16":
+            return _rounding_to_bfloat16(product)
         if weights[0].form == "int4":
             return _rounding_groups(product, inputs_of(weights[0]))
         return product if torch.float64 in self.requires.dtypes else _in_float32(product)
@@ -238,6 +241,14 @@ def _rounding(product: Bound, steps: float, signed: bool) -> Bound:
         step = (rows.abs() if signed else rows).amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(steps)
         outputs = product((rows / step).round_().to(torch.promote_types(x.dtype, torch.float32)))
         return [y.mul_(row_step).to(x.dtype) for y, row_step in zip(outputs, step.unbind(), strict=True)]
+
+    return bound
+
+
+def _rounding_to_bfloat16(product: Bound) -> Bound:
+    def bound(x: Tensor) -> list[Tensor]:
+        rows = x.bfloat16().to(torch.promote_types(x.dtype, torch.float32))
+        return [y.to(x.dtype) for y in product(rows.contiguous())]
 
     return bound
 

@@ -11,7 +11,7 @@ from kernels.select import AUTO, resolve, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation
 
-MANY = "taichi_v1"                       # of kernels/decoding, for many rows
+FEW, MANY = "taichi_v0", "taichi_v1"     # of kernels/decoding, on CPUs for which taichi_v2 has no instructions
 
 
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
@@ -36,14 +36,19 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
+def decoding_for(form: str) -> str:
+    """The implementation of kernels/decoding that carries out a step of few rows on a CPU, for weights of the form."""
+    return resolve("decoding", AUTO, "cpu", FORMS[form])
+
+
 def decodings_for(form: str) -> tuple[Any, Any]:
-    """The functions bind of kernels/decoding's implementations for weights of the form, on a CPU: for few rows and for many."""
-    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind, load("decoding", MANY).bind
+    """The functions bind of kernels/decoding for weights of the form, on a CPU: for few rows, or all, and for many."""
+    return load("decoding", decoding_for(form)).bind, load("decoding", MANY).bind
 
 
 def can_decode(form: str) -> bool:
     """Whether an implementation of kernels/decoding can run on this CPU with weights of the form."""
-    return form in FORMS and why_not("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])) is None
+    return form in FORMS and why_not("decoding", decoding_for(form)) is None
 
 
 def decoding_name(form: str) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
-from rwkv.model.operators import MANY, can_decode, decoding_name, decodings_for
+from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
-# The most rows for which one launch was faster than PyTorch's products on two cores; in bfloat16 fewer where the CPU multiplies
-# it itself, which PyTorch makes use of. In int8 PyTorch's products are faster from 5 rows on while nothing else runs.
+# The most rows for which one launch of taichi_v0 was faster than PyTorch's products on two cores; in bfloat16 fewer where the
+# CPU multiplies it itself, which PyTorch makes use of. taichi_v2 is faster for any number of rows.
 MOST_ROWS = {"float32": 32, "bfloat16": 64, "int4": 64, "int8": 4}
 MOST_ROWS_NATIVE = 8                     # in bfloat16
 
@@ -63,9 +63,11 @@ def decodes_by_program(model: Any) -> bool:
     return model.emb.weight.device.type == "cpu" and matrices >= LEAST_NUMBERS and can_decode(form_of(model.head))
 
 
-def most_rows(model: Any) -> int:
-    """The most rows whose products are computed by the program's own launch; those of more are PyTorch's."""
+def most_rows(model: Any) -> int | None:
+    """The most rows that one launch takes, while those of more are multiplied by PyTorch; None for any number."""
     form = form_of(model.head)
+    if decoding_for(form) != FEW:
+        return None
     return MOST_ROWS_NATIVE if form == "bfloat16" and multiplies(torch.bfloat16) else MOST_ROWS[form]
 
 
@@ -85,20 +87,22 @@ class Runner:
         return cast(Run, self._bind_many(self._program, self._form))
 
     def __call__(self, registers: Tensor) -> None:
-        (self._few if len(registers) <= self._most else self._many)(registers)
+        (self._few if self._most is None or len(registers) <= self._most else self._many)(registers)
 
     def warm_up(self) -> None:
         """Compiles what one row, several and many need. Raises KernelUnavailable where the program cannot run."""
-        for run, rows in ((self._few, 1), (self._few, 2), (self._many, 2)):
-            run(torch.zeros(rows, self._program.size))
+        for rows in (1, 2):
+            self._few(torch.zeros(rows, self._program.size))
+        if self._most is not None:
+            self._many(torch.zeros(2, self._program.size))
 
 
 def decoding_line(model: Any) -> str | None:
     """One line to print: what computes a step while a text is generated; None where that is PyTorch alone."""
     if not decodes_by_program(model):
         return None
-    return (f"decoding: {decoding_name(form_of(model.head))}, one launch a token, up to {most_rows(model)} rows; of more, "
-            f"products by torch and all else by {MANY}")
+    line, most = f"decoding: {decoding_name(form_of(model.head))}, one launch a token", most_rows(model)
+    return line if most is None else f"{line}, up to {most} rows; of more, products by torch and all else by {MANY}"
 
 
 def form_of(layer: nn.Module) -> str:

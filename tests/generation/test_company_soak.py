@@ -14,7 +14,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
-TEXTS, TOGETHER, TOKENS = 200, 8, 24
+TEXTS, TOGETHER, TOKENS = 200, 20, 24
 LARGE = {"n_embd": 256, "n_ffn": 1024, "vocab_size": 8192, "n_layer": 4}
 
 
@@ -28,9 +28,9 @@ def model_in(dtype: str, generation: str) -> RWKV:
 @each_generation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_text_of_a_batch_is_the_text_alone(dtype: str, generation: str) -> None:
-    """In batches of one launch a step; in int8 in larger ones, too."""
+    """In batches of one launch a step, of any size where a launch takes any number of rows; in int8 always."""
     model = model_in(dtype, generation)
-    together = TOGETHER if dtype == "int8" else min(TOGETHER, most_rows(model))
+    together = TOGETHER if dtype == "int8" else min(TOGETHER, most_rows(model) or TOGETHER)
     assert together > 1
     draw = random.Random(0)
     prompts = ["".join(draw.choices("abcdefgh \n", k=draw.randrange(1, 40))) for _ in range(TEXTS)]
