@@ -54,6 +54,7 @@ def function(source: Path, name: str) -> Callable[..., None]:
         variable(version)
         called(*map(variable, arguments))
 
+    call.__module__ = called.__module__  # Taichi warns of what is not its own
     return call
 
 
