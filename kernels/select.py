@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
-CPU_7 = Rule(("taichi_v3", "torch_chunk"), measured=True)
+CPU_7 = Rule(("taichi_v4", "taichi_v3", "torch_chunk"), measured=True)
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
 MATVEC = Rule(("taichi_v1", "taichi_v0", "torch_linear"), measured=False)
 RULES = {

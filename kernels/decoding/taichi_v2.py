@@ -23,12 +23,12 @@ def bind(program: Program, form: str) -> Run:
     constants, matrices = program.constants(), program.matrices()
     starts = [partial(_start, part, form, constants, matrices, program.size, program.whole_size, threads)
               for part in parts_of(program, PARTS * threads)]
-    whole = torch.zeros(1, dtype=torch.int16)
+    whole = constants.new_zeros(1, dtype=torch.int16)
 
     def run(registers: Tensor) -> None:
         nonlocal whole
         if len(whole) < len(registers) * program.whole_size:
-            whole = torch.zeros(len(registers) * program.whole_size, dtype=torch.int16)
+            whole = registers.new_zeros(len(registers) * program.whole_size, dtype=torch.int16)
         for start in starts:
             start(registers, whole)
 
