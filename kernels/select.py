@@ -47,6 +47,7 @@ RULES = {
     ("matvec", "cpu", torch.bfloat16): MATVEC,
     ("matvec", "cpu", torch.int8): Rule(("taichi_v1", "torch_linear", "taichi_v0", "reference"), measured=False),
     ("matvec", "cpu", torch.int16): Rule(("taichi_v1", "taichi_v0", "reference"), measured=False),
+    ("draw", "cpu", torch.float32): Rule(("taichi_v0",), measured=True),
     **{("decoding", "cpu", dtype): Rule(("taichi_v2", "taichi_v0"), measured=True)
        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int16)},
 }

@@ -60,7 +60,7 @@ def function(source: Path, name: str) -> Callable[..., None]:
 
 @cache
 def version_of(source: Path) -> int:
-    """A number that changes with the bitcode. Kernels contain it: of a file, Taichi's cache of compiled kernels knows the name."""
+    """A number that changes with the bitcode. Kernels contain it: of a file, Taichi's cache of kernels knows the name alone."""
     return int.from_bytes(hashlib.sha256(path_of(source, level()).read_bytes()).digest()[:3], "big")
 
 

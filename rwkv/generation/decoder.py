@@ -120,7 +120,9 @@ class ProgramDecoder:
             x = F.embedding(tokens, self._embedding).to(self._registers.dtype)
             self._register(self._program.x, x.shape[1])[places] = x
             self._run(self._registers)
-        return self._register(self._program.logits, len(self._embedding))[places]
+        logits = self._register(self._program.logits, len(self._embedding))
+        in_order = self._places == list(range(len(self._places)))
+        return logits.clone() if in_order else logits[places]            # which takes three times as long
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:

@@ -20,6 +20,7 @@ from rwkv.generation.prefill import SLICE, PrefillResult, PrefixCache, Reading, 
 from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model
+from rwkv.model.operators import drawing
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -64,9 +65,9 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                    cache: PrefixCache | None = None, logprobs: int = 0, **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
-    It is so to the token for small models, for int8, and on a CPU for large models with up to as many rows as MOST_ROWS in
-    rwkv/model/program.py allows. With more rows PyTorch's products have other last bits than those of kernels/decoding, and
-    texts may go apart where two tokens are almost as likely.
+    It is so to the token for small models, for int8, and for large models on a CPU with AVX2; on other CPUs with up to as many
+    rows as MOST_ROWS in rwkv/model/program.py allows. Otherwise PyTorch's products of several rows have other last bits than
+    those of one, and texts may go apart where two tokens are almost as likely.
 
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """
@@ -103,6 +104,7 @@ class Engine:
         self._rows: list[Row] = []                       # of the decoder, in its order; those that ended leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
         self._decoder = decoder_of(model, model.empty_state(0))
+        self._draw_by = drawing() if isinstance(self._decoder, FallbackDecoder) else None
         self._drawn: Tensor | None = None                # the tokens drawn last, while the decoder has not read them
         self._added = 0                                  # rows so far
 
@@ -143,6 +145,8 @@ class Engine:
         prefill(self._model, torch.zeros(1, SLICE, dtype=torch.long))
         if isinstance(self._decoder, FallbackDecoder):
             self._decoder.warm_up()
+        for rows in (1, 2):
+            next_tokens(torch.zeros(rows, self._model.vocab_size), torch.zeros(rows), Sampling(), draw=self._draw_by)
 
     @property
     def unfinished(self) -> bool:
@@ -245,7 +249,8 @@ class Engine:
             rows = [self._rows[position] for position in positions]
             counts = TokenCounts.cat([row.counts for row in rows if row.counts is not None]) if rows[0].counts else None
             of_group = logits if len(rows) == len(self._rows) else logits[positions]
-            drawn = next_tokens(of_group, torch.stack([row.uniform() for row in rows]), rows[0].sampling, counts)
+            drawn = next_tokens(of_group, torch.stack([row.uniform() for row in rows]), rows[0].sampling, counts,
+                                self._draw_by)
             for position, row, token in zip(positions, rows, drawn.tolist(), strict=True):
                 tokens[position] = token
                 if row.counts is not None:

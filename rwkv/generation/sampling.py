@@ -9,6 +9,7 @@ Legend: B rows, V vocabulary, N candidates after the filters.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Real
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.draw import Draw, Filters
+from kernels.registry import KernelUnavailable
 from rwkv.config import whole_number, whole_numbers
 from rwkv.errors import UserError
 
@@ -73,6 +76,11 @@ class Sampling:
         return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
 
     @property
+    def filters(self) -> Filters:
+        """What kernels/draw takes, at a temperature above 0."""
+        return Filters(float(self.temperature), self.top_k, float(self.top_p), float(self.min_p), self.order == "rwkv")
+
+    @property
     def needs_counts(self) -> bool:
         """Whether a penalty is on, which needs TokenCounts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
@@ -107,11 +115,18 @@ class TokenCounts:
         return together
 
 
-def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: TokenCounts | None = None) -> Tensor:
+def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: TokenCounts | None = None,
+                draw: Draw | None = None) -> Tensor:
     """The next token of each row, (B,) int64, from logits (B,V) and uniform (B,), random numbers from [0, 1).
 
-    Raises UserError where the logits are not finite.
+    draw: a function of kernels/draw, for logits on a CPU; by default tokens are drawn by PyTorch. Raises UserError where the
+    logits are not finite.
     """
+    if draw is not None and options.temperature > 0:
+        with suppress(KernelUnavailable):                # as after Taichi was started for a GPU
+            drawn = draw(changed(logits.float(), options, counts), uniform, options.filters)
+            _require_finite(bool((drawn >= 0).all()))
+            return drawn
     logits = adjusted(logits.float().cpu(), options, counts)
     if options.temperature == 0:
         return logits.argmax(-1)
@@ -120,15 +135,20 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: Toke
     return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 
-def adjusted(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> Tensor:
-    """The logits (B,V) after bias, bans and penalties, minus the largest of their row, so that none is above 0."""
+def changed(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> Tensor:
+    """The logits (B,V) after bias, bans and penalties."""
     if options.logit_bias or options.banned:
         logits = _biased(logits, options)
     if counts is not None and options.needs_counts:
         logits = _penalised(logits, options, counts)
+    return logits
+
+
+def adjusted(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> Tensor:
+    """The same, minus the largest of their row, so that none is above 0."""
+    logits = changed(logits, options, counts)
     largest = logits.amax(-1, keepdim=True)
-    if not largest.isfinite().all():
-        raise UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
+    _require_finite(bool(largest.isfinite().all()))
     return logits - largest
 
 
@@ -214,6 +234,11 @@ def _penalised(logits: Tensor, options: Sampling, counts: TokenCounts) -> Tensor
     repeated = torch.where(logits > 0, logits / options.repetition_penalty, logits * options.repetition_penalty)
     logits = torch.where(in_text | counts.in_prompt, repeated, logits)
     return logits - options.presence_penalty * in_text - options.frequency_penalty * counts.in_text
+
+
+def _require_finite(finite: bool) -> None:
+    if not finite:
+        raise UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
 
 
 def _require_number(name: str, value: Any, least: float, most: float, or_zero: bool = False) -> None:

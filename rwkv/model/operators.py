@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kernels.draw import Draw
 from kernels.matvec import FORMS, MatVec
 from kernels.registry import UnknownKernel, all_names, load, why_not
 from kernels.select import AUTO, resolve, runnable_on, select, why_auto
@@ -54,3 +55,11 @@ def can_decode(form: str) -> bool:
 def decoding_name(form: str) -> str:
     """The implementation that decodings_for gives for few rows, and why."""
     return why_auto("decoding", "cpu", FORMS[form])
+
+
+@cache
+def drawing() -> Draw | None:
+    """The function of kernels/draw for this CPU; None where no implementation can run: PyTorch draws tokens then."""
+    name = resolve("draw", AUTO)
+    function: Draw | None = None if why_not("draw", name) else load("draw", name).draw
+    return function

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
-from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for
+from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for, drawing
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
@@ -102,7 +102,9 @@ def decoding_line(model: Any) -> str | None:
     if not decodes_by_program(model):
         return None
     line, most = f"decoding: {decoding_name(form_of(model.head))}, one launch a token", most_rows(model)
-    return line if most is None else f"{line}, up to {most} rows; of more, products by torch and all else by {MANY}"
+    if most is not None:
+        line += f", up to {most} rows; of more, products by torch and all else by {MANY}"
+    return line + ("; tokens drawn in C" if drawing() else "")
 
 
 def form_of(layer: nn.Module) -> str:

@@ -10,16 +10,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rwkv.generation.sampling import SHORTLIST, Sampling, TokenCounts, adjusted, distribution, logprobs, next_tokens, pick
+from kernels.draw import Draw
+from rwkv.generation.sampling import (
+    SHORTLIST,
+    Sampling,
+    TokenCounts,
+    adjusted,
+    distribution,
+    logprobs,
+    next_tokens,
+    pick,
+)
+from rwkv.model.operators import drawing
 
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
 DRAWS = 20_000
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 
 
+draw: Draw | None = None                     # what next_tokens is given
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def _draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "native":
+        if drawing() is None:
+            pytest.skip("no implementation of kernels/draw runs on this CPU")
+        monkeypatch.setitem(globals(), "draw", drawing())
+
+
 def draws(logits: Tensor, n: int = DRAWS, seed: int = 0, **options: Any) -> Tensor:
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return next_tokens(logits.expand(n, -1), uniform, Sampling(**PLAIN | options))
+    return next_tokens(logits.expand(n, -1), uniform, Sampling(**PLAIN | options), draw=draw)
 
 
 def support(**options: Any) -> set[int]:
@@ -53,9 +75,30 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float((((counts - wanted) ** 2)[wanted > 0] / wanted[wanted > 0]).sum())
 
 
+@pytest.mark.parametrize("V", [1, 7, 1000, 20_003])
+@pytest.mark.parametrize("options", [
+    {}, {"top_p": 0.95}, {"top_p": 0.5, "temperature": 1.5}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.1},
+    {"top_p": 0.9, "min_p": 0.05}, {"top_k": 30, "top_p": 0.8, "min_p": 0.1},
+    {"order": "rwkv", "top_p": 0.9, "temperature": 0.7}, {"order": "rwkv", "temperature": 0.6},
+    {"order": "rwkv", "top_k": 10, "top_p": 0.9, "temperature": 1.3}], ids=str)
+def test_a_draw_lies_where_its_random_number_does(options: dict[str, Any], V: int) -> None:
+    """In the cumulative probabilities of PyTorch, of which float32's last bits move each by up to 1e-5. Rows lie apart."""
+    sampling, rows = Sampling(**PLAIN | options), 48
+    logits = torch.randn(rows, V + 3, generator=torch.Generator().manual_seed(V))[:, :V] * 3
+    uniform = torch.rand(rows, generator=torch.Generator().manual_seed(V), dtype=torch.float64)
+    drawn = next_tokens(logits, uniform, sampling, draw=draw)
+    ids, probabilities = distribution(adjusted(logits, sampling, None), sampling)
+    after = probabilities.double().cumsum(-1)
+    place = (drawn.unsqueeze(-1) == (torch.arange(V) if ids is None else ids)).int().argmax(-1, keepdim=True)
+    end, begin = after.gather(-1, place).squeeze(-1), (after - probabilities).gather(-1, place).squeeze(-1)
+    assert (begin - 1e-5 <= uniform).all()
+    assert (uniform <= end + 1e-5).all()
+
+
 def test_temperature_zero_takes_the_most_likely() -> None:
     assert support(temperature=0) == {1}
-    assert next_tokens(torch.tensor([[0.0, 2.0], [3.0, -1.0]]), torch.zeros(2), Sampling(temperature=0)).tolist() == [1, 0]
+    logits = torch.tensor([[0.0, 2.0], [3.0, -1.0]])
+    assert next_tokens(logits, torch.zeros(2), Sampling(temperature=0), draw=draw).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(0, {0, 1, 2, 3}), (1, {1}), (2, {1, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3}),
@@ -113,8 +156,8 @@ def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: i
 def test_rows_are_drawn_with_their_own_numbers() -> None:
     logits = torch.tensor(PROBABILITIES).log().expand(4, -1)
     uniform = torch.tensor([0.05, 0.3, 0.6, 0.9])
-    assert next_tokens(logits, uniform, Sampling(**PLAIN)).tolist() == [0, 1, 2, 3]
-    assert next_tokens(logits.flip(0), uniform.flip(0), Sampling(**PLAIN)).tolist() == [3, 2, 1, 0]
+    assert next_tokens(logits, uniform, Sampling(**PLAIN), draw=draw).tolist() == [0, 1, 2, 3]
+    assert next_tokens(logits.flip(0), uniform.flip(0), Sampling(**PLAIN), draw=draw).tolist() == [3, 2, 1, 0]
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20), st.floats(1e-30, 1e30), st.integers(0, 25),
@@ -168,7 +211,7 @@ def test_logprobs_are_the_models_own() -> None:
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> None:
     with pytest.raises(ValueError, match="logits"):
-        next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling())
+        next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling(), draw=draw)
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 2}, {"top_p": 0}, {"top_k": -1},

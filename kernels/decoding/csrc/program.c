@@ -19,7 +19,6 @@ enum {
 };
 #define FASTEST_LOG_W -0.6065306597126334f      // of RWKV-7's decay: -e^-0.5
 
-typedef __m256 v8;
 typedef const float *in;
 
 struct run {
@@ -34,33 +33,8 @@ struct run {
 #define PAIRS _Pragma("clang loop unroll_count(2)")
 #define SHARED static __attribute__((noinline))          // by the programs of all forms
 
-INLINE v8 at(const float *p) { return _mm256_loadu_ps(p); }
-INLINE void put(float *p, v8 v) { _mm256_storeu_ps(p, v); }
-INLINE v8 all(float x) { return _mm256_set1_ps(x); }
-INLINE v8 plus(v8 a, v8 b) { return _mm256_add_ps(a, b); }
-INLINE v8 minus(v8 a, v8 b) { return _mm256_sub_ps(a, b); }
-INLINE v8 times(v8 a, v8 b) { return _mm256_mul_ps(a, b); }
-INLINE v8 over(v8 a, v8 b) { return _mm256_div_ps(a, b); }
-INLINE v8 most(v8 a, v8 b) { return _mm256_max_ps(a, b); }
-INLINE v8 times_plus(v8 a, v8 b, v8 c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE v8 minus_size(v8 x) { return _mm256_or_ps(x, all(-0.0f)); }       // -|x|
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long tiles(long size, long tile) { return (size + tile - 1) / tile; }
-
-// e^x for x <= 0, as e^-80 below -80; to 2 units in the last place
-INLINE v8 exp_of(v8 x) {
-    v8 z = times(most(x, all(-80.0f)), all(1.4426950408889634f));
-    v8 power = _mm256_floor_ps(plus(z, all(0.5f))), f = minus(z, power);
-    v8 m = all(0.00015403530393381606f);
-    m = times_plus(m, f, all(0.0013333558146428443f));
-    m = times_plus(m, f, all(0.009618129107628477f));
-    m = times_plus(m, f, all(0.05550410866482158f));
-    m = times_plus(m, f, all(0.2402265069591007f));
-    m = times_plus(m, f, all(0.6931471805599453f));
-    m = times_plus(m, f, all(1.0f));
-    __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127)), 23);
-    return times(m, _mm256_castsi256_ps(bits));
-}
 
 INLINE v8 sigmoid(v8 x) {
     v8 e = exp_of(minus_size(x));

@@ -8,11 +8,7 @@
 // so that each is the next of a long stretch that is read in order: of neighbours the CPU would fetch ahead what has been read.
 
 #pragma once
-#include <immintrin.h>
-#include <stdint.h>
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("clang loop unroll(full)")
+#include "../../backends/csrc/vectors.h"
 
 enum form { FLOAT32, BFLOAT16, BFLOAT16_BOTH, INT8, INT4 };       // BOTH: x, too, in q
 enum {
@@ -62,13 +58,6 @@ INLINE floats load(enum form form, const void *at, long n) {
 }
 
 #endif
-
-// the sum of 8 lanes, in one order
-INLINE float sum8(__m256 v) {
-    __m128 fours = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    __m128 twos = _mm_add_ps(fours, _mm_movehl_ps(fours, fours));
-    return _mm_cvtss_f32(_mm_add_ss(twos, _mm_movehdup_ps(twos)));
-}
 
 INLINE int sum8_int(__m256i v) {
     __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

@@ -1,0 +1,31 @@
+"""One token for each row of logits, drawn with a random number of the row's own, after filters.
+
+    weight_i = exp(logit_i / temperature)         the token is the first at which the cumulative weight exceeds uniform * sum
+
+top_k keeps the k likeliest tokens (0: all); top_p the fewest likeliest ones whose share of the weight is at least top_p;
+min_p those with at least that share of the largest weight. filters_first: the filters see the weights at temperature 1, and
+top_p the share of all tokens, not of those that top_k leaves. Without top_k and top_p the order of the tokens is the
+vocabulary's, else the likeliest come first, and of equally likely ones the first in the vocabulary. A token whose weight is
+below e^-80 of the largest has none.
+
+A file beside this one has REQUIRES and draw(logits (B,V) float32, uniform (B,) float64, filters) -> (B,) int64: -1 for a row
+whose largest logit is not finite, or which has a NaN.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Filters(NamedTuple):
+    """temperature is above 0, top_p in (0, 1], min_p in [0, 1]."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    filters_first: bool = False
+
+
+Draw = Callable[[Tensor, Tensor, Filters], Tensor]
