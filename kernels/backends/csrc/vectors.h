@@ -6,6 +6,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("clang loop unroll(full)")
+#define SEVERAL _Pragma("clang loop unroll_count(4)")
 
 typedef __m256 v8;
 

@@ -30,7 +30,6 @@ struct run {
     long R, size, q_size, parts;         // parts: tiles that the outputs of a product are cut into
 };
 
-#define PAIRS _Pragma("clang loop unroll_count(2)")
 #define SHARED static __attribute__((noinline))          // by the programs of all forms
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -113,9 +112,9 @@ INLINE void wkv4(const struct run *run, const int32_t *code, float *g, long chan
 INLINE void state_and_y(long N, float *state, in w, in a, in b, in k, in v, in r, float *y) {
     for (long i = 0; i < N; i++, state += N) {
         v8 products[2] = {all(0.0f), all(0.0f)}, outputs[2] = {all(0.0f), all(0.0f)};
-        PAIRS for (long j = 0; j < N / 8; j++) products[j % 2] = times_plus(at(state + j * 8), at(a + j * 8), products[j % 2]);
+        SEVERAL for (long j = 0; j < N / 8; j++) products[j % 2] = times_plus(at(state + j * 8), at(a + j * 8), products[j % 2]);
         v8 sa = all(sum8(plus(products[0], products[1]))), value = all(v[i]);
-        PAIRS for (long j = 0; j < N / 8; j++) {
+        SEVERAL for (long j = 0; j < N / 8; j++) {
             v8 decayed = times(at(state + j * 8), at(w + j * 8));
             v8 now = times_plus(value, at(k + j * 8), times_plus(sa, at(b + j * 8), decayed));
             outputs[j % 2] = times_plus(now, at(r + j * 8), outputs[j % 2]);
@@ -167,19 +166,22 @@ SHARED void wkv7(const struct run *run, const int32_t *code, long tile) {
     }
 }
 
+enum { VECTORS = PART / LANES };
+
+INLINE void add_column(enum form form, int rows, const void *w, long k, const float *x, long size, floats (*acc)[VECTORS]) {
+    floats weights[VECTORS];
+    UNROLLED for (int c = 0; c < VECTORS; c++)
+        weights[c] = load(form, (const uint8_t *)w + (k * PART + c * LANES) * (form == FLOAT32 ? 4 : 2), LANES);
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int c = 0; c < VECTORS; c++) acc[i][c] = fused(weights[c], same(x[i * size + k]), acc[i][c]);
+}
+
 // PART outputs of `rows` rows, of a W that is stored in such parts (K,PART)
 INLINE void part_of_up(enum form form, int rows, const void *w, long K, const float *x, float *y, long size) {
-    enum { VECTORS = PART / LANES };
     floats acc[MOST_ROWS][VECTORS];
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int c = 0; c < VECTORS; c++) acc[i][c] = zeros();
-    for (long k = 0; k < K; k++) {
-        floats weights[VECTORS];
-        UNROLLED for (int c = 0; c < VECTORS; c++)
-            weights[c] = load(form, (const uint8_t *)w + (k * PART + c * LANES) * (form == FLOAT32 ? 4 : 2), LANES);
-        UNROLLED for (int i = 0; i < rows; i++)
-            UNROLLED for (int c = 0; c < VECTORS; c++) acc[i][c] = fused(weights[c], same(x[i * size + k]), acc[i][c]);
-    }
+    SEVERAL for (long k = 0; k < K; k++) add_column(form, rows, w, k, x, size, acc);
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int c = 0; c < VECTORS; c++) store(y + i * size + c * LANES, acc[i][c]);
 }

@@ -87,25 +87,31 @@ struct product {
     int in_steps;                        // of int8: y is multiplied by the size of a step of its row
 };
 
+// the products of n <= LANES numbers from k on
+INLINE void add_floats(const struct product *p, int rows, int columns, const uint8_t *const *w, const float *x, long k, long n,
+                       floats (*acc)[COLUMNS]) {
+    long at = k * (p->form == FLOAT32 ? 4 : 2);
+    floats weights[COLUMNS];
+    UNROLLED for (int j = 0; j < columns; j++) {
+        _mm_prefetch((const char *)w[j] + at + AHEAD, _MM_HINT_T0);
+        weights[j] = load(p->form, w[j] + at, n);
+    }
+    UNROLLED for (int i = 0; i < rows; i++) {
+        floats values = load(FLOAT32, x + i * p->x_row + k, n);
+        UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = fused(weights[j], values, acc[i][j]);
+    }
+}
+
 INLINE void tile_of_floats(const struct product *p, int rows, int columns, const long *ns, long first) {
-    long size = p->form == FLOAT32 ? 4 : 2, K = p->K;
+    long K = p->K, k = 0;
     const uint8_t *w[COLUMNS];
     floats acc[MOST_ROWS][COLUMNS];
-    UNROLLED for (int j = 0; j < columns; j++) w[j] = (const uint8_t *)p->w + ns[j] * K * size;
+    UNROLLED for (int j = 0; j < columns; j++) w[j] = (const uint8_t *)p->w + ns[j] * K * (p->form == FLOAT32 ? 4 : 2);
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = zeros();
     const float *x = p->x + first * p->x_row;
-    for (long k = 0; k < K; k += LANES) {
-        floats weights[COLUMNS];
-        UNROLLED for (int j = 0; j < columns; j++) {
-            _mm_prefetch((const char *)w[j] + k * size + AHEAD, _MM_HINT_T0);
-            weights[j] = load(p->form, w[j] + k * size, K - k);
-        }
-        UNROLLED for (int i = 0; i < rows; i++) {
-            floats values = load(FLOAT32, x + i * p->x_row + k, K - k);
-            UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = fused(weights[j], values, acc[i][j]);
-        }
-    }
+    for (; k + LANES <= K; k += LANES) add_floats(p, rows, columns, w, x, k, LANES, acc);
+    if (k < K) add_floats(p, rows, columns, w, x, k, K - k, acc);
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int j = 0; j < columns; j++) p->y[(first + i) * p->y_row + ns[j]] = sum8(halves(acc[i][j]));
 }
@@ -113,26 +119,30 @@ INLINE void tile_of_floats(const struct product *p, int rows, int columns, const
 #ifdef __AVX512BF16__
 
 // x and W in bfloat16: a lane adds up the products of pairs of neighbours
+INLINE void add_bfloat16(const struct product *p, int rows, int columns, const uint16_t *const *w, const uint8_t *q, long k,
+                         long n, floats (*acc)[COLUMNS]) {
+    __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1;
+    __m512bh weights[COLUMNS];
+    UNROLLED for (int j = 0; j < columns; j++) {
+        _mm_prefetch((const char *)(w[j] + k) + AHEAD, _MM_HINT_T0);
+        weights[j] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[j] + k);
+    }
+    UNROLLED for (int i = 0; i < rows; i++) {
+        __m512bh values = (__m512bh)_mm512_maskz_loadu_epi16(mask, q + i * p->q_row + k * 2);
+        UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], weights[j], values);
+    }
+}
+
 INLINE void tile_of_bfloat16(const struct product *p, int rows, int columns, const long *ns, long first) {
-    long K = p->K;
+    long K = p->K, k = 0;
     const uint16_t *w[COLUMNS];
     floats acc[MOST_ROWS][COLUMNS];
     UNROLLED for (int j = 0; j < columns; j++) w[j] = (const uint16_t *)p->w + ns[j] * K;
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = zeros();
     const uint8_t *q = p->q + first * p->q_row;
-    for (long k = 0; k < K; k += 32) {
-        __mmask32 mask = K - k >= 32 ? ~0u : (1u << (K - k)) - 1;
-        __m512bh weights[COLUMNS];
-        UNROLLED for (int j = 0; j < columns; j++) {
-            _mm_prefetch((const char *)(w[j] + k) + AHEAD, _MM_HINT_T0);
-            weights[j] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w[j] + k);
-        }
-        UNROLLED for (int i = 0; i < rows; i++) {
-            __m512bh values = (__m512bh)_mm512_maskz_loadu_epi16(mask, q + i * p->q_row + k * 2);
-            UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], weights[j], values);
-        }
-    }
+    for (; k + 32 <= K; k += 32) add_bfloat16(p, rows, columns, w, q, k, 32, acc);
+    if (k < K) add_bfloat16(p, rows, columns, w, q, k, K - k, acc);
     UNROLLED for (int i = 0; i < rows; i++)
         UNROLLED for (int j = 0; j < columns; j++) p->y[(first + i) * p->y_row + ns[j]] = sum8(halves(acc[i][j]));
 }
@@ -145,8 +155,24 @@ INLINE int sum16_int(__m512i v) {
     return sum8_int(_mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1)));
 }
 
+// added: the sums of what the offset has added to x
+INLINE void add_int8(const struct product *p, int rows, int columns, const int8_t *const *w, const uint8_t *q, long k, long n,
+                     __m512i (*acc)[COLUMNS], __m512i *added) {
+    __mmask64 mask = n >= 64 ? ~0ull : (1ull << n) - 1;
+    __m512i weights[COLUMNS], offset = _mm512_set1_epi8((char)p->offset);
+    UNROLLED for (int j = 0; j < columns; j++) {
+        _mm_prefetch((const char *)w[j] + k + AHEAD, _MM_HINT_T0);
+        weights[j] = _mm512_maskz_loadu_epi8(mask, w[j] + k);
+        added[j] = _mm512_dpbusd_epi32(added[j], offset, weights[j]);
+    }
+    UNROLLED for (int i = 0; i < rows; i++) {
+        __m512i values = _mm512_maskz_loadu_epi8(mask, q + i * p->q_row + k);
+        UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], values, weights[j]);
+    }
+}
+
 INLINE void tile_of_int8(const struct product *p, int rows, int columns, const long *ns, long first) {
-    long K = p->K;
+    long K = p->K, k = 0;
     const int8_t *w[COLUMNS];
     __m512i acc[MOST_ROWS][COLUMNS], added[COLUMNS];
     UNROLLED for (int j = 0; j < columns; j++) {
@@ -154,21 +180,9 @@ INLINE void tile_of_int8(const struct product *p, int rows, int columns, const l
         added[j] = _mm512_setzero_si512();
         UNROLLED for (int i = 0; i < rows; i++) acc[i][j] = _mm512_setzero_si512();
     }
-    __m512i offset = _mm512_set1_epi8((char)p->offset);
     const uint8_t *q = p->q + first * p->q_row;
-    for (long k = 0; k < K; k += 64) {
-        __mmask64 mask = K - k >= 64 ? ~0ull : (1ull << (K - k)) - 1;
-        __m512i weights[COLUMNS];
-        UNROLLED for (int j = 0; j < columns; j++) {
-            _mm_prefetch((const char *)w[j] + k + AHEAD, _MM_HINT_T0);
-            weights[j] = _mm512_maskz_loadu_epi8(mask, w[j] + k);
-            added[j] = _mm512_dpbusd_epi32(added[j], offset, weights[j]);
-        }
-        UNROLLED for (int i = 0; i < rows; i++) {
-            __m512i values = _mm512_maskz_loadu_epi8(mask, q + i * p->q_row + k);
-            UNROLLED for (int j = 0; j < columns; j++) acc[i][j] = _mm512_dpbusd_epi32(acc[i][j], values, weights[j]);
-        }
-    }
+    for (; k + 64 <= K; k += 64) add_int8(p, rows, columns, w, q, k, 64, acc, added);
+    if (k < K) add_int8(p, rows, columns, w, q, k, K - k, acc, added);
     UNROLLED for (int j = 0; j < columns; j++)
         UNROLLED for (int i = 0; i < rows; i++) {
             float total = (float)sum16_int(_mm512_sub_epi32(acc[i][j], added[j])) * ((const float *)p->scale)[ns[j]];
@@ -333,10 +347,9 @@ INLINE void products(const struct product *p, long begin, long end) {
     long stretch = (end - begin + COLUMNS - 1) / COLUMNS | 1;     // odd: a power of two apart, rows would share places in caches
     for (long n = begin; n < begin + stretch && n < end; n++) {
         long ns[COLUMNS], r = 0;
-        for (int j = 0; j < COLUMNS; j++) ns[j] = n + j * stretch < end ? n + j * stretch : end - 1;
+        UNROLLED for (int j = 0; j < COLUMNS; j++) ns[j] = n + j * stretch < end ? n + j * stretch : end - 1;
         if (MOST_ROWS == 8) for (; r + 8 <= p->R; r += 8) tile(p, 8, COLUMNS, ns, r);
         for (; r + 4 <= p->R; r += 4) tile(p, 4, COLUMNS, ns, r);
-        for (; r + 2 <= p->R; r += 2) tile(p, 2, COLUMNS, ns, r);
         for (; r < p->R; r++) tile(p, 1, COLUMNS, ns, r);
     }
 }
