@@ -30,9 +30,9 @@ INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 @cache
 def level() -> str | None:
-    """The best of LEVELS whose instructions this CPU has; None where it has none, or torch does not say."""
+    """The best of LEVELS whose instructions this CPU has; None where it has none. Older versions of torch tell AVX2 alone."""
     ask = getattr(torch.cpu, "get_capabilities", None)
-    has = ask() if ask else {}
+    has = ask() if ask else dict.fromkeys(AVX2, torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
     return next((name for name, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
 
 

@@ -33,7 +33,9 @@ def test_the_level_is_the_best_that_a_cpu_has(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: dict.fromkeys(has, True), raising=False)
         assert bitcode.level.__wrapped__() == expected
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert bitcode.level.__wrapped__() is None
+    for has, expected in (("AVX512", "avx2"), ("AVX2", "avx2"), ("DEFAULT", None)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda has=has: has)
+        assert bitcode.level.__wrapped__() == expected
 
 
 def test_a_cpu_without_the_instructions_takes_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
