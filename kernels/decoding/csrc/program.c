@@ -1,7 +1,7 @@
 // A program of kernels/decoding: each thread that calls a function below takes tiles of an instruction from a counter, and waits
 // for the others, by spinning, before the next one.
 //
-// The arguments are the local variables of a Taichi kernel, which hands over their addresses; arrays are addresses as numbers.
+// The arguments are numbers of a Taichi kernel, which hands over their addresses; arrays are addresses as numbers.
 // What an instruction computes and the order of its arguments: kernels/decoding/__init__.py and taichi_v0.py.
 
 #include "../../matvec/csrc/products.h"
@@ -15,7 +15,7 @@ enum {
     APART = 16,              // between two counters, so that no two share a cache line
     CHANNELS = 128,          // of a tile of what is computed channel by channel
     PART = 32,               // outputs of `up` that are computed together
-    N7 = 64,                 // of wkv7: the most channels of a head
+    N7 = 64,                 // channels of a head in all released models: wkv7 is compiled for them as well
 };
 #define FASTEST_LOG_W -0.6065306597126334f      // of RWKV-7's decay: -e^-0.5
 
@@ -26,7 +26,7 @@ struct run {
     const void *w, *scale, *shift, *m;
     const float *c;                      // constants
     float *g;                            // registers of the rows, size numbers apart
-    uint8_t *q;                          // whole numbers, q_size 16-bit numbers apart
+    uint8_t *q;                          // what products multiply in place of x, for each row q_size numbers of 16 bits
     long R, size, q_size, parts;         // parts: tiles that the outputs of a product are cut into
 };
 

@@ -1,5 +1,5 @@
-// The products of kernels/matvec for a range of outputs, and what they need of x. The arguments are the local variables of a Taichi
-// kernel, which hands over their addresses; arrays are addresses as numbers.
+// The products of kernels/matvec for a range of outputs, and what they need of x. The arguments are numbers of a Taichi kernel, which
+// hands over their addresses; arrays are addresses as numbers.
 
 #include "products.h"
 

@@ -10,7 +10,7 @@
 #pragma once
 #include "../../backends/csrc/vectors.h"
 
-enum form { FLOAT32, BFLOAT16, BFLOAT16_BOTH, INT8, INT4 };       // BOTH: x, too, in q
+enum form { FLOAT32, BFLOAT16, BFLOAT16_BOTH, INT8, INT4 };       // of W; BOTH: x is bfloat16, too
 enum {
     GROUP = 32,              // of int4: neighbours that share a scale
     BLOCK = 8 * GROUP,       // of int4: eight groups, side by side
@@ -63,11 +63,6 @@ INLINE int sum8_int(__m256i v) {
     __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
     __m128i twos = _mm_add_epi32(fours, _mm_unpackhi_epi64(fours, fours));
     return _mm_cvtsi128_si32(twos) + _mm_extract_epi32(twos, 1);
-}
-
-INLINE float from_bfloat16(uint16_t bits) {
-    union { uint32_t bits; float value; } both = {(uint32_t)bits << 16};
-    return both.value;
 }
 
 INLINE __m256 bfloats8(const uint16_t *at) {
@@ -394,7 +389,7 @@ INLINE float round_row(const float *x, uint8_t *q, long K, int steps, int is_sig
     return top / (float)steps;
 }
 
-// A block of the row x (K) for a product in int4: bytes in q in the order of sums_of_groups; in y the steps of the eight groups, and
+// A block of the row x (K) for a product in int4: bytes in q in the order of place_of; in y the steps of the eight groups, and
 // their sums. Each group is rounded to 127 steps of its largest magnitude. K is a multiple of 8.
 INLINE void arrange_block(const float *x, uint8_t *q, float *y, long K, long block) {
     for (int g = 0; g < 8; g++) {
