@@ -45,7 +45,7 @@ RULES = {
     **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", torch.float32): MATVEC,            # by the form of the weights
     ("matvec", "cpu", torch.bfloat16): MATVEC,
-    ("matvec", "cpu", torch.int8): Rule(("taichi_v1", "torch_linear", "taichi_v0", "reference"), measured=False),
+    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "taichi_v1", "taichi_v0", "reference"), measured=False),
     ("matvec", "cpu", torch.int16): Rule(("taichi_v1", "taichi_v0", "reference"), measured=False),
     ("draw", "cpu", torch.float32): Rule(("taichi_v0",), measured=True),
     **{("decoding", "cpu", dtype): Rule(("taichi_v2", "taichi_v0"), measured=True)

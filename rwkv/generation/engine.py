@@ -16,7 +16,7 @@ from torch import Tensor
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import FallbackDecoder, decoder_of
-from rwkv.generation.prefill import SLICE, PrefillResult, PrefixCache, Reading, prefill
+from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model
@@ -142,7 +142,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles the kernels that prompts and steps need, so that no text waits for it later."""
-        prefill(self._model, torch.zeros(1, SLICE, dtype=torch.long))
+        for tokens in (SLICE, PASS):                     # kernels may have a form for short sequences
+            prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
         if isinstance(self._decoder, FallbackDecoder):
             self._decoder.warm_up()
         for rows in (1, 2):

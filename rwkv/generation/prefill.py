@@ -25,7 +25,7 @@ from rwkv.model.base import Model, State
 from rwkv.model.hooks import untouched
 
 PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
-SLICE = 128                              # tokens: bounds how long texts that are being generated wait for a prompt
+SLICE = 48                               # tokens: bounds how long texts that are being generated wait for a prompt
 START = 32                               # tokens that take as long as a pass of one token
 
 
