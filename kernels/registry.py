@@ -19,6 +19,9 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
+AVX2 = ("avx2", "fma3")                  # as torch calls the instructions of a CPU
+AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
+LEVELS = {"avx512bf16": (*AVX512, "avx512_bf16"), "avx512": AVX512, "avx2": AVX2}          # C is compiled for; the best first
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -48,8 +51,7 @@ class Requires:
     dtypes are cast to float32 and back.  T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop. native: whether it is C for the instructions of some CPUs, see
-    kernels/backends/bitcode.py.
+    torch.jit.script does, which torch means to drop. native: whether it is C for the instructions of some CPUs, LEVELS.
     """
 
     packages: tuple[str, ...] = ()
@@ -165,11 +167,19 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
 
 
 def _instructions_missing(name: str, requires: Requires) -> str | None:
-    from kernels.backends.bitcode import LEVELS, level
-
     if not requires.native or level():
         return None
     return f"{name} needs a CPU with the instructions of {' or '.join(LEVELS)}, which this one lacks (use another kernel)"
+
+
+@cache
+def level() -> str | None:
+    """The best of LEVELS whose instructions this CPU has; None where it has none. Older versions of torch tell AVX2 alone."""
+    import torch
+
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    has = ask() if ask else dict.fromkeys(AVX2, torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
+    return next((name for name, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:

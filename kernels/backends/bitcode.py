@@ -1,7 +1,8 @@
 """C functions in Taichi kernels: instructions of x86-64 CPUs that Taichi has no words for, without a compiler.
 
-csrc/NAME.c is compiled to LLVM bitcode for each of LEVELS, and csrc/NAME.LEVEL.bc is kept beside it. Taichi links the file for
-this CPU into a kernel and makes machine code of both together. A function takes addresses of numbers, and has no result.
+csrc/NAME.c is compiled to LLVM bitcode for each of the registry's LEVELS, and csrc/NAME.LEVEL.bc is kept beside it. Taichi
+links the file for this CPU into a kernel and makes machine code of both together. A function takes addresses of numbers, and
+has no result.
 
     python -m kernels.backends.bitcode [OPERATOR ...]
 
@@ -17,23 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from kernels import registry
 
-AVX2 = ("avx2", "fma3")                  # as torch calls the instructions of a CPU
-AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
-LEVELS = {"avx512bf16": (*AVX512, "avx512_bf16"), "avx512": AVX512, "avx2": AVX2}          # the best first
 CLANG = ("clang-15", "-O2", "-Wall", "-Wextra", "-Werror", "-Xclang", "-no-opaque-pointers", "-emit-llvm", "-c",
          "-fno-unroll-loops", "-fno-vectorize", "-fno-slp-vectorize")        # Taichi makes machine code in a third of the time
 HASH = "SOURCE_HASH"                     # a macro in each source, for the name of a constant
 INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
-
-
-@cache
-def level() -> str | None:
-    """The best of LEVELS whose instructions this CPU has; None where it has none. Older versions of torch tell AVX2 alone."""
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    has = ask() if ask else dict.fromkeys(AVX2, torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
-    return next((name for name, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
 
 
 def path_of(source: Path, of_level: str | None) -> Path:
@@ -47,7 +37,7 @@ def function(source: Path, name: str) -> Callable[..., None]:
     from kernels.backends.taichi import ti
 
     builder = ti.lang.source_builder.SourceBuilder()
-    builder.bc, builder.mode = str(path_of(source, level())), "bc"
+    builder.bc, builder.mode = str(path_of(source, registry.level())), "bc"
     called, version = getattr(builder, name), version_of(source)
 
     def call(*arguments: Any) -> None:
@@ -62,7 +52,7 @@ def function(source: Path, name: str) -> Callable[..., None]:
 @cache
 def version_of(source: Path) -> int:
     """A number that changes with the bitcode. Kernels contain it: of a file, Taichi's cache of kernels knows the name alone."""
-    return int.from_bytes(hashlib.sha256(path_of(source, level()).read_bytes()).digest()[:3], "big")
+    return int.from_bytes(hashlib.sha256(path_of(source, registry.level()).read_bytes()).digest()[:3], "big")
 
 
 def sources() -> list[Path]:
@@ -77,7 +67,7 @@ def name_of(source: Path) -> str:
 
 def compile_source(source: Path, of_level: str, output: Path) -> None:
     """Writes the bitcode of a source, in which stands the name of the source alone, and no folder."""
-    flags = [f"-m{need.replace('_', '').replace('fma3', 'fma')}" for need in LEVELS[of_level]]
+    flags = [f"-m{need.replace('_', '').replace('fma3', 'fma')}" for need in registry.LEVELS[of_level]]
     command = [*CLANG, *flags, f"-D{HASH}={name_of(source)}", source.name, "-o", str(output)]
     subprocess.run(command, check=True, cwd=source.parent)
 
@@ -92,7 +82,7 @@ def main(operators: list[str]) -> int:
     for source in sources():
         if operators and source.parts[-3] not in operators:
             continue
-        for of_level in LEVELS:
+        for of_level in registry.LEVELS:
             compile_source(source, of_level, path_of(source, of_level))
     return 0
 

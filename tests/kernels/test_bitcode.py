@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import registry
 from kernels.backends import bitcode
 from kernels.registry import why_not
 from kernels.select import resolve
 
-FILES = [(source, level) for source in bitcode.sources() for level in bitcode.LEVELS]
+FILES = [(source, level) for source in bitcode.sources() for level in registry.LEVELS]
 
 
 @pytest.mark.parametrize(("source", "level"), FILES, ids=lambda part: part if isinstance(part, str) else part.name)
@@ -28,18 +29,18 @@ def test_clang_makes_the_file(source: Path, level: str, tmp_path: Path) -> None:
 
 
 def test_the_level_is_the_best_that_a_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has, expected in ((bitcode.LEVELS["avx512bf16"], "avx512bf16"), (bitcode.AVX512, "avx512"), (bitcode.AVX2, "avx2"),
-                          (("avx2",), None), ((), None)):
+    for has, expected in ((registry.LEVELS["avx512bf16"], "avx512bf16"), (registry.AVX512, "avx512"),
+                          (registry.AVX2, "avx2"), (("avx2",), None), ((), None)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: dict.fromkeys(has, True), raising=False)
-        assert bitcode.level.__wrapped__() == expected
+        assert registry.level.__wrapped__() == expected
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     for has, expected in (("AVX512", "avx2"), ("AVX2", "avx2"), ("DEFAULT", None)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda has=has: has)
-        assert bitcode.level.__wrapped__() == expected
+        assert registry.level.__wrapped__() == expected
 
 
 def test_a_cpu_without_the_instructions_takes_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bitcode, "level", lambda: None)
+    monkeypatch.setattr(registry, "level", lambda: None)
     why_not.cache_clear()
     try:
         reason = why_not("decoding", "taichi_v2")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import each_generation, small_model, tokens
 
+from kernels import registry
 from kernels.backends import bitcode
 from kernels.decoding import Program, reference, taichi_v0, taichi_v1, taichi_v2
 from kernels.matvec import FORMS, pack
@@ -21,7 +22,7 @@ from rwkv.pretrained import RWKV
 pytestmark = pytest.mark.compiles
 
 WHOLE = {"n_embd": 64, "n_ffn": 96}      # widths that every form takes
-NATIVE = pytest.mark.skipif(bitcode.level() is None, reason=f"the CPU lacks the instructions of {' and '.join(bitcode.LEVELS)}")
+NATIVE = pytest.mark.skipif(registry.level() is None, reason=f"the CPU has the instructions of none of {[*registry.LEVELS]}")
 IN_ONE_LAUNCH = [taichi_v0, pytest.param(taichi_v2, marks=NATIVE)]
 
 
@@ -112,7 +113,7 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a CPU without AVX-512, where PyTorch's products in int8 take 7 bits of an input."""
     caches = (bitcode.function, bitcode.version_of, taichi_v2._kernel)
     with monkeypatch.context() as patched:
-        patched.setattr(bitcode, "level", lambda: "avx2")
+        patched.setattr(registry, "level", lambda: "avx2")
         patched.setattr(quantized, "multiplies", lambda dtype: False)
         for cached in caches:
             cached.cache_clear()

@@ -11,6 +11,7 @@ import torch
 from implementations import implementations
 from torch import Tensor
 
+from kernels import registry
 from kernels.backends import bitcode
 from kernels.compare import err_ratio, errors, misses
 from kernels.wkv7 import WKV7, cases, empty_state
@@ -129,7 +130,7 @@ def avx2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     caches = (bitcode.function, bitcode.version_of, taichi_v4._kernel)
     with monkeypatch.context() as patched:
-        patched.setattr(bitcode, "level", lambda: "avx2")
+        patched.setattr(registry, "level", lambda: "avx2")
         for cached in caches:
             cached.cache_clear()
         yield
