@@ -14,16 +14,19 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), native=True)
 SOURCE = Path(__file__).parent / "csrc" / "draw.c"
-SMALL = 2**16                            # logits that one thread draws from before another one would be awake
-OF_TOKEN, SPARE = 4 + 8, 128             # bytes of scratch: a weight and an entry of a list for each token
+SMALL = 2**16                            # up to so many logits, one thread is done before another one is awake
+OF_TOKEN = 4 + 8                         # bytes of scratch for each token: a weight, and an entry of a list
+SPARE = 128                              # bytes of scratch beside them
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters) -> Tensor:
     rows, V = logits.shape
-    logits, uniform = logits if logits.stride(1) == 1 else logits.contiguous(), uniform.double().contiguous()
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    uniform = uniform.double().contiguous()
     threads = 1 if rows * V <= SMALL else min(rows, torch.get_num_threads())
     size = (OF_TOKEN * V + V // 64 + SPARE) // 8 * 8     # V / 64 bytes: a float64 for each block of 512
-    taken, scratch = logits.new_zeros(1, dtype=torch.int32), logits.new_empty(threads * size, dtype=torch.uint8)
+    taken = logits.new_zeros(1, dtype=torch.int32)
+    scratch = logits.new_empty(threads * size, dtype=torch.uint8)
     drawn = uniform.new_empty(rows, dtype=torch.int64)
     launch(_kernel(threads == 1), taken, *(tensor.data_ptr() for tensor in (taken, logits, uniform, drawn, scratch)), rows,
            logits.stride(0), V, size, filters.top_k, filters.temperature, filters.top_p, filters.min_p,
