@@ -8,13 +8,14 @@ top_p the share of all tokens, not of those that top_k leaves. Without top_k and
 vocabulary's, else the likeliest come first, and of equally likely ones the first in the vocabulary. A token whose weight is
 below e^-80 of the largest has none.
 
-A file beside this one has REQUIRES and draw(logits (B,V) float32, uniform (B,) float64, filters) -> (B,) int64: -1 for a row
-whose largest logit is not finite, or which has a NaN.
+A file beside this one has REQUIRES and draw(logits (B,V) float32, uniform (B,) float64, filters, bias) -> (B,) int64: -1 for a
+row whose largest logit is not finite, or which has a NaN. The logits are as before when it returns.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -28,4 +29,12 @@ class Filters(NamedTuple):
     filters_first: bool = False
 
 
-Draw = Callable[[Tensor, Tensor, Filters], Tensor]
+class Bias(NamedTuple):
+    """What is added to the logits of tokens before the filters: ids (n) int32, each below V, and values (n) float32."""
+
+    ids: Tensor
+    values: Tensor
+
+
+NO_BIAS = Bias(torch.empty(0, dtype=torch.int32), torch.empty(0))
+Draw = Callable[[Tensor, Tensor, Filters, Bias], Tensor]

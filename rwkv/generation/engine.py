@@ -26,6 +26,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 CANCELLED = "cancelled"                  # finish reason
+AT_ONCE = 64                             # random numbers of a row that are made together
 
 
 @dataclass
@@ -202,8 +203,8 @@ class Engine:
         kept = [position for position, row in enumerate(self._rows) if row.unfinished]
         if len(kept) == len(self._rows):
             return
-        self._decoder.keep(kept)
         self._logits = self._logits[kept]
+        self._decoder.keep(kept)                         # which may overwrite logits
         if self._drawn is not None:
             self._drawn = self._drawn[kept]
         self._rows = [self._rows[position] for position in kept]
@@ -250,8 +251,8 @@ class Engine:
             rows = [self._rows[position] for position in positions]
             counts = TokenCounts.cat([row.counts for row in rows if row.counts is not None]) if rows[0].counts else None
             of_group = logits if len(rows) == len(self._rows) else logits[positions]
-            drawn = next_tokens(of_group, torch.stack([row.uniform() for row in rows]), rows[0].sampling, counts,
-                                self._draw_by)
+            uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
+            drawn = next_tokens(of_group, uniform, rows[0].sampling, counts, self._draw_by)
             for position, row, token in zip(positions, rows, drawn.tolist(), strict=True):
                 tokens[position] = token
                 if row.counts is not None:
@@ -321,7 +322,7 @@ class Row:
         self.last_token_in_text = True           # False after an end-of-text or stop token
         self._tokenizer = tokenizer
         self._stopping = stopping
-        self._random = torch.Generator().manual_seed(sample.seed)
+        self._random = _uniform(sample.seed)
         self._text_decoder = tokenizer.decoder()
         self._stop_strings = StopStrings(stopping.stop)
         if stopping.max_new_tokens == 0:
@@ -346,9 +347,9 @@ class Row:
         written = self.sample.tokens
         return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
 
-    def uniform(self) -> Tensor:
+    def uniform(self) -> float:
         """The row's next random number from [0, 1)."""
-        return torch.rand((), generator=self._random, dtype=torch.float64)
+        return next(self._random)
 
     def push(self, token: int) -> str:
         """Appends a token that was drawn; returns the text that can be shown now. Sets finish_reason where the text ends."""
@@ -372,3 +373,10 @@ class Row:
         """The text held back, at the end."""
         text = self._stop_strings.push(self._text_decoder.flush())
         return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
+
+
+def _uniform(seed: int) -> Iterator[float]:
+    """Random numbers from [0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(AT_ONCE, generator=generator, dtype=torch.float64).tolist()

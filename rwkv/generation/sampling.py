@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.draw import Draw, Filters
+from kernels.draw import NO_BIAS, Bias, Draw, Filters
 from kernels.registry import KernelUnavailable
 from rwkv.config import whole_number, whole_numbers
 from rwkv.errors import UserError
@@ -80,6 +80,13 @@ class Sampling:
         """What kernels/draw takes, at a temperature above 0."""
         return Filters(float(self.temperature), self.top_k, float(self.top_p), float(self.min_p), self.order == "rwkv")
 
+    @cached_property
+    def bias(self) -> Bias:
+        """logit_bias and the banned tokens, as kernels/draw takes them."""
+        values = [*self.logit_bias.items(), *((token, -math.inf) for token in self.banned)]
+        ids, biases = [token for token, _ in values], [bias for _, bias in values]
+        return Bias(torch.tensor(ids, dtype=torch.int32), torch.tensor(biases, dtype=torch.float32))
+
     @property
     def needs_counts(self) -> bool:
         """Whether a penalty is on, which needs TokenCounts."""
@@ -124,7 +131,11 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: Toke
     """
     if draw is not None and options.temperature > 0:
         with suppress(KernelUnavailable):                # as after Taichi was started for a GPU
-            drawn = draw(changed(logits.float(), options, counts), uniform, options.filters)
+            penalised = counts is not None and options.needs_counts      # after the bias
+            if penalised:
+                drawn = draw(changed(logits.float(), options, counts), uniform, options.filters, NO_BIAS)
+            else:
+                drawn = draw(logits.float(), uniform, options.filters, options.bias)
             _require_finite(bool((drawn >= 0).all()))
             return drawn
     logits = adjusted(logits.float().cpu(), options, counts)

@@ -21,25 +21,7 @@ struct options {
 
 struct token { float weight; int32_t id; };
 
-// the largest logit; NaN where one is no number
-INLINE float largest_of(const float *logits, long V) {
-    v8 largest = all(-__builtin_inff()), wrong = all(0.0f);
-    long i = 0;
-    for (; i + 8 <= V; i += 8) {
-        largest = most(largest, at(logits + i));
-        wrong = _mm256_or_ps(wrong, _mm256_cmp_ps(at(logits + i), at(logits + i), _CMP_UNORD_Q));
-    }
-    float lanes[8], found;
-    put(lanes, largest);
-    found = lanes[0];
-    for (int l = 1; l < 8; l++) found = lanes[l] > found ? lanes[l] : found;
-    int nan = _mm256_movemask_ps(wrong);
-    for (; i < V; i++) {
-        nan |= logits[i] != logits[i];
-        found = logits[i] > found ? logits[i] : found;
-    }
-    return nan ? __builtin_nanf("") : found;
-}
+struct block { double sum; float largest; };
 
 // the weights of 8 tokens; 0 below e^-80
 INLINE v8 weights_of(v8 logits, float largest, float scale) {
@@ -59,42 +41,72 @@ INLINE float weight_of(float logit, float largest, float scale) {
     return _mm256_cvtss_f32(weights_of(all(logit), largest, scale));
 }
 
-// Writes all weights, and the sum of those of each block; returns the sum of all.
-INLINE double add_up(const float *logits, long V, float largest, float scale, float *weights, double *sums) {
-    double total = 0;
-    for (long first = 0; first < V; first += BLOCK) {
-        v8 sum = all(0.0f);
-        for (long i = first; i < first + BLOCK && i < V; i += 8) {
-            v8 found = weights_of(some(logits + i, V - i), largest, scale);
-            put(weights + i, found);
-            sum = plus(sum, found);
-        }
-        total += sums[first / BLOCK] = sum8(sum);
+INLINE float largest8(v8 x) {
+    float lanes[8];
+    put(lanes, x);
+    for (int l = 1; l < 8; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
+    return lanes[0];
+}
+
+// A block's largest logit, and the sum of its weights as if that were the largest of all; *wrong: whether one is no number.
+INLINE struct block block_of(const float *logits, long n, float scale, int *wrong) {
+    v8 largest = all(-__builtin_inff()), unordered = all(0.0f), sum = all(0.0f);
+    for (long i = 0; i < n; i += 8) {
+        v8 x = some(logits + i, n - i);
+        largest = most(largest, x);
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     }
+    *wrong |= _mm256_movemask_ps(unordered);
+    float found = largest8(largest);
+    if (!(found > -__builtin_inff())) return (struct block){0, found};
+    for (long i = 0; i < n; i += 8) sum = plus(sum, weights_of(some(logits + i, n - i), found, scale));
+    return (struct block){sum8(sum), found};
+}
+
+// Writes the blocks; returns the sum of all weights, and in *largest the largest logit: NaN where one is no number.
+INLINE double add_up(const float *logits, long V, float scale, struct block *blocks, float *largest) {
+    long n = (V + BLOCK - 1) / BLOCK;
+    float found = -__builtin_inff();
+    int wrong = 0;
+    for (long b = 0; b < n; b++) {
+        long left = V - b * BLOCK;
+        blocks[b] = block_of(logits + b * BLOCK, left < BLOCK ? left : BLOCK, scale, &wrong);
+        found = blocks[b].largest > found ? blocks[b].largest : found;
+    }
+    double total = 0;
+    for (long b = 0; b < n; b++) total += blocks[b].sum *= weight_of(blocks[b].largest, found, scale);
+    *largest = wrong ? __builtin_nanf("") : found;
     return total;
 }
 
-// the token at which the cumulative weight first exceeds uniform * total, in the order of the vocabulary
-INLINE long pick_of_all(const float *weights, const double *sums, long V, double wanted) {
+// the token at which the cumulative weight first exceeds `wanted`, in the order of the vocabulary
+INLINE long pick_of_all(const float *logits, long V, float largest, float scale, const struct block *blocks, double wanted) {
     double before = 0;
     long block = 0, last = 0;
-    for (; block < (V - 1) / BLOCK && before + sums[block] <= wanted; block++) before += sums[block];
-    for (long i = block * BLOCK; i < V; i++) {           // to the end of the block but for rounding
-        before += weights[i];
-        if (weights[i] > 0) last = i;
-        if (before > wanted) return i;
+    for (; block < (V - 1) / BLOCK && before + blocks[block].sum <= wanted; block++) before += blocks[block].sum;
+    for (long i = block * BLOCK; i < V; i += 8) {        // to the end of the block but for rounding
+        float weights[8];
+        put(weights, weights_of(some(logits + i, V - i), largest, scale));
+        for (long l = 0; l < 8; l++) {
+            before += weights[l];
+            if (weights[l] > 0) last = i + l;
+            if (before > wanted) return i + l;
+        }
     }
     return last;
 }
 
 // The tokens with at least that weight, in the order of the vocabulary; returns how many.
-INLINE long keep_likely(const float *weights, long V, float least, struct token *kept) {
+INLINE long keep_likely(const float *logits, long V, float largest, float scale, float least, struct token *kept) {
     long n = 0;
-    for (long i = 0; i < V; i += 8) {                    // weights has room for whole vectors
-        int mask = _mm256_movemask_ps(_mm256_cmp_ps(at(weights + i), all(least), _CMP_GE_OQ));
+    for (long i = 0; i < V; i += 8) {
+        v8 found = weights_of(some(logits + i, V - i), largest, scale);
+        int mask = _mm256_movemask_ps(_mm256_cmp_ps(found, all(least), _CMP_GE_OQ));
+        float weights[8];
+        if (mask) put(weights, found);
         for (; mask; mask &= mask - 1) {
-            long token = i + __builtin_ctz((unsigned)mask);
-            if (token < V) kept[n++] = (struct token){weights[token], (int32_t)token};
+            int l = __builtin_ctz((unsigned)mask);
+            kept[n++] = (struct token){weights[l], (int32_t)(i + l)};
         }
     }
     return n;
@@ -140,35 +152,37 @@ INLINE long keep_nucleus(struct token *tokens, long n, const struct options *o, 
     return kept ? kept : 1;
 }
 
-// A weight that k tokens have at least: the k-th largest of the largest weights of parts of the vocabulary. `any` for fewer parts.
-INLINE float weight_of_likeliest(const float *weights, long V, long k, struct token *parts, float any) {
+// A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary; -inf for fewer parts.
+INLINE float logit_of_likeliest(const float *logits, long V, long k, struct token *parts) {
     long n = V / PART, taken = 0;
-    if (n < k) return any;
+    if (n < k) return -__builtin_inff();
     for (long part = 0; part < n; part++) {
-        v8 largest = at(weights + part * PART);
-        for (long i = 8; i < PART; i += 8) largest = most(largest, at(weights + part * PART + i));
-        float lanes[8];
-        put(lanes, largest);
-        parts[part] = (struct token){lanes[0], (int32_t)part};
-        for (int l = 1; l < 8; l++) parts[part].weight = lanes[l] > parts[part].weight ? lanes[l] : parts[part].weight;
+        v8 largest = at(logits + part * PART);
+        for (long i = 8; i < PART; i += 8) largest = most(largest, at(logits + part * PART + i));
+        parts[part] = (struct token){largest8(largest), (int32_t)part};
     }
     make_heap(parts, n);
     while (taken < k - 1) take_likeliest(parts, n - taken++);
-    return parts[0].weight > any ? parts[0].weight : any;
+    return parts[0].weight;
 }
 
 // the least weight of a token that the filters may keep: tokens with less add up to less than what top_p drops
-INLINE float least_weight(const struct options *o, const float *weights, double total, struct token *tokens) {
+INLINE float least_weight(const float *logits, const struct options *o, float largest, float scale, double total,
+                          struct token *tokens) {
     const float any = 1e-38f;
-    if (o->top_k) return weight_of_likeliest(weights, o->V, o->top_k, tokens, any);
+    if (o->top_k) {
+        float least = weight_of(logit_of_likeliest(logits, o->V, o->top_k, tokens), largest, scale);
+        return least > any ? least : any;
+    }
     float share = o->top_p < 1 ? 0.99f * (1 - o->top_p) * (float)total / (float)o->V : any;
     return o->min_p > share ? o->min_p : share;
 }
 
 // the same among the tokens that the filters keep: the likeliest first where they were sorted
-INLINE long pick_of_some(const float *logits, const struct options *o, double uniform, float largest, double total,
-                         const float *weights, struct token *tokens) {
-    long n = keep_likely(weights, o->V, least_weight(o, weights, total, tokens), tokens), last = 0;
+INLINE long pick_of_some(const float *logits, const struct options *o, double uniform, float largest, float scale, double total,
+                         struct token *tokens) {
+    float least = least_weight(logits, o, largest, scale, total, tokens);
+    long n = keep_likely(logits, o->V, largest, scale, least, tokens), last = 0;
     if (o->top_k || o->top_p < 1) {
         long kept = keep_nucleus(tokens, n, o, total);
         for (long i = 0; i < n / 2; i++) {               // the likeliest first
@@ -192,26 +206,40 @@ INLINE long pick_of_some(const float *logits, const struct options *o, double un
     return last;
 }
 
-INLINE long draw_row(const float *logits, const struct options *o, double uniform, float *weights, double *sums,
-                     struct token *tokens) {
-    float largest = largest_of(logits, o->V);
-    if (!(largest - largest == 0)) return NOT_FINITE;
+INLINE long draw_row(const float *logits, const struct options *o, double uniform, struct block *blocks, struct token *tokens) {
     int filtered = o->top_k || o->top_p < 1 || o->min_p > 0;
-    float scale = filtered && o->filters_first ? 1 : 1 / o->temperature;
-    double total = add_up(logits, o->V, largest, scale, weights, sums);
-    if (filtered) return pick_of_some(logits, o, uniform, largest, total, weights, tokens);
-    return pick_of_all(weights, sums, o->V, uniform * total);
+    float scale = filtered && o->filters_first ? 1 : 1 / o->temperature, largest;
+    double total = add_up(logits, o->V, scale, blocks, &largest);
+    if (!(largest - largest == 0)) return NOT_FINITE;
+    if (filtered) return pick_of_some(logits, o, uniform, largest, scale, total, tokens);
+    return pick_of_all(logits, o->V, largest, scale, blocks, uniform * total);
 }
 
-// Threads take rows from a counter. scratch: scratch_size bytes for each thread, for weights, sums of blocks, and tokens.
-void draw(int64_t *taken, int64_t *logits, int64_t *uniform, int64_t *drawn, int64_t *scratch, int32_t *rows, int32_t *row_size,
-          int32_t *V, int32_t *scratch_size, int32_t *top_k, float *temperature, float *top_p, float *min_p,
-          int32_t *filters_first, int32_t *thread) {
+// Adds the biases, each to the logit of its token, and keeps the logits before.
+INLINE void add_biases(float *logits, const int32_t *ids, const float *biases, long n, float *before) {
+    for (long i = 0; i < n; i++) {
+        before[i] = logits[ids[i]];
+        logits[ids[i]] += biases[i];
+    }
+}
+
+INLINE void take_biases_back(float *logits, const int32_t *ids, long n, const float *before) {
+    for (long i = n - 1; i >= 0; i--) logits[ids[i]] = before[i];
+}
+
+// Threads take rows from a counter. scratch: scratch_size bytes for each thread, for blocks, tokens, and the logits before biases.
+void draw(int64_t *taken, int64_t *logits, int64_t *uniform, int64_t *drawn, int64_t *ids, int64_t *biases, int64_t *scratch,
+          int32_t *rows, int32_t *row_size, int32_t *V, int32_t *n_biases, int32_t *scratch_size, int32_t *top_k,
+          float *temperature, float *top_p, float *min_p, int32_t *filters_first, int32_t *thread) {
     const struct options options = {*V, *top_k, *temperature, *top_p, *min_p, *filters_first};
-    double *sums = (double *)(*scratch + (int64_t)*thread * *scratch_size);
-    float *weights = (float *)(sums + *V / BLOCK + 1);
-    struct token *tokens = (struct token *)(weights + *V + 8);
-    for (long row; (row = __atomic_fetch_add((int32_t *)*taken, 1, __ATOMIC_RELAXED)) < *rows;)
-        ((int64_t *)*drawn)[row] = draw_row((const float *)*logits + row * *row_size, &options, ((const double *)*uniform)[row],
-                                            weights, sums, tokens);
+    const int32_t *biased = (const int32_t *)*ids;
+    struct block *blocks = (struct block *)(*scratch + (int64_t)*thread * *scratch_size);
+    struct token *tokens = (struct token *)(blocks + *V / BLOCK + 1);
+    float *before = (float *)(tokens + *V);
+    for (long row; (row = __atomic_fetch_add((int32_t *)*taken, 1, __ATOMIC_RELAXED)) < *rows;) {
+        float *own = (float *)*logits + row * *row_size;
+        add_biases(own, biased, (const float *)*biases, *n_biases, before);
+        ((int64_t *)*drawn)[row] = draw_row(own, &options, ((const double *)*uniform)[row], blocks, tokens);
+        take_biases_back(own, biased, *n_biases, before);
+    }
 }
