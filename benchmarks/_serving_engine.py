@@ -9,7 +9,7 @@ from functools import partial
 
 from kernels.backends import allocator, threads
 
-TURN_S = 0.5
+TURN_S = 0.1
 
 
 def main() -> None:
