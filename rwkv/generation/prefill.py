@@ -25,8 +25,8 @@ from rwkv.model.base import Model, State
 from rwkv.model.hooks import untouched
 
 PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
-SLICE = 48                               # tokens: bounds how long texts that are being generated wait for a prompt
-START = 32                               # tokens that take as long as a pass of one token
+SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
+START = 48                               # tokens that take as long as a pass of no tokens would: it reads all weights
 
 
 class PrefillResult(NamedTuple):
@@ -146,7 +146,7 @@ class Reading:
     def next_part(self) -> int:
         """The work of the next part, in tokens that pass through all blocks: SLICE at most; 0 where all is read."""
         length = self._end - self._position
-        return min(SLICE, START + ceil(length / self._n_parts(length))) if length else 0
+        return min(SLICE, ceil((START + length) / self._n_parts(length))) if length else 0
 
     @property
     def result(self) -> PrefillResult | None:
@@ -167,7 +167,10 @@ class Reading:
         return min(len(self.tokens), (self._position // PASS + 1) * PASS)
 
     def _n_parts(self, length: int) -> int:
-        return min(ceil(length / SLICE), len(self._model.blocks))
+        """As few parts of whole blocks as are no longer than a slice, where one block is not."""
+        L = len(self._model.blocks)
+        blocks = SLICE * L // (START + length)
+        return ceil(L / max(1, blocks))
 
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
