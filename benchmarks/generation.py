@@ -42,6 +42,7 @@ from rwkv.config import ModelConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
+from rwkv.model.program import halves_of
 from rwkv.model.quantized import Int4Linear, Int8Linear
 from rwkv.pretrained import BITS, RWKV
 
@@ -206,7 +207,8 @@ def decode_name(B: int) -> str:
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
     """What a step for B rows must read: all weights but the embedding, of which it reads B rows, and the state."""
     kind = generation(model.config)
-    bits = {name: BITS[dtype] if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
+    of_matrices = BITS["bfloat16" if halves_of(model) else dtype]        # what the program of a model in float32 reads
+    bits = {name: of_matrices if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
     sizes = {name: math.prod(shape) for name, shape in kind.shapes(model.config, model.vocab_size).items()}
     return sum(sizes[name] * bits[name] / 8 for name in sizes if name != "emb.weight") + model.empty_state(B).nbytes()
 
@@ -229,7 +231,7 @@ def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) ->
 
 
 def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
-    """Writes a random model of the generation as a .pth, in 16 bits, and returns its path."""
+    """Writes a random model of the generation as a .pth in bfloat16, as the published ones are, and returns its path."""
     L, C, V = shape
     torch.manual_seed(0)
     config = ModelConfig(generation=name, n_layer=L, n_embd=C)
@@ -238,7 +240,7 @@ def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, C ** -0.5)
-    model.save_pretrained(folder / "model.pth", dtype="float16" if name == "rwkv4" else "bfloat16")
+    model.save_pretrained(folder / "model.pth", dtype="bfloat16")
     return folder / "model.pth"
 
 

@@ -17,7 +17,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 PROGRAM = shutil.which("lm_eval")
 pytestmark = [pytest.mark.programs, pytest.mark.soak,
-              pytest.mark.skipif(PROGRAM is None, reason="needs lm_eval on the PATH: pip install 'lm-eval[api]' in an environment of its own")]
+              pytest.mark.skipif(PROGRAM is None, reason="needs lm_eval on the PATH: pip install 'lm-eval[api]' elsewhere")]
 ROOT = Path(__file__).parent.parent.parent
 START = "\n"                             # before each text; the harness sends no token that begins one
 TASK = {"task": "last_words", "dataset_path": "json", "test_split": "test", "output_type": "loglikelihood",

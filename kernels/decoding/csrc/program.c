@@ -294,6 +294,7 @@ INLINE void run_program(const struct run *run, enum form form, const int32_t *co
     }
 
 PROGRAM(program_float32, FLOAT32)
+PROGRAM(program_float32_of_bfloat16, BFLOAT16)
 PROGRAM(program_bfloat16, BOTH)
 PROGRAM(program_int8, INT8)
 PROGRAM(program_int4, INT4)
