@@ -22,11 +22,12 @@ each row:
     wkv7      all of RWKV-7's time mixing that lies between its products (rwkv/model/rwkv7.py), whose state goes on
 
 A file beside this one has REQUIRES and bind(program, form) -> function(registers), which runs the program once on the registers
-(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it, but for products by PyTorch.
+(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it, but for products by PyTorch. In
+the form float32 taichi_v2 also takes weights in bfloat16, which it reads as float32.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -157,6 +158,13 @@ class Program:
             self._matrices_joined = half if torch.equal(half.float(), joined) else joined
             self._matrices.clear()
         return self._matrices_joined
+
+    def with_weights(self, weights: Sequence[Tensor]) -> "Program":
+        """The same program with other matrices in its products, in the same order; neither may be added to afterwards."""
+        self.constants()
+        self.matrices()
+        return replace(self, weights=[packed._replace(weight=weight)
+                                      for packed, weight in zip(self.weights, weights, strict=True)])
 
     def norm(self, x: int, y: int, width: int, weight: Tensor, bias: Tensor, eps: float, added: int = NONE) -> None:
         constants = [self.constant(values) for values in (weight, bias, torch.tensor([eps]))]

@@ -22,11 +22,11 @@ def bind(program: Program, form: str) -> Run:
     """In float32 the weights may be bfloat16: the sums are, to the bit, those of the same weights in float32."""
     threads = torch.get_num_threads()
     constants, matrices = program.constants(), program.matrices()
-    whole = constants.new_zeros(1, dtype=torch.int16)
     if form == "float32" and program.weights and program.weights[0].form == "bfloat16":
         form = "float32_of_bfloat16"
     starts = [partial(_start, part, form, constants, matrices, program.size, program.whole_size, threads)
               for part in parts_of(program, PARTS * threads)]
+    whole = constants.new_zeros(1, dtype=torch.int16)
 
     def run(registers: Tensor) -> None:
         nonlocal whole

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.backends.bitcode import function
 from kernels.backends.taichi import BLOCK, launch, ti
-from kernels.draw import NO_BIAS, Bias, Filters
+from kernels.draw import Bias, Filters
 from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), native=True)
@@ -18,7 +18,7 @@ SMALL = 2**16                            # up to so many logits, one thread is d
 OF_TOKEN, OF_BLOCK, OF_BIAS = 8, 16, 4   # bytes of scratch: an entry of a list; for 512 tokens; a logit
 
 
-def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias = NO_BIAS) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
     (rows, V), n = logits.shape, len(bias.ids)
     usable = logits.stride(1) == 1 and (n == 0 or rows == 1 or logits.stride(0) >= V)    # in C a bias is added in place
     logits = logits if usable else logits.contiguous()

@@ -114,7 +114,7 @@ class ProgramDecoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) after tokens (B,), which are overwritten when the decoder goes on."""
+        """The logits (B,V) that follow tokens (B,). They may lie in the decoder's memory: use them before it goes on."""
         rows = self._rows()
         if self._places:
             x = F.embedding(tokens, self._embedding).to(self._registers.dtype)
@@ -155,7 +155,7 @@ class ProgramDecoder:
         return State.stack(layers)
 
     def _rows(self) -> slice | Tensor:
-        """What gives the rows in their order from a register: a view where it can be one, as a copy takes long."""
+        """The index of the rows, in order: a slice, which makes a view, where it can."""
         in_order = self._places == list(range(len(self._places)))
         return slice(None) if in_order else torch.tensor(self._places, dtype=torch.long)
 
@@ -181,7 +181,7 @@ class FallbackDecoder:
             self._warm_up()
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) after tokens (B,), which are overwritten when the decoder goes on."""
+        """The logits (B,V) that follow tokens (B,). They may lie in the decoder's memory: use them before it goes on."""
         try:
             return self._decoder.step(tokens)
         except KernelUnavailable:        # it has computed nothing yet

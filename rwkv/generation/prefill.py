@@ -26,7 +26,7 @@ from rwkv.model.hooks import untouched
 
 PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
 SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
-START = 48                               # tokens that take as long as a pass of no tokens would: it reads all weights
+START = 48                               # what reading all weights costs in each pass, in tokens
 
 
 class PrefillResult(NamedTuple):
@@ -144,7 +144,10 @@ class Reading:
 
     @property
     def next_part(self) -> int:
-        """The work of the next part, in tokens that pass through all blocks: SLICE at most; 0 where all is read."""
+        """The work of the next part, in tokens that pass through all blocks; 0 where all is read.
+
+        It counts as a slice also where it is one block that takes longer.
+        """
         length = self._end - self._position
         return min(SLICE, ceil((START + length) / self._n_parts(length))) if length else 0
 
@@ -167,7 +170,7 @@ class Reading:
         return min(len(self.tokens), (self._position // PASS + 1) * PASS)
 
     def _n_parts(self, length: int) -> int:
-        """As few parts of whole blocks as are no longer than a slice, where one block is not."""
+        """The fewest parts, of whole blocks, that each fit into a slice; a part for each block where a block does not."""
         L = len(self._model.blocks)
         blocks = SLICE * L // (START + length)
         return ceil(L / max(1, blocks))

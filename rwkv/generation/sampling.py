@@ -131,8 +131,7 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: Toke
     """
     if draw is not None and options.temperature > 0:
         with suppress(KernelUnavailable):                # as after Taichi was started for a GPU
-            penalised = counts is not None and options.needs_counts      # after the bias
-            if penalised:
+            if counts is not None and options.needs_counts:              # penalties act on biased logits
                 drawn = draw(changed(logits.float(), options, counts), uniform, options.filters, NO_BIAS)
             else:
                 drawn = draw(logits.float(), uniform, options.filters, options.bias)

@@ -3,10 +3,8 @@
 The instructions of a block are written down in rwkvN_program.py beside this file.
 """
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
+from rwkv.model.bfloat16_copies import exact_copies, has_copies
 from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for, drawing
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
@@ -23,8 +22,6 @@ LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models
 # CPU multiplies it itself, which PyTorch makes use of. taichi_v2 is faster for any number of rows.
 MOST_ROWS = {"float32": 32, "bfloat16": 64, "int4": 64, "int8": 4}
 MOST_ROWS_NATIVE = 8                     # in bfloat16
-COMPARED_ROWS = 1024                     # of a matrix that are compared with their halves at once
-_halves: WeakKeyDictionary[nn.Linear, tuple[tuple[int, int], Tensor | None]] = WeakKeyDictionary()   # for a version of a weight
 
 
 class Place(NamedTuple):
@@ -78,19 +75,19 @@ def most_rows(model: Any) -> int | None:
 class Runner:
     """Runs the program of a model on the registers of any number of rows.
 
-    In float32 its matrices are copied to bfloat16 at the first run where that loses nothing: a step reads half as much then.
+    In float32 its matrices are copied to bfloat16 at the first run where that loses nothing (bfloat16_copies.py): a step reads
+    half as much then.
     """
 
     def __init__(self, model: Any, program: ModelProgram) -> None:
-        self._model = model
+        self._model, self._of_model = model, program
         self._program, self._form, self._most = program.program, program.form, most_rows(model)
         self._bind_few, self._bind_many = decodings_for(program.form)
 
     @cached_property
     def _few(self) -> Run:
-        halves = halves_of(self._model) if self._form == "float32" and self._most is None else None
-        program = self._program if halves is None else replace(self._program, weights=[
-            packed._replace(weight=halves[packed.weight.data_ptr()]) for packed in self._program.weights])
+        copies = matrix_copies(self._model, self._of_model)
+        program = self._program if copies is None else self._program.with_weights(copies)
         return cast(Run, self._bind_few(program, self._form))
 
     @cached_property
@@ -108,6 +105,13 @@ class Runner:
             self._many(torch.zeros(2, self._program.size))
 
 
+def matrix_copies(model: Any, program: ModelProgram) -> list[Tensor] | None:
+    """What steps read in place of the program's matrices, where there is something better; it takes memory."""
+    if program.form != "float32" or most_rows(model) is not None:
+        return None
+    return exact_copies(model, [packed.weight for packed in program.program.weights])
+
+
 def decoding_line(model: Any) -> str | None:
     """One line to print: what computes a step while a text is generated; None where that is PyTorch alone."""
     if not decodes_by_program(model):
@@ -115,39 +119,9 @@ def decoding_line(model: Any) -> str | None:
     line, most = f"decoding: {decoding_name(form_of(model.head))}, one launch a token", most_rows(model)
     if most is not None:
         line += f", up to {most} rows; of more, products by torch and all else by {MANY}"
-    elif form_of(model.head) == "float32" and halves_of(model):
-        line += ", matrices in bfloat16, which loses nothing of them"
+    if has_copies(model):
+        line += ", reading its matrices as bfloat16, which is exact here"
     return line + ("; tokens drawn in C" if drawing() else "")
-
-
-def halves_of(model: Any) -> dict[int, Tensor] | None:
-    """The matrices of a model in float32 as bfloat16, by their addresses; None where that would lose something of one.
-
-    A model from a file in bfloat16 has such matrices, unless it was trained since. The copies are kept as long as the weights.
-    """
-    found = {}
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            half = _half(layer)
-            if half is None:
-                return None
-            found[layer.weight.data_ptr()] = half
-    return found
-
-
-def _half(layer: nn.Linear) -> Tensor | None:
-    weight = layer.weight.detach()
-    if weight.is_inference() or not weight.is_contiguous():
-        return None
-    version = weight.data_ptr(), weight._version
-    known, half = _halves.get(layer, (None, None))
-    if known != version:
-        half = weight.bfloat16()
-        same = all(torch.equal(rows.float(), exact)
-                   for rows, exact in zip(half.split(COMPARED_ROWS), weight.split(COMPARED_ROWS), strict=True))
-        half = half if same else None
-        _halves[layer] = version, half
-    return half
 
 
 def form_of(layer: nn.Module) -> str:

@@ -43,7 +43,7 @@ def load(config: ServeConfig) -> "Loaded":
     import torch
 
     from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.program import decoding_line
+    from rwkv.model.program import decodes_by_program, decoding_line, matrix_copies, program_of
     from rwkv.pretrained import BITS, open_checkpoint, template_of
     from rwkv.serving.worker import Loaded
     from rwkv.tokenizer.chat import chat_template
@@ -54,6 +54,9 @@ def load(config: ServeConfig) -> "Loaded":
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
+    program = program_of(model) if decodes_by_program(model) else None
+    copies = matrix_copies(model, program) if program else None
+    weights += sum(copy.nbytes for copy in copies or ())
     decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),

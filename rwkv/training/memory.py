@@ -2,7 +2,7 @@
 
     estimate             the bytes that one process needs to train
     require_capacity     refuses a run that cannot fit, before its data are tokenised and its model is built
-    free_memory, resident_memory, free_disk      what this machine has, the limit of its container included
+    free_memory, free_disk     what this machine has, the limit of its container included
 
 The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers; by the
 generation, P parameters (the sum of its shapes), K numbers that a block keeps for each token (kept_for_backward), W that its
@@ -23,12 +23,10 @@ operator works with (operator_work), S that a state has for each row:
                                                        again by then, and there are no other gradients yet
 
 The counts per token are those of the tensors that rwkv/model/ keeps; a test compares the total with the measured peak. The
-gradients of a step live until the backward pass of the next one begins (Lightning's order). Sources for the host: the Linux
-kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
+gradients of a step live until the backward pass of the next one begins (Lightning's order).
 """
 
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,6 +38,7 @@ import torch
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
+from rwkv.io.memory import available_memory, resident_memory
 from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
 from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once
@@ -56,8 +55,6 @@ PACKED = 5                               # times n_embd: values per token of the
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
-CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")      # limit, usage, reclaimable cache
-CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -261,63 +258,10 @@ def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     """Bytes that programs can still allocate on `device`; None if the system does not tell. `root`: where proc and sys lie."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    return min([*available, *_left_in_cgroups(root)], default=_installed())
-
-
-def resident_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process uses, its program and libraries included; 0 if the system does not tell."""
-    for line in _lines(root / "proc/self/statm"):
-        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
 
 
 def free_disk(folder: Path) -> int:
     """Bytes that can be written into `folder`, which need not exist."""
     folder = folder.absolute()
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-
-
-def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """The bytes left in each control group of this process that has a limit: its own, the parent of that, up to the mount.
-
-    Inside a container the path in /proc may be that of the host, so folders that do not exist are passed over.
-    """
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mounts, files = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], CGROUP_V2
-        elif "memory" in controllers.split(","):
-            mounts, files = ["sys/fs/cgroup/memory"], CGROUP_V1
-        else:
-            continue
-        for mount in (root / mount for mount in mounts):
-            group = mount / path.lstrip("/")
-            for folder in (group, *group.parents):
-                if folder.is_relative_to(mount):
-                    yield from _left(folder, *files)
-
-
-def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """The limit less the usage, if there is a limit; pages of files that are not in use can be reclaimed."""
-    limits, usages = _lines(folder / limit), _lines(folder / usage)
-    if limits and usages and limits[0].isdigit():
-        reclaimable = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
-        yield max(0, int(limits[0]) - int(usages[0]) + reclaimable)
-
-
-def _installed() -> int | None:
-    """All the memory of the machine, for systems without /proc."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

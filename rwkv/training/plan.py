@@ -16,6 +16,7 @@ from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
+from rwkv.io.memory import resident_memory
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (
@@ -26,7 +27,6 @@ from rwkv.training.memory import (
     n_checkpoints,
     n_trained,
     readable,
-    resident_memory,
     with_options,
 )
 from rwkv.training.run import Run

@@ -177,7 +177,7 @@ def test_any_options_give_a_token_again_for_the_same_seed(values: list[float], t
 def test_banned_tokens_never_come_and_biased_ones_more_often() -> None:
     assert support(banned=(1, 3)) == {0, 2}
     assert support(temperature=0, logit_bias={0: 5.0}) == {0}
-    assert support(logit_bias={1: -100, 2: -100}) == {0, 3}              # of whole numbers
+    assert support(logit_bias={1: -100, 2: -100}) == {0, 3}              # integer biases
     counts = np.bincount(draws(torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
     assert chi_square(counts, np.array([0.4, 0.4, 0.2, 0.3]) / 1.3) < 16.3
 

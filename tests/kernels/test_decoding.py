@@ -14,7 +14,8 @@ from kernels.matvec import FORMS, pack
 from kernels.registry import KernelUnavailable
 from rwkv.generation.decoder import Decoder, FallbackDecoder, ProgramDecoder
 from rwkv.model import quantized
-from rwkv.model.program import Runner, halves_of, program_of
+from rwkv.model.bfloat16_copies import has_copies
+from rwkv.model.program import Runner, program_of
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -108,45 +109,32 @@ def test_older_cpus_have_the_same_steps(form: str, generation: str, avx2: None) 
         assert torch.equal(alone.step(several[:1, t])[0], logits[0])
 
 
-def _same_with_halves(generation: str) -> None:
+def _same_with_copies(generation: str) -> None:
     """A model in float32 with the numbers of a file in bfloat16: all that is computed is the same to the bit."""
     model = model_in("bfloat16", generation).float()
     whole = decoder_of(model, model.empty_state(5), taichi_v2)
     program = program_of(model)
     assert program is not None
     several, runner = tokens(model, B=5, T=4), Runner(model, program)
-    by_halves = ProgramDecoder(model, model.empty_state(5), program, runner)
+    by_copies = ProgramDecoder(model, model.empty_state(5), program, runner)
+    assert not has_copies(model)
     for t in range(4):
-        assert torch.equal(by_halves.step(several[:, t]), whole.step(several[:, t]))
-    assert all(weight.weight.dtype == torch.float32 for weight in program.program.weights)
-    assert halves_of(model) is not None
+        assert torch.equal(by_copies.step(several[:, t]), whole.step(several[:, t]))
+    assert has_copies(model)
 
 
 @NATIVE
 @each_generation
 @torch.no_grad()
 def test_matrices_in_bfloat16_change_no_bit(generation: str) -> None:
-    _same_with_halves(generation)
+    _same_with_copies(generation)
 
 
 @NATIVE
 @each_generation
 @torch.no_grad()
 def test_on_older_cpus_matrices_in_bfloat16_change_no_bit(generation: str, avx2: None) -> None:
-    _same_with_halves(generation)
-
-
-@torch.no_grad()
-def test_halves_are_those_of_the_weights_as_they_are_now() -> None:
-    model = model_in("bfloat16", "rwkv4").float()
-    before = halves_of(model)
-    assert before is not None
-    assert halves_of(model)[model.head.weight.data_ptr()] is before[model.head.weight.data_ptr()], "they are kept"
-    model.head.weight.mul_(2)
-    assert torch.equal(halves_of(model)[model.head.weight.data_ptr()].float(), model.head.weight)
-    model.head.weight[0, 0] = 1 + 2**-20
-    assert halves_of(model) is None
-    assert halves_of(model_in("float32", "rwkv4")) is None
+    _same_with_copies(generation)
 
 
 @pytest.fixture

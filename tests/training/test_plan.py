@@ -28,10 +28,11 @@ from rwkv import cli
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.errors import UserError
+from rwkv.io.memory import resident_memory
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan, setup
 from rwkv.training.callbacks import peak_memory_mib
-from rwkv.training.memory import free_disk, free_memory, resident_memory
+from rwkv.training.memory import free_disk, free_memory
 from rwkv.training.run import with_max_steps
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks

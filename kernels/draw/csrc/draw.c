@@ -23,6 +23,8 @@ struct token { float weight; int32_t id; };
 
 struct block { double sum; float largest; };
 
+_Static_assert(sizeof(struct token) == 8 && sizeof(struct block) == 16, "OF_TOKEN and OF_BLOCK of taichi_v0.py");
+
 // the weights of 8 tokens; 0 below e^-80
 INLINE v8 weights_of(v8 logits, float largest, float scale) {
     v8 x = times(minus(logits, all(largest)), all(scale));
@@ -84,7 +86,7 @@ INLINE long pick_of_all(const float *logits, long V, float largest, float scale,
     double before = 0;
     long block = 0, last = 0;
     for (; block < (V - 1) / BLOCK && before + blocks[block].sum <= wanted; block++) before += blocks[block].sum;
-    for (long i = block * BLOCK; i < V; i += 8) {        // to the end of the block but for rounding
+    for (long i = block * BLOCK; i < V; i += 8) {        // normally in this block; rounding may lead beyond
         float weights[8];
         put(weights, weights_of(some(logits + i, V - i), largest, scale));
         for (long l = 0; l < 8; l++) {
@@ -169,7 +171,7 @@ INLINE float logit_of_likeliest(const float *logits, long V, long k, struct toke
 // the least weight of a token that the filters may keep: tokens with less add up to less than what top_p drops
 INLINE float least_weight(const float *logits, const struct options *o, float largest, float scale, double total,
                           struct token *tokens) {
-    const float any = 1e-38f;
+    const float any = 1e-36f;            // above 0 also where a CPU takes subnormal numbers for 0, below e^-80
     if (o->top_k) {
         float least = weight_of(logit_of_likeliest(logits, o->V, o->top_k, tokens), largest, scale);
         return least > any ? least : any;

@@ -1,0 +1,67 @@
+"""The memory of this machine that programs can still have, the limit of a container included, and what this process has.
+
+Sources: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")      # limit, usage, reclaimable cache
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that programs can still allocate; None if the system does not tell. `root`: where proc and sys lie."""
+    available = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    return min([*available, *_left_in_cgroups(root)], default=_installed())
+
+
+def resident_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process uses, its program and libraries included; 0 if the system does not tell."""
+    for line in _lines(root / "proc/self/statm"):
+        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    """The bytes left in each control group of this process that has a limit: its own, the parent of that, up to the mount.
+
+    Inside a container the path in /proc may be that of the host, so folders that do not exist are passed over.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mounts, files = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], CGROUP_V2
+        elif "memory" in controllers.split(","):
+            mounts, files = ["sys/fs/cgroup/memory"], CGROUP_V1
+        else:
+            continue
+        for mount in (root / mount for mount in mounts):
+            group = mount / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(mount):
+                    yield from _left(folder, *files)
+
+
+def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
+    """The limit less the usage, if there is a limit; pages of files that are not in use can be reclaimed."""
+    limits, usages = _lines(folder / limit), _lines(folder / usage)
+    if limits and usages and limits[0].isdigit():
+        reclaimable = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
+        yield max(0, int(limits[0]) - int(usages[0]) + reclaimable)
+
+
+def _installed() -> int | None:
+    """All the memory of the machine, for systems without /proc."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
