@@ -61,7 +61,7 @@ def to_bfloat16(x):
 def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
     """In a kernel: convert(x, dtype) for each element of a vector, or for a scalar; convert: ti.cast or ti.bit_cast.
 
-    A @ti.func with a loop over the elements would do the same, but Taichi takes a tenth of a second to read one in each kernel.
+    A @ti.func with a loop over the elements would do the same, but Taichi takes 10 ms to read the loop at each call.
     """
     x = ti.lang.impl.expr_init(x)
     if not x.is_tensor():

@@ -86,7 +86,7 @@ class Engine:
 
     The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
-    later; its prompt is read between the steps of the others, as much as SLICE tokens at most in each. cache: also gets what
+    later; its prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache: also gets what
     each row has read and written when it ends. Not for several threads.
     """
 
@@ -162,7 +162,7 @@ class Engine:
     def step(self) -> list[tuple[int, str]]:
         """Draws one token for each unfinished row whose prompt is read; returns (row's index, piece of text) for each.
 
-        Rows that have ended leave first, and as much as SLICE tokens of the prompts of rows to come is read.
+        Rows that have ended leave first, and of the prompts of rows to come about as much work as SLICE tokens is read.
         """
         if not self.unfinished:
             return []

@@ -29,7 +29,7 @@ def exact_copies(model: nn.Module, weights: Sequence[Tensor]) -> list[Tensor] | 
         return known
     _copies.pop(model, None)
     available = available_memory()
-    if available is not None and sum(weight.nbytes for weight in weights) > available:       # the copies take half of it
+    if available is not None and sum(weight.nbytes for weight in weights) > available:       # the copies take half as much
         return None
     copies = []
     for weight in weights:
@@ -42,7 +42,7 @@ def exact_copies(model: nn.Module, weights: Sequence[Tensor]) -> list[Tensor] | 
 
 
 def has_copies(model: nn.Module) -> bool:
-    """Whether steps of the model have read such copies."""
+    """Whether there are copies of the model's matrices, which its steps read."""
     return model in _copies
 
 

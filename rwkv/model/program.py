@@ -80,19 +80,20 @@ class Runner:
     """
 
     def __init__(self, model: Any, program: ModelProgram) -> None:
-        self._model, self._of_model = model, program
-        self._program, self._form, self._most = program.program, program.form, most_rows(model)
+        self._model = model
+        self._program = program
+        self._most = most_rows(model)
         self._bind_few, self._bind_many = decodings_for(program.form)
 
     @cached_property
     def _few(self) -> Run:
-        copies = matrix_copies(self._model, self._of_model)
-        program = self._program if copies is None else self._program.with_weights(copies)
-        return cast(Run, self._bind_few(program, self._form))
+        copies = matrix_copies(self._model, self._program)
+        program = self._program.program
+        return cast(Run, self._bind_few(program if copies is None else program.with_weights(copies), self._program.form))
 
     @cached_property
     def _many(self) -> Run:
-        return cast(Run, self._bind_many(self._program, self._form))
+        return cast(Run, self._bind_many(self._program.program, self._program.form))
 
     def __call__(self, registers: Tensor) -> None:
         (self._few if self._most is None or len(registers) <= self._most else self._many)(registers)
@@ -100,13 +101,13 @@ class Runner:
     def warm_up(self) -> None:
         """Compiles what one row, several and many need. Raises KernelUnavailable where the program cannot run."""
         for rows in (1, 2):
-            self._few(torch.zeros(rows, self._program.size))
+            self._few(torch.zeros(rows, self._program.program.size))
         if self._most is not None:
-            self._many(torch.zeros(2, self._program.size))
+            self._many(torch.zeros(2, self._program.program.size))
 
 
 def matrix_copies(model: Any, program: ModelProgram) -> list[Tensor] | None:
-    """What steps read in place of the program's matrices, where there is something better; it takes memory."""
+    """The program's matrices in bfloat16, which its steps then read; None where they read the matrices themselves."""
     if program.form != "float32" or most_rows(model) is not None:
         return None
     return exact_copies(model, [packed.weight for packed in program.program.weights])

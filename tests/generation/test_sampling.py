@@ -182,6 +182,17 @@ def test_banned_tokens_never_come_and_biased_ones_more_often() -> None:
     assert chi_square(counts, np.array([0.4, 0.4, 0.2, 0.3]) / 1.3) < 16.3
 
 
+@pytest.mark.parametrize("V", [4, 257, 1000])
+def test_a_bias_leaves_the_logits_as_they_are(V: int) -> None:
+    """Also of a token that is biased and banned, and where rows are parts of longer ones."""
+    memory = torch.randn(3, V + 100, generator=torch.Generator().manual_seed(0))
+    before, logits = memory.clone(), memory[:, 50:50 + V]
+    options = Sampling(top_k=40, logit_bias={0: 30, 1: 2.5}, banned=(0, 2))
+    drawn = next_tokens(logits, torch.tensor([0.0, 0.5, 0.999]), options, draw=draw)
+    assert not {0, 2} & set(drawn.tolist())
+    assert torch.equal(memory, before)
+
+
 def test_penalties_by_their_definitions() -> None:
     """Token 0 in the prompt alone, token 1 twice in the text, token 2 once in the text, token 3 never."""
     counts = TokenCounts([[0]], 4)
