@@ -42,7 +42,7 @@ from rwkv.config import ModelConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
-from rwkv.model.bfloat16_copies import has_copies
+from rwkv.model.decoding.bfloat16_copies import has_copies
 from rwkv.model.quantized import Int4Linear, Int8Linear
 from rwkv.pretrained import BITS, RWKV
 

@@ -1,4 +1,4 @@
-"""One token after the other for a batch of rows: the generation's decoding step for each block (Step of rwkv/model/rwkvN.py).
+"""One token after the other for a batch of rows: the generation's decoding step for each block (model/decoding/rwkvN_step.py).
 
 A Decoder reads the weights and calls no module, so it is for plain models. A ProgramDecoder does the same by a program of
 kernels/decoding, which is faster on a CPU. A CallingDecoder calls the model for every token: it is for models with adapters,
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from kernels.decoding import Run
 from kernels.registry import KernelUnavailable
 from rwkv.model.base import Model, State
+from rwkv.model.decoding.layers import PLAIN, norm_function, product_function
+from rwkv.model.decoding.program import ModelProgram, Runner, decodes_by_program, program_of
 from rwkv.model.hooks import untouched
-from rwkv.model.program import ModelProgram, Runner, decodes_by_program, program_of
-from rwkv.model.step import PLAIN, norm_function, product_function
 
 
 def decoder_of(model: Model, state: State) -> "Decoder | FallbackDecoder | CallingDecoder":

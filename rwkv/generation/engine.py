@@ -67,8 +67,8 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
     It is so to the token for small models, for int8, and for large models on a CPU with AVX2; on other CPUs with up to as many
-    rows as MOST_ROWS in rwkv/model/program.py allows. Otherwise PyTorch's products of several rows have other last bits than
-    those of one, and texts may go apart where two tokens are almost as likely.
+    rows as MOST_ROWS in rwkv/model/decoding/program.py allows. Otherwise PyTorch's products of several rows have other last
+    bits than those of one, and texts may go apart where two tokens are almost as likely.
 
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """

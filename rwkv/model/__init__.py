@@ -1,1 +1,1 @@
-"""The architectures: one file for each generation, their states and losses."""
+"""The architectures: one file for each generation, its fused form, states and losses; decoding/: one token at a time."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from kernels.wkv4 import WKV4, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
+from rwkv.model.decoding.rwkv4_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv4_step import Step as Step
 from rwkv.model.packing import Packing
-from rwkv.model.rwkv4_program import ProgramBlocks as ProgramBlocks
-from rwkv.model.rwkv4_step import Step as Step
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time

@@ -16,7 +16,6 @@ RWKV-LM, RWKV-v7/train_temp/src/model.py. Layer 0's v0, v1 and v2 are in its fil
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,10 +28,10 @@ from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
+from rwkv.model.decoding.rwkv7_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv7_step import Step as Step
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
-from rwkv.model.rwkv7_program import ProgramBlocks as ProgramBlocks
-from rwkv.model.step import LowRank, norm_function, product_function, products_function
 
 NAME = "RWKV-7"
 OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
@@ -313,82 +312,6 @@ class Block(nn.Module):
 
 
 PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step computes without calling them
-
-
-class Step:
-    """One block with a state of its own, the tensors of `state`: State of one layer, (B,C), (B,H,N,N) and (B,C).
-
-    It reads the weights and calls no module. Use it under torch.inference_mode.
-    """
-
-    def __init__(self, block: Any, state: Sequence[Tensor]) -> None:
-        att, ffn = block.att, block.ffn
-        self._ln0 = norm_function(block.ln0) if block.first else None
-        self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
-        self._att, self._ffn_x_k = att, ffn.x_k[0]
-        gates = "wag" if block.first else "vwag"                               # the first block has no gate of v
-        self._mu = torch.stack([getattr(att, f"x_{name}")[0] for name in "rkvwag"])                            # (6,1,C)
-        self._gates = LowRank(*([getattr(att, f"{name}{part}") for name in gates] for part in "12"))
-        self._products = products_function(att.receptance, att.key, att.value)
-        self._output, self._key, self._value = map(product_function, (att.output, ffn.key, ffn.value))
-        self._att_x, self._wkv, self._ffn_x = state[0].to(self._mu.dtype), state[1], state[2].to(self._mu.dtype)
-
-    def step(self, x: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x (B,C), v_first (B,C)) -> (x, v_first): Block.forward for one token."""
-        if self._ln0 is not None:
-            x = self._ln0(x)
-        mixed, carry = self._time_mix(self._ln1(x), carry)
-        x = x + mixed
-        normal = self._ln2(x)
-        relu = self._key(torch.lerp(normal, self._ffn_x, self._ffn_x_k)).relu_()
-        self._ffn_x = normal
-        return x + self._value(relu.mul_(relu)), carry
-
-    def _time_mix(self, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
-        att = self._att
-        mixes = torch.lerp(x, self._att_x, self._mu)                           # (6,B,C)
-        self._att_x = x
-        r, k, v = self._products(mixes[:3])
-        if v_first is None:
-            v_first = v
-            w, a, g = self._gates(mixes[3:], _of_hidden)
-        else:
-            of_v, w, a, g = self._gates(mixes[2:], _of_hidden)
-            v = v + (v_first - v) * torch.sigmoid(att.v0[0] + of_v)
-        rate = torch.sigmoid(att.a0[0] + a)
-        log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(att.w0[0].float() + w)
-        kk = normalize(self._heads(k * att.k_k[0]).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM)
-        k = k * (1 + (rate - 1) * att.k_a[0])
-        r, k, v, rate = map(self._heads, (r, k, v, rate))
-        y, self._wkv = WKV7.step(r, self._heads(log_w), k, v, -kk, kk * rate, self._wkv)
-        share = (r * k * att.r_k).sum(-1, keepdim=True)
-        y = torch.group_norm(y.flatten(1), len(att.r_k), att.ln_x.weight, att.ln_x.bias, att.ln_x.eps)
-        return self._output((y + (share * v).flatten(1)) * g), v_first
-
-    def _heads(self, tensor: Tensor) -> Tensor:
-        """(B,C) as (B,H,N)."""
-        return tensor.unflatten(-1, (-1, self._att.N))
-
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, in this order."""
-        self._att_x, self._wkv, self._ffn_x = self._att_x[rows], self._wkv[rows], self._ffn_x[rows]
-
-    def join(self, state: Sequence[Tensor]) -> None:
-        """Goes on with the rows of `state` too, after those that are here."""
-        att_x, wkv, ffn_x = state
-        self._att_x = torch.cat((self._att_x, att_x.to(self._att_x.dtype)))
-        self._wkv = torch.cat((self._wkv, wkv))
-        self._ffn_x = torch.cat((self._ffn_x, ffn_x.to(self._ffn_x.dtype)))
-
-    def state(self) -> tuple[Tensor, ...]:
-        """The tensors of the state."""
-        return self._att_x, self._wkv, self._ffn_x
-
-
-def _of_hidden(hidden: Tensor) -> None:
-    """The functions inside the gates, of which w, a and g are the last: tanh, none and sigmoid."""
-    hidden[-3].tanh_()
-    hidden[-1].sigmoid_()
 
 
 @torch.no_grad()

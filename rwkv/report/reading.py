@@ -35,7 +35,8 @@ OF_SWEEP = [{"name": str, "status": str, "reason": (str, type(None)), "order": (
 @dataclass
 class Run:
     """One run. order: its place in the shuffled order of a sweep, from 1. metrics: by column. samples: lines of
-    samples.jsonl. measured: the content of kernel.json (rwkv/training/kernel_probe.py). damaged: what was left out, and why.
+    samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). damaged: what was left out,
+    and why.
     """
 
     name: str

@@ -58,7 +58,7 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.generation.chat import Chat
     from rwkv.generation.sampling import Sampling
     from rwkv.generation.states import load_context
-    from rwkv.model.program import decoding_line
+    from rwkv.model.decoding.program import decoding_line
     from rwkv.pretrained import open_checkpoint, template_of
     from rwkv.tokenizer.chat import chat_template
 

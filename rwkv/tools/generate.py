@@ -28,7 +28,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     model, tokenizer, prompts, context = _open(config)
 
     from rwkv.generation.output import run_generation
-    from rwkv.model.program import decoding_line
+    from rwkv.model.decoding.program import decoding_line
 
     files = config.out or config.save_state
     with redirect_stdout(unread(sys.stdout)) if files else nullcontext():        # these are to be whole, whoever reads

@@ -43,7 +43,7 @@ def load(config: ServeConfig) -> "Loaded":
     import torch
 
     from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.program import decodes_by_program, decoding_line, matrix_copies, program_of
+    from rwkv.model.decoding.program import decodes_by_program, decoding_line, matrix_copies, program_of
     from rwkv.pretrained import BITS, open_checkpoint, template_of
     from rwkv.serving.worker import Loaded
     from rwkv.tokenizer.chat import chat_template

@@ -13,9 +13,9 @@ from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log
 from rwkv.errors import UserError
-from rwkv.training.callbacks import Interrupted
+from rwkv.training.callbacks.divergence import Diverged
+from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, process_count, share
-from rwkv.training.divergence import Diverged
 from rwkv.training.loggers import loggers, require
 from rwkv.training.plan import announce_needs, announce_training
 from rwkv.training.run import Run, as_plain, create, open_run

@@ -42,7 +42,7 @@ from rwkv.io.memory import available_memory, resident_memory
 from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
 from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once
-from rwkv.training.checkpoints import FOLDER
+from rwkv.training.callbacks.checkpoints import FOLDER
 from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes

@@ -21,7 +21,7 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.checkpoints import FOLDER, newest_sound, settle
+from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import with_precision
 from rwkv.training.init_from import open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock

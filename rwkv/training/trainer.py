@@ -31,12 +31,14 @@ from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks import Bar, Metrics, StopCleanly
-from rwkv.training.checkpoints import LAST, Checkpoints, RandomState, VerifiedFiles
-from rwkv.training.divergence import Divergence
-from rwkv.training.kernel_probe import Probe
+from rwkv.training.callbacks.checkpoints import LAST, Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.callbacks.divergence import Divergence
+from rwkv.training.callbacks.interruption import StopCleanly
+from rwkv.training.callbacks.kernel_probe import Probe
+from rwkv.training.callbacks.metrics import Metrics
+from rwkv.training.callbacks.progress_bar import ProgressBar
+from rwkv.training.callbacks.samples import Samples, sample_every
 from rwkv.training.run import Run
-from rwkv.training.samples import Samples, sample_every
 from rwkv.training.task import LanguageModel
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
@@ -66,7 +68,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
-        callbacks=[probe, metrics, Bar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
+        callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
         default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
     if run.resume_step == options.max_steps:
         trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]

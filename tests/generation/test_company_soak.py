@@ -7,7 +7,7 @@ import torch
 from models import each_generation, small_model
 
 from rwkv.generation.engine import generate_batch
-from rwkv.model.program import most_rows
+from rwkv.model.decoding.program import most_rows
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer

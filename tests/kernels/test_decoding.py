@@ -14,8 +14,8 @@ from kernels.matvec import FORMS, pack
 from kernels.registry import KernelUnavailable
 from rwkv.generation.decoder import Decoder, FallbackDecoder, ProgramDecoder
 from rwkv.model import quantized
-from rwkv.model.bfloat16_copies import has_copies
-from rwkv.model.program import Runner, program_of
+from rwkv.model.decoding.bfloat16_copies import has_copies
+from rwkv.model.decoding.program import Runner, program_of
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV

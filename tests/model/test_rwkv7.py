@@ -26,7 +26,7 @@ from rwkv.model import fused
 from rwkv.model.base import n_parameters
 from rwkv.model.rwkv7 import UNUSED, State, resolved, shapes
 from rwkv.pretrained import RWKV
-from rwkv.training.kernel_probe import measure_errors
+from rwkv.training.callbacks.kernel_probe import measure_errors
 from rwkv.training.optim import parameter_groups
 from rwkv.training.task import LanguageModel
 

@@ -31,7 +31,7 @@ from rwkv.errors import UserError
 from rwkv.io.memory import resident_memory
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan, setup
-from rwkv.training.callbacks import peak_memory_mib
+from rwkv.training.callbacks.metrics import peak_memory_mib
 from rwkv.training.memory import free_disk, free_memory
 from rwkv.training.run import with_max_steps
 from rwkv.training.task import LanguageModel

@@ -25,7 +25,7 @@ from rwkv.generation.engine import generate
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training import fit
-from rwkv.training.samples import read_samples
+from rwkv.training.callbacks.samples import read_samples
 
 pytestmark = pytest.mark.programs
 LONG = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=200",

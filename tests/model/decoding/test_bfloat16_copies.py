@@ -5,8 +5,8 @@ import torch
 from models import small_model
 from torch import Tensor, nn
 
-from rwkv.model import bfloat16_copies
-from rwkv.model.bfloat16_copies import exact_copies, has_copies
+from rwkv.model.decoding import bfloat16_copies
+from rwkv.model.decoding.bfloat16_copies import exact_copies, has_copies
 from rwkv.pretrained import RWKV
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.wkv4 import decay_exponent
-from rwkv.model.step import norm_function, product_function, products_function
+from rwkv.model.decoding.layers import norm_function, product_function, products_function
 
 
 class Step:

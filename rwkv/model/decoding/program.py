@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
-from rwkv.model.bfloat16_copies import exact_copies, has_copies
+from rwkv.model.decoding.bfloat16_copies import exact_copies, has_copies
 from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for, drawing
 from rwkv.model.quantized import Int4Linear, Int8Linear
 

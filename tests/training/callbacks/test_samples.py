@@ -14,9 +14,9 @@ from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.report.reading import read_samples
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
-from rwkv.training.callbacks import gradient_norms, peak_memory_mib
+from rwkv.training.callbacks.metrics import gradient_norms, peak_memory_mib
+from rwkv.training.callbacks.samples import Samples, sample_every
 from rwkv.training.loggers import COLUMNS, MetricsFile, norm_names
-from rwkv.training.samples import Samples, sample_every
 
 CPU = torch.device("cpu")
 PROMPT = "line 7, ${x}: "

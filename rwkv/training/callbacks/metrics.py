@@ -1,4 +1,4 @@
-"""Callbacks around training steps: metrics (loss, throughput, gradient norms, memory), a progress bar, a clean stop."""
+"""Metrics of training steps: loss, learning rate, throughput, gradient norms and memory."""
 
 import statistics
 import sys
@@ -11,58 +11,10 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from rwkv.distributed import all_sum, log, rank, world_size
-from rwkv.io.signals import StopRequest
+from rwkv.distributed import all_sum, log, world_size
 from rwkv.model.base import Model
-from rwkv.training.checkpoints import Checkpoints
 from rwkv.training.loggers import norm_names
-
-SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # in the progress bar
-
-
-class Interrupted(Exception):
-    """Training was stopped by Ctrl-C or SIGTERM, between two steps, and has saved a checkpoint."""
-
-
-class StopCleanly(Callback):
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; a second one ends it at once.
-
-    During validation it ends there, with a checkpoint from before the validation, which the continued run repeats.
-    """
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints = checkpoints
-        self._stop = StopRequest(on_signal=_announce_stop)
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._stop.install()
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
-        between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if between_steps and not self.checkpoints.validation_follows(trainer):
-            self._stop_if_requested(trainer)
-
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._stop_if_requested(trainer)
-
-    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._stop_if_requested(trainer)
-
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        self._stop.restore()
-
-    def _stop_if_requested(self, trainer: lightning.Trainer) -> None:
-        """Stops all processes when any of them has received a signal."""
-        if trainer.strategy.reduce_boolean_decision(self._stop.requested, all=False):
-            self.checkpoints.save_last(trainer)
-            raise Interrupted
-
-
-def _announce_stop(number: int) -> None:
-    log("\nstopping after this step (Ctrl-C again stops at once) ...")
 
 
 class Metrics(Callback):
@@ -139,56 +91,6 @@ class Metrics(Callback):
         self._interval_start = time.perf_counter()
         self._interval_tokens = 0
         self._interval_counted = 0
-
-
-class Bar(Callback):
-    """A progress bar over optimiser steps on standard error; where that is not a terminal, a line every half minute."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-        self._bar: tqdm | None = None
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if rank() > 0:
-            return
-        interval = 0.2 if sys.stderr.isatty() else 30.0
-        self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, unit="step", mininterval=interval,
-                         maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if self._bar is not None and trainer.global_step > self._bar.n:
-            if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # it is about to be drawn
-                self._show(trainer)
-            self._bar.update(trainer.global_step - self._bar.n)
-
-    def on_validation_start(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str("validating")
-
-    def on_validation_end(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str("")
-
-    def on_exception(self, *_: Any) -> None:
-        self._close()
-
-    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if self._bar is not None:
-            self._show(trainer)
-
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        self._close()
-
-    def _show(self, trainer: lightning.Trainer) -> None:
-        assert self._bar is not None
-        metrics = {**trainer.callback_metrics, **self.metrics.latest}
-        shown = [f"{name} {float(metrics[name]):.4g}" for name in SHOWN if name in metrics]
-        self._bar.set_postfix_str(", ".join(shown), refresh=False)
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -6,7 +6,7 @@ import torch
 
 from kernels.decoding import LANES, NONE, Program, Wkv7
 from rwkv.config import ModelConfig
-from rwkv.model.program import Place, add_norm, add_products, shares
+from rwkv.model.decoding.program import Place, add_norm, add_products, shares
 
 MIXES = "rkvwag"
 VECTORS = ("w0", "a0", "v0", "k_k", "k_a", "r_k")        # of TimeMix, in the order of Wkv7

@@ -26,7 +26,7 @@ from rwkv.checkpoint.formats import _torch_file
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.training.divergence import Divergence
+from rwkv.training.callbacks.divergence import Divergence
 
 FOLDER = "checkpoints"
 LAST, BEST = Path(FOLDER) / "last.ckpt", Path(FOLDER) / "best.ckpt"

@@ -5,7 +5,7 @@ from typing import Any
 from kernels.decoding import Program, Wkv4
 from kernels.wkv4 import decay_exponent
 from rwkv.config import ModelConfig
-from rwkv.model.program import Place, add_norm, add_products, shares
+from rwkv.model.decoding.program import Place, add_norm, add_products, shares
 
 
 class ProgramBlocks:

@@ -1,0 +1,53 @@
+"""A clean stop: Ctrl-C or SIGTERM ends a run between two steps, with a checkpoint."""
+
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+from rwkv.distributed import log
+from rwkv.io.signals import StopRequest
+from rwkv.training.callbacks.checkpoints import Checkpoints
+
+
+class Interrupted(Exception):
+    """Training was stopped by Ctrl-C or SIGTERM, between two steps, and has saved a checkpoint."""
+
+
+class StopCleanly(Callback):
+    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; a second one ends it at once.
+
+    During validation it ends there, with a checkpoint from before the validation, which the continued run repeats.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+        self._stop = StopRequest(on_signal=_announce_stop)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop.install()
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
+                           batch: Any, batch_idx: int) -> None:
+        between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if between_steps and not self.checkpoints.validation_follows(trainer):
+            self._stop_if_requested(trainer)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._stop_if_requested(trainer)
+
+    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._stop_if_requested(trainer)
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        self._stop.restore()
+
+    def _stop_if_requested(self, trainer: lightning.Trainer) -> None:
+        """Stops all processes when any of them has received a signal."""
+        if trainer.strategy.reduce_boolean_decision(self._stop.requested, all=False):
+            self.checkpoints.save_last(trainer)
+            raise Interrupted
+
+
+def _announce_stop(number: int) -> None:
+    log("\nstopping after this step (Ctrl-C again stops at once) ...")
