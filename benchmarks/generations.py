@@ -1,15 +1,21 @@
-"""python -m benchmarks.generations [--shakespeare FILE] [--seeds 0,1,2] [--json FILE]: RWKV-7 beside RWKV-4 in the same time.
+"""python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--seeds 0,1,2] [--json FILE]
+
+RWKV-7 beside RWKV-4 in the same time.
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth
+    --nanogpt FOLDER    beside them nanoGPT's CPU recipe, whose time both get (a clone with data/shakespeare_char prepared from
+                        the same text)
 
-First both train in turns for a while, which gives the ratio of their steps' times; then RWKV-7 gets as many steps as fit the
-time of RWKV-4's, and both train to their end with each seed. The last line of standard output is the result as JSON. Not on
+First two programs train in turns for a while, which gives the ratio of their steps' times; then each gets as many steps as fit
+the time of the first, and trains to its end with each seed. The last line of standard output is the result as JSON. Not on
 Windows.
 """
 
 import argparse
 import json
+import math
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,54 +24,96 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import _turns
-from benchmarks.training import ROOT, metrics, train, train_command
+from benchmarks.training import NANOGPT, ROOT, metrics, train, train_command
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
 
-TURN_S, TIMED_STEPS = 4.0, 300
-NO_TIME_RATES = ["optim.time_mix_lr_scale=1", "optim.time_decay_lr_scale=1", "optim.time_first_lr_scale=3"]     # RWKV-4's alone
+TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
+STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part
+ENDLESS = 1_000_000
+NEVER = ["trainer.val_every=1000000", "trainer.checkpoint_every=1000000"]
+OFFICIAL_RATES = ["optim.time_mix_lr_scale=1", "optim.time_decay_lr_scale=2", "optim.time_first_lr_scale=3"]     # RWKV-7's
+SEEDED = "import sys; seed = sys.argv.pop(1); exec(open('train.py').read().replace('manual_seed(1337', f'manual_seed({seed}'))"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("stdlib", "shakespeare"))
     parser.add_argument("--shakespeare", type=Path, metavar="FILE")
+    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")
     parser.add_argument("--seeds", type=lambda text: text.split(","), default=["0", "1", "2"])
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     report: dict[str, Any] = {"machine": hardware.describe("cpu")}
     if args.only != "shakespeare":
-        report["stdlib"] = compare(["model=tiny"], ["model=rwkv7_tiny"], 1000, args.seeds)
+        report["stdlib"] = compare(["model=tiny"], ["model=rwkv7_tiny"], STEPS["stdlib"], args.seeds)
     if args.shakespeare and args.only != "stdlib":
         same = ["experiment=shakespeare_char", f"data.path={args.shakespeare}"]
-        rwkv7 = ["model.generation=rwkv7", "model.head_size=32", *NO_TIME_RATES]
-        report["shakespeare"] = compare(same, [*same, *rwkv7], 2000, args.seeds)
+        rwkv7 = ["model.generation=rwkv7", "model.head_size=32", *OFFICIAL_RATES]
+        report["shakespeare"] = compare(same, [*same, *rwkv7], STEPS["shakespeare"], args.seeds, args.nanogpt)
     publish(report, args.json)
 
 
-def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str]) -> dict[str, Any]:
-    """The loss and bits per byte of both generations at their end, RWKV-4's after `steps`, and what led to RWKV-7's steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        ms = _step_times(Path(folder), rwkv4, rwkv7)
-        lengths = {"rwkv4": steps, "rwkv7": round(steps * ms["rwkv4"] / ms["rwkv7"])}
-        runs = {name: [_end(train(Path(folder) / f"{name}-{seed}", *options, f"seed={seed}",
-                                  f"trainer.max_steps={lengths[name]}")) for seed in seeds]
-                for name, options in (("rwkv4", rwkv4), ("rwkv7", rwkv7))}
+def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str],
+            nanogpt: Path | None = None) -> dict[str, Any]:
+    """The loss and bits per byte of each at its end, and the times that led to its steps.
+
+    nanoGPT has `steps`, or RWKV-4 where it does not take part; the others have as many as fit that time.
+    """
+    options = {"rwkv4": rwkv4, "rwkv7": rwkv7}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        ms = _step_times(folder, options)
+        if nanogpt:
+            ms["nanogpt"] = ms["rwkv4"] * _nanogpt_ratio(folder, rwkv4, nanogpt)
+        allowed = steps * ms["nanogpt" if nanogpt else "rwkv4"]
+        lengths = {name: round(allowed / one) for name, one in ms.items()}
+        runs = {name: [_end(train(folder / f"{name}-{seed}", *options[name], f"seed={seed}", *_steps(lengths[name])))
+                       for seed in seeds] for name in options}
+        if nanogpt:
+            runs["nanogpt"] = [_nanogpt_end(nanogpt, folder, seed, steps) for seed in seeds]
     found = {"ms": ms, "steps": lengths, "runs": runs,
              "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
     print(json.dumps(found), flush=True)
     return found
 
 
-def _step_times(folder: Path, rwkv4: Sequence[str], rwkv7: Sequence[str]) -> dict[str, float]:
-    """The median milliseconds of a step of each, trained in turns."""
-    many = [f"trainer.max_steps={20 * TIMED_STEPS}", "trainer.val_every=1000000", "trainer.checkpoint_every=1000000"]
-    few = [f"trainer.max_steps={TIMED_STEPS}", *many[1:]]
-    folders = {"rwkv4": folder / "timed-4", "rwkv7": folder / "timed-7"}
-    _turns.beside(train_command(folders["rwkv4"], *rwkv4, *few), ROOT,
-                  train_command(folders["rwkv7"], *rwkv7, *many), ROOT, TURN_S)
-    return {name: median(1 / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"])
-            * 1000 * _tokens(out_dir) for name, out_dir in folders.items()}
+def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:
+    """The median milliseconds of a step of both, trained in turns."""
+    first, second = options
+    folders = {name: folder / f"timed-{name}" for name in options}
+    _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), ROOT,
+                  train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), ROOT, TURN_S)
+    return {name: _ms(folders[name]) for name in options}
+
+
+def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
+    """The time of nanoGPT's step relative to that of RWKV-4, trained in turns."""
+    out_dir = folder / "timed-beside-nanogpt"
+    printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), ROOT,
+                            _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
+    return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _ms(out_dir)
+
+
+def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
+    """Its recipe with another seed, which its train.py has no option for; validated at its end, on as much text as ours."""
+    return [sys.executable, "-u", "-c", SEEDED, seed, *NANOGPT, f"--max_iters={steps}", f"--lr_decay_iters={steps}",
+            f"--eval_interval={steps}", "--eval_iters=150", f"--out_dir={folder / 'nanogpt'}"]
+
+
+def _nanogpt_end(nanogpt: Path, folder: Path, seed: str, steps: int) -> dict[str, float]:
+    printed = _turns.alone(_nanogpt_command(folder, seed, steps), nanogpt)
+    loss = float(re.findall(r"val loss ([0-9.]+)", printed)[-1])
+    return {"val_loss": loss, "val_bpb": loss / math.log(2)}          # a character of this text is a byte
+
+
+def _steps(steps: int) -> list[str]:
+    return [f"trainer.max_steps={steps}"]
+
+
+def _ms(out_dir: Path) -> float:
+    """The median milliseconds of a step of the run in out_dir."""
+    return median(1000 * _tokens(out_dir) / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"])
 
 
 def _tokens(out_dir: Path) -> int:

@@ -44,9 +44,8 @@ SAVED_EVERY, WARM = 8, 6
 TURNS = {"32-true": 16.0, "bf16-mixed": 8.0, "shakespeare": 4.0}       # seconds, at least five steps
 FLOAT32 = ["trainer.precision=32-true"]              # as nanoGPT computes on a CPU
 VARIANTS = {"float32": FLOAT32, "as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"]}
-NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=1", "--eval_interval=1000000",
-           "--log_interval=1", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
-           "--max_iters=1000000", "--dropout=0.0"]
+NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--log_interval=1", "--block_size=64",
+           "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
 Report = dict[str, Any]
 
 
@@ -117,7 +116,7 @@ def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[
     if nanogpt is None:
         _turns.alone(command, ROOT)
         return _of_shakespeare(out_dir)
-    peer = [sys.executable, "-u", "train.py", *NANOGPT]
+    peer = [sys.executable, "-u", "train.py", *NANOGPT, "--eval_iters=1", "--eval_interval=1000000", "--max_iters=1000000"]
     printed = _turns.beside(command, ROOT, peer, nanogpt, TURNS["shakespeare"])
     steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]
     return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps), "nanogpt_fast_ms": _fast(steps)}
