@@ -115,17 +115,17 @@ def serving(report: Report, table: Callable[..., str] = markdown) -> str:
     return table([["server", "dtype", "texts", "tokens/s", "beside a busy process"], *rows], left=2)
 
 
-GENERATIONS = {"stdlib": "train.py as it is, model=tiny and rwkv7_tiny", "shakespeare": "experiment=shakespeare_char"}
+PARTS = {"stdlib": "train.py as it is, model=tiny and rwkv7_tiny", "shakespeare": "experiment=shakespeare_char"}
+TRAINED = {"rwkv4": "RWKV-4", "rwkv7": "RWKV-7", "nanogpt": "nanoGPT"}
 
 
 def generations(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Mean loss and bits per byte of both generations' runs in the same time; table: markdown or aligned."""
+    """Mean loss and bits per byte of the runs in the same time; table: markdown or aligned."""
     rows = [["mean of the seeds", "", "ms a step", "steps", "val/loss, nats", "val/bpb"]]
-    for part, name in GENERATIONS.items():
-        for generation, title in (("rwkv4", "RWKV-4"), ("rwkv7", "RWKV-7")) if part in report else ():
-            found = report[part]
-            mean = found["mean"][generation]
-            rows.append([name, title, f"{found['ms'][generation]:.0f}", f"{found['steps'][generation]}",
+    for part, name in PARTS.items():
+        found = report.get(part, {"mean": {}})
+        for trained, mean in found["mean"].items():
+            rows.append([name, TRAINED[trained], f"{found['ms'][trained]:.0f}", f"{found['steps'][trained]}",
                          f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
     return table(rows, left=2)
 
