@@ -17,6 +17,7 @@ NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safeten
          "ggmf": "model.bin", "gguf": "model.gguf"}
 HELD = [(generation, format) for generation in GENERATIONS for format in NAMES if (generation, format) != ("rwkv4", "gguf")]
 OFFICIAL = ("pth", "ckpt", "safetensors")        # formats with every tensor of the official files
+SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # that every format takes
 each_held = pytest.mark.parametrize(("generation", "format"), HELD)
 
 

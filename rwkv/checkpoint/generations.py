@@ -6,7 +6,9 @@ A generation offers
     official_name, recognises      the official name for another program's; whether tensors by official names are its own
     arranged, laid_out             tensors from any format's arrangement to the official one; to that of a format
     widths, has_many_forms         the sizes that follow from the tensors' shapes; whether a vector has several shapes in files
-    HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, HUGGING_FACE_EPSILON, hugging_face_config          for config.json
+    EXTENSIONS                     versions that go beyond it, which are refused by name, and their tensors' names
+    HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
+    HUGGING_FACE_CONSTANTS         numbers of config.json that epsilons follow from, with the values of every released model
     GGUF_ARCHITECTURE              None where GGUF does not have it; else also GGUF_SIZES, gguf_sizes, GGUF_FLOAT32 and
                                    GGUF_UNQUANTISED, the names of tensors that are float32, or never quantised
 """
@@ -25,13 +27,9 @@ from rwkv.errors import CheckpointError, UserError
 
 Shape = tuple[int, ...]
 
-# Versions and names of tensors that only they have, for the message about a file that no generation recognises: RWKV-LM's
-# RWKV-v1 to RWKV-v8, where 7a, 7b and 8 have more of these than the ones before them
-OTHER_VERSIONS = (("RWKV-8", r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?"), ("RWKV-7b", r".*\.qkv\..*"),
-                  ("RWKV-7a", r".*\.ffn\.(s_emb\w*|s[012])(\.weight)?"),
-                  ("RWKV-1", r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)"), ("RWKV-2", r".*\.time_mix"),
-                  ("RWKV-6", r".*\.time_(maa|decay_w)\w*"),
-                  ("RWKV-5", r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"))
+# Versions of RWKV-LM and names of tensors that only they have, for the message about a file that no generation recognises
+OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "RWKV-2": r".*\.time_mix",
+                  "RWKV-6": r".*\.time_(maa|decay_w)\w*", "RWKV-5": r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"}
 
 
 def generations() -> list[ModuleType]:
@@ -82,7 +80,8 @@ def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType)
 
 
 def _why_none(path: Path, tensors: Mapping[str, Stored]) -> str:
-    for version, pattern in OTHER_VERSIONS:
+    extensions = {version: pattern for generation in generations() for version, pattern in generation.EXTENSIONS.items()}
+    for version, pattern in {**extensions, **OTHER_VERSIONS}.items():
         for name in tensors:
             if re.fullmatch(pattern, name):
                 return f"{path} is an {version} checkpoint (it has {name}): this program runs {supported()}"

@@ -19,7 +19,8 @@ GGUF_ARCHITECTURE = None
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "attention_hidden_size": "n_att",
                       "intermediate_size": "n_ffn", "vocab_size": "vocab_size", "context_length": "ctx_len"}
-HUGGING_FACE_EPSILON = "layer_norm_epsilon"
+HUGGING_FACE_CONSTANTS = {"layer_norm_epsilon": 1e-5}
+EXTENSIONS: dict[str, str] = {}
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward", "time_mix_k": "time_mix_key",
                 "time_mix_v": "time_mix_value", "time_mix_r": "time_mix_receptance"}
 OFFICIAL = {theirs: ours for ours, theirs in HUGGING_FACE.items()}
@@ -64,7 +65,8 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
     C, A, F = model.sizes(config)
     return {"architectures": ["RwkvForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
             "context_length": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": C,
-            "attention_hidden_size": A, "intermediate_size": F, "rescale_every": 6 if dtype == torch.float16 else 0}
+            "attention_hidden_size": A, "intermediate_size": F, "rescale_every": 6 if dtype == torch.float16 else 0,
+            **HUGGING_FACE_CONSTANTS}
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]]) -> dict[str, int]:

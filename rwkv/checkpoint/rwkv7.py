@@ -27,7 +27,9 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv7 as model
 
-EXTENSIONS = r".*\.(s_emb\w*|s[012]|enn)(\.weight)?|.*\.(qkv|rosa)\..*"        # of RWKV-7a, 7b and 8, which have r_k as well
+# Later versions, which have r_k as well, and the names of tensors that only they and those before them in this list have
+EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b": r".*\.qkv\..*",
+              "RWKV-7a": r".*\.(s_emb\w*|s[012])(\.weight)?"}
 JOINED = "x_rwkvag"
 TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
@@ -38,7 +40,7 @@ RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
                       "head_dim": "head_size", "vocab_size": "vocab_size", "max_position_embeddings": "ctx_len",
                       **{name: name for name in RANKS}}
-HUGGING_FACE_EPSILON = "norm_eps"
+HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "head_dim": 64}          # fla's group norm has their product as its epsilon
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
                 "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight"}
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
@@ -60,7 +62,8 @@ GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # by its qua
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
     """Whether tensors with these names are RWKV-7's: there is r_k, and nothing that later versions have beside it."""
-    return any(name.endswith(".att.r_k") for name in tensors) and not any(re.fullmatch(EXTENSIONS, name) for name in tensors)
+    extended = any(re.fullmatch(pattern, name) for pattern in EXTENSIONS.values() for name in tensors)
+    return any(name.endswith(".att.r_k") for name in tensors) and not extended
 
 
 def official_name(name: str) -> str:
@@ -152,7 +155,8 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
     if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
         return {}
     of_others = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
-    C, rank = bias.shape[-1], next(iter(of_others), declared.get("v_low_rank_dim")) or matrix.shape[1]
+    stated = declared.get("v_low_rank_dim")
+    C, rank = bias.shape[-1], next(iter(of_others), stated if isinstance(stated, int) and stated > 0 else matrix.shape[1])
     shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
     return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape))     # type: ignore[misc]
             for name, shape in shapes.items() if name not in tensors}
@@ -212,12 +216,13 @@ def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The part of config.json that describes the architecture; fla's group norm has head_dim times norm_eps."""
+    """The part of config.json that describes the architecture."""
     config = model.resolved(config)
     return {"architectures": ["RWKV7ForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
             "max_position_embeddings": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd,
             "intermediate_size": config.n_ffn, "head_dim": config.head_size, "hidden_act": "sqrelu", "norm_first": True,
-            "norm_bias": True, "attn_mode": "chunk", **{name: getattr(config, name) for name in RANKS}}
+            "norm_bias": True, "norm_eps": HUGGING_FACE_CONSTANTS["norm_eps"], "attn_mode": "chunk",
+            **{name: getattr(config, name) for name in RANKS}}
 
 
 def gguf_sizes(config: ModelConfig) -> dict[str, int]:

@@ -75,6 +75,7 @@ TENSORS: tuple[Callable[[Checkpoint, random.Random], None], ...] = (swap, change
 
 
 SIZES = {"rwkv4": {"n_layer": 2, "n_embd": 4, "n_att": 6}, "rwkv7": {"n_layer": 2, "n_embd": 4, "head_size": 2}}
+HEAD = {"n_embd": 64, "n_ffn": 4, "head_size": 64}           # the least that a Hugging Face directory of RWKV-7 takes
 
 
 BPE = JsonTokenizer.train([], 257)
@@ -82,12 +83,13 @@ BPE = JsonTokenizer.train([], 257)
 
 def small(generation: str, format: str) -> Checkpoint:
     tokenizer = BPE if format == "gguf" else CharTokenizer("abü")
-    return checkpoint_of(weights(generation, tokenizer.vocab_size + 5), tokenizer)
+    more = HEAD if (generation, format) == ("rwkv7", "huggingface") else {}
+    return checkpoint_of(weights(generation, tokenizer.vocab_size + 5, **more), tokenizer)
 
 
 @cache
-def weights(generation: str, vocab_size: int) -> dict[str, Tensor]:
-    return small_model("reference", vocab_size, generation=generation, **SIZES[generation]).state_dict()
+def weights(generation: str, vocab_size: int, **sizes: int) -> dict[str, Tensor]:
+    return small_model("reference", vocab_size, generation=generation, **{**SIZES[generation], **sizes}).state_dict()
 
 
 def trial(folder: Path, generation: str, format: str, seed: int) -> bool:

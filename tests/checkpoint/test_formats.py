@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from files import NAMES, OFFICIAL, each_held, hugging_face_tensors, same_tensors, shard
+from files import NAMES, OFFICIAL, SIZES, each_held, hugging_face_tensors, same_tensors, shard
 from models import small_model, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -43,7 +43,7 @@ def model() -> RWKV:
 @pytest.fixture(scope="module")
 def models(model: RWKV) -> dict[str, RWKV]:
     """One of each generation."""
-    return {"rwkv4": model, "rwkv7": small_model("reference", generation="rwkv7", n_ffn=24)}
+    return {"rwkv4": model, "rwkv7": small_model("reference", generation="rwkv7", n_ffn=24, **SIZES["rwkv7"])}
 
 
 def refuses(path: Path, *said: str) -> None:
@@ -387,7 +387,7 @@ def test_what_is_there_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_p
     write_checkpoint(read_checkpoint(tmp_path / name), tmp_path / name)
     assert list(tmp_path.iterdir()) == [tmp_path / name]
     assert same_tensors(read_checkpoint(tmp_path / name).weights, read_checkpoint(tmp_path / name).weights)
-    small_model("reference", 60, generation=generation).save_pretrained(tmp_path / name)
+    small_model("reference", 60, generation=generation, **SIZES[generation]).save_pretrained(tmp_path / name)
     assert read_checkpoint(tmp_path / name).vocab_size == 60
 
 
@@ -398,7 +398,7 @@ def test_a_link_stays_a_link(models: dict[str, RWKV], tmp_path: Path, generation
     (tmp_path / "disk").mkdir()
     model.save_pretrained(tmp_path / "disk" / name)
     (tmp_path / name).symlink_to(Path("disk") / name)
-    small_model("reference", 60, generation=generation).save_pretrained(tmp_path / name)
+    small_model("reference", 60, generation=generation, **SIZES[generation]).save_pretrained(tmp_path / name)
     assert (tmp_path / name).is_symlink()
     assert read_checkpoint(tmp_path / "disk" / name).vocab_size == 60
     assert {path.name for path in tmp_path.iterdir()} == {"disk", name}

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from files import NAMES, OFFICIAL, hugging_face_tensors
+from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
 from models import small_model, tokens
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,7 +33,7 @@ WORLD = WorldTokenizer("".join(f"{index} {token!r} {len(token)}\n" for index, to
 
 @pytest.fixture(scope="module")
 def model() -> RWKV:
-    model = small_model("reference", generation="rwkv7")
+    model = small_model("reference", generation="rwkv7", **SIZES["rwkv7"])
     for name in UNUSED:
         model.state_dict()[name].normal_(generator=torch.Generator().manual_seed(2))
     return model
@@ -66,7 +66,7 @@ def field(path: Path, key: str) -> Any:
 
 def test_sizes_are_read_off_the_tensors(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model.pth")
-    assert read_checkpoint(tmp_path / "model.pth").config == replace(model.config, n_ffn=64, ctx_len=1024)
+    assert read_checkpoint(tmp_path / "model.pth").config == replace(model.config, n_ffn=512, ctx_len=1024)
 
 
 def test_vectors_come_in_two_shapes_and_layer_0_with_or_without_its_unused_tensors(model: RWKV, tmp_path: Path) -> None:
@@ -96,14 +96,24 @@ def test_each_format_has_the_unused_tensors_that_its_readers_want(model: RWKV, t
 
 @pytest.mark.parametrize("format", [format for format in NAMES if format != "ggmf"])
 def test_one_layer_has_no_other_rank_to_read(tmp_path: Path, format: str) -> None:
-    model = small_model("reference", generation="rwkv7", n_layer=1)
+    model = small_model("reference", generation="rwkv7", n_layer=1, **SIZES["rwkv7"])
     model.save_pretrained(tmp_path / NAMES[format])
     assert read_checkpoint(tmp_path / NAMES[format]).config.v_low_rank_dim == model.config.v_low_rank_dim
 
 
+@pytest.mark.parametrize("rank", ["three", [3], -3, True])
+def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
+    """One that no tensor tells: of the unused v1 in a directory of one layer."""
+    small_model("reference", generation="rwkv7", n_layer=1, **SIZES["rwkv7"]).save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"v_low_rank_dim": rank}))
+    refuses(tmp_path / "model", "v_low_rank_dim")
+
+
 @pytest.mark.parametrize(("version", "name"), [
     ("RWKV-7a", "blocks.1.ffn.s_emb.weight"), ("RWKV-7a", "blocks.1.ffn.s1"), ("RWKV-7b", "blocks.0.qkv.k_emb.weight"),
-    ("RWKV-8", "blocks.0.ffn.enn.weight"), ("RWKV-8", "blocks.0.rosa.x_q")])
+    ("RWKV-8", "blocks.0.ffn.enn.weight"), ("RWKV-8", "blocks.0.ffn.ennk"), ("RWKV-8", "blocks.0.rosa.x_q"),
+    ("RWKV-8", "blocks.0.rosa_qkv.weight")])
 @pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
 def test_extensions_are_refused_by_name(model: RWKV, tmp_path: Path, save: Callable[..., None], version: str,
                                         name: str) -> None:
@@ -112,10 +122,11 @@ def test_extensions_are_refused_by_name(model: RWKV, tmp_path: Path, save: Calla
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"blocks.1.att.r_k": torch.zeros(16)}, "blocks.1.att.r_k"), ({"blocks.0.att.r_k": torch.zeros(4, 3)}, "head_size"),
-    ({"blocks.0.att.w1": torch.zeros(3, 16)}, "blocks.0.att.w1"), ({"blocks.2.att.w2": torch.zeros(4, 16)}, "blocks.2.att.w2"),
-    ({"blocks.0.att.a0": torch.zeros(())}, "blocks.0.att.a0"), ({"blocks.0.att.v1": torch.zeros(16, 9)}, "blocks.0.att.v"),
-    ({"blocks.0.att.x_rwkvag": torch.zeros(5, 1, 16)}, "x_rwkvag"), ({"blocks.0.att.x_g": torch.zeros(6, 16)}, "x_g")])
+    ({"blocks.1.att.r_k": torch.zeros(128)}, "blocks.1.att.r_k"), ({"blocks.0.att.r_k": torch.zeros(4, 3)}, "head_size"),
+    ({"blocks.0.att.w1": torch.zeros(3, 128)}, "blocks.0.att.w1"),
+    ({"blocks.2.att.w2": torch.zeros(4, 128)}, "blocks.2.att.w2"),
+    ({"blocks.0.att.a0": torch.zeros(())}, "blocks.0.att.a0"), ({"blocks.0.att.v1": torch.zeros(128, 9)}, "blocks.0.att.v"),
+    ({"blocks.0.att.x_rwkvag": torch.zeros(5, 1, 128)}, "x_rwkvag"), ({"blocks.0.att.x_g": torch.zeros(6, 128)}, "x_g")])
 def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, Tensor], said: str) -> None:
     torch.save({**model.state_dict(), **changed}, tmp_path / "odd.pth")
     refuses(tmp_path / "odd.pth", said)
@@ -131,25 +142,41 @@ def test_a_directory_is_flas(model: RWKV, tmp_path: Path) -> None:
     assert torch.equal(held["model.layers.1.attn.v_lora.lora.2.weight"], own["blocks.1.att.v2"].T)
     assert torch.equal(held["model.layers.1.attn.a_lora.lora.2.bias"], own["blocks.1.att.a0"].flatten())
     assert "model.layers.1.attn.g_lora.lora.2.bias" not in held
-    shapes = {"embeddings.weight": (50, 16), "layers.0.pre_norm.bias": (16,), "layers.2.attn.x_g": (1, 1, 16),
-              "layers.2.attn.k_a": (16,), "layers.2.attn.r_k": (2, 8), "layers.2.ffn.x_k": (16,), "norm.weight": (16,),
-              "layers.2.attn.g_norm.weight": (16,), "layers.0.attn.o_proj.weight": (16, 16), "layers.1.ffn_norm.bias": (16,)}
+    shapes = {"embeddings.weight": (50, 128), "layers.0.pre_norm.bias": (128,), "layers.2.attn.x_g": (1, 1, 128),
+              "layers.2.attn.k_a": (128,), "layers.2.attn.r_k": (2, 64), "layers.2.ffn.x_k": (128,), "norm.weight": (128,),
+              "layers.2.attn.g_norm.weight": (128,), "layers.0.attn.o_proj.weight": (128, 128),
+              "layers.1.ffn_norm.bias": (128,)}
     assert {name: tuple(held[f"model.{name}"].shape) for name in shapes} == shapes
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    stated = {"model_type": "rwkv7", "hidden_size": 16, "num_hidden_layers": 3, "head_dim": 8, "intermediate_size": 64,
+    stated = {"model_type": "rwkv7", "hidden_size": 128, "num_hidden_layers": 3, "head_dim": 64, "intermediate_size": 512,
               "decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6, "norm_eps": 1e-5,
               "vocab_size": 50, "max_position_embeddings": 32, "architectures": ["RWKV7ForCausalLM"]}
     assert stated.items() <= config.items()
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"norm_eps": 1e-3}, "norm_eps"), ({"head_dim": 4}, "head_size=4"), ({"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
+    ({"norm_eps": 1e-3}, "norm_eps"), ({"hidden_size": 64}, "n_embd=64"), ({"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
     ({"model_type": "rwkv8"}, "RWKV-8")])
 def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
     model.save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     refuses(tmp_path / "model", said)
+
+
+def test_heads_of_another_width_have_another_epsilon_in_a_directory(tmp_path: Path) -> None:
+    """fla's group norm has head_dim norm_eps as its epsilon, and the official one 64e-5 whatever the head."""
+    other = small_model("reference", generation="rwkv7")
+    with pytest.raises(UserError, match=r"head_dim 64.* 8"):
+        other.save_pretrained(tmp_path / "model")
+    model = small_model("reference", generation="rwkv7", **SIZES["rwkv7"])
+    model.save_pretrained(tmp_path / "model")
+    tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(tmp_path / "model").items()}
+    save_file(tensors | {f"model.layers.{i}.attn.r_k": torch.zeros(4, 32) for i in range(3)},
+              tmp_path / "model" / "model.safetensors")              # without our entry
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 32}))
+    refuses(tmp_path / "model", "head_dim 32, expected 64")
 
 
 def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) -> None:
@@ -161,7 +188,7 @@ def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) ->
 
 
 def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
-    model = small_model("reference", WORLD.vocab_size, generation="rwkv7")
+    model = small_model("reference", WORLD.vocab_size, generation="rwkv7", **SIZES["rwkv7"])
     model.save_pretrained(tmp_path / "model", WORLD)
     tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(tmp_path / "model").items()}
     save_file(tensors, tmp_path / "model" / "model.safetensors")     # without our entry
@@ -202,11 +229,44 @@ def test_gguf_is_llama_cpps(model: RWKV, tmp_path: Path) -> None:
     for name, tensor in expected.items():
         assert tuple(held[name].shape) == tuple(reversed(tensor.shape)), name
         assert np.array_equal(held[name].data, tensor), name
-    stated = {"block_count": 3, "embedding_length": 16, "feed_forward_length": 64, "wkv.head_size": 8,
+    stated = {"block_count": 3, "embedding_length": 128, "feed_forward_length": 512, "wkv.head_size": 64,
               "context_length": 1 << 20, "attention.head_count": 0, "attention.decay_lora_rank": 5,
               "attention.iclr_lora_rank": 4, "attention.value_residual_mix_lora_rank": 3, "attention.gate_lora_rank": 6}
     assert {key: field(tmp_path / "model.gguf", f"rwkv7.{key}") for key in stated} == stated
     assert field(tmp_path / "model.gguf", "general.architecture") == "rwkv7"
+
+
+def test_a_merged_file_is_whole_and_a_part_is_not(model: RWKV, tmp_path: Path) -> None:
+    """llama-gguf-split --merge writes split.count 0."""
+    model.save_pretrained(tmp_path / "model.gguf")
+    rewrite(tmp_path / "model.gguf", tmp_path / "merged.gguf", "split.count", 0, gguf.GGUFValueType.UINT16)
+    assert read_checkpoint(tmp_path / "merged.gguf").config == read_checkpoint(tmp_path / "model.gguf").config
+    rewrite(tmp_path / "model.gguf", tmp_path / "part.gguf", "split.count", 2, gguf.GGUFValueType.UINT16)
+    refuses(tmp_path / "part.gguf", "2 parts", "--merge")
+
+
+def test_an_architecture_that_is_no_text_is_refused(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model.gguf")
+    rewrite(tmp_path / "model.gguf", tmp_path / "odd.gguf", "general.architecture", [1, 2], gguf.GGUFValueType.ARRAY)
+    refuses(tmp_path / "odd.gguf", "[1, 2]", "rwkv7")
+
+
+def rewrite(path: Path, target: Path, key: str, value: Any, kind: gguf.GGUFValueType) -> None:
+    """The file by the package, with `key` added or changed."""
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(target, "rwkv7")
+    for name, held in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in (key, "general.architecture"):
+            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+    del writer.kv_data[0]["general.architecture"]
+    if key != "general.architecture":
+        writer.add_architecture()
+    writer.add_key_value(key, value, kind, gguf.GGUFValueType.INT32 if kind == gguf.GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])

@@ -74,6 +74,22 @@ def test_steps_are_the_decoders(implementation: object, form: str, allowed: floa
         torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]).float(), rtol=0, atol=allowed)
 
 
+@pytest.mark.parametrize(("head_size", "rank"), [(16, 6), (24, 6), (48, 6), (8, 100)])
+@pytest.mark.parametrize("implementation", IN_ONE_LAUNCH)
+@torch.no_grad()
+def test_heads_and_ranks_of_other_sizes(implementation: object, head_size: int, rank: int) -> None:
+    """A rank above the width, too."""
+    model = small_model("reference", generation="rwkv7", n_embd=48, head_size=head_size, gate_low_rank_dim=rank).eval()
+    several = tokens(model, B=3, T=4)
+    decoder, plain = decoder_of(model, model.empty_state(3), implementation), Decoder(model, model.empty_state(3))
+    for t in range(4):
+        torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]), rtol=0, atol=1e-5)
+
+
+def test_heads_that_do_not_fill_vectors_have_no_program() -> None:
+    assert program_of(small_model("reference", generation="rwkv7", n_embd=48, head_size=12)) is None
+
+
 @each_generation
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("implementation", "rows"), [(taichi_v0, 5), pytest.param(taichi_v2, 15, marks=NATIVE)])

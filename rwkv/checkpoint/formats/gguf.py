@@ -75,10 +75,10 @@ def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     """The sizes that the metadata state. Raises CheckpointError for a file of another architecture, or part of one."""
     architecture = metadata.get("general.architecture")
     known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
-    if architecture not in known:
+    if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
                               f"{' and '.join(known)} from GGUF")
-    if metadata.get("split.count", 1) != 1:
+    if metadata.get("split.count", 1) not in (0, 1):         # 0 is what --merge writes
         raise CheckpointError(f"{path} is one of {metadata['split.count']} parts of a model: put them together with "
                               "llama.cpp's llama-gguf-split --merge")
     epsilon = metadata.get(f"{architecture}.attention.layer_norm_epsilon", LAYER_NORM_EPSILON)

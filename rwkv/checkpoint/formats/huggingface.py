@@ -6,6 +6,7 @@ fla/models/rwkv7.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 END_OF_TEXT = "<|endoftext|>"            # as in rwkv/tokenizer/tokenizers.py; else token 0 separates documents
-LAYER_NORM_EPSILON = 1e-5                # torch's default, which every generation was trained with
 
 
 def recognises(path: Path) -> bool:
@@ -33,6 +33,11 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Content:
     config = _config(path / CONFIG)
     content = _weights(path)
+    for name, value, expected in _constants(config):
+        own = name == "head_dim" and content.entry is not None           # written here, where it changes no epsilon
+        if value != expected and not own:
+            raise CheckpointError(f"{path / CONFIG} has {name} {value}, expected {expected}: with another, its norms have "
+                                  "another epsilon than this program's")
     sizes = next(module.HUGGING_FACE_SIZES for module in generations() if module.HUGGING_FACE_TYPE == config["model_type"])
     declared = {ours: config[theirs] for theirs, ours in sizes.items() if config.get(theirs) is not None}
     length = declared.pop("ctx_len", None)
@@ -43,8 +48,13 @@ def read(path: Path) -> Content:
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Raises UserError where the directory holds anything that is not part of such a checkpoint."""
+    """Raises UserError where the directory holds anything that is not part of such a checkpoint, or for a model with other
+    epsilons than the directory's readers compute with."""
     _require_ours(path)
+    for name, value, expected in _constants(_described(outgoing)):
+        if value != expected:
+            raise UserError(f"a Hugging Face directory is for models with {name} {expected}, and this one has {value}: another "
+                            "program would compute its norms with another epsilon; choose another format")
     write_folder(path, lambda folder: _write(folder, outgoing))
 
 
@@ -86,8 +96,8 @@ def _described(outgoing: Outgoing) -> dict[str, Any]:
     dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
     end, _ = _end_of_text(outgoing)
     return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype),
-            generation.HUGGING_FACE_EPSILON: LAYER_NORM_EPSILON, "bos_token_id": end, "eos_token_id": end,
-            "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
+            "bos_token_id": end, "eos_token_id": end, "tie_word_embeddings": False, "use_cache": True,
+            "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def _require_ours(path: Path) -> None:
@@ -108,11 +118,14 @@ def _config(path: Path) -> dict[str, Any]:
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
         raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected {known}): "
                               f"this program runs {supported()}")
-    epsilon = config.get(generation.HUGGING_FACE_EPSILON, LAYER_NORM_EPSILON)
-    if epsilon != LAYER_NORM_EPSILON:
-        raise CheckpointError(f"{path} has {generation.HUGGING_FACE_EPSILON} {epsilon}, expected {LAYER_NORM_EPSILON}, which "
-                              f"{generation.model.NAME} is computed with")
     return config
+
+
+def _constants(config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The numbers in config.json that a norm's epsilon follows from: name, value, and that of the generation's."""
+    generation = next(module for module in generations() if module.HUGGING_FACE_TYPE == config["model_type"])
+    for name, expected in generation.HUGGING_FACE_CONSTANTS.items():
+        yield name, config.get(name, expected), expected
 
 
 def _weights(path: Path) -> Content:

@@ -42,11 +42,12 @@ class ModelProgram(NamedTuple):
 
 
 def program_of(model: Any) -> ModelProgram | None:
-    """The program of a plain model on a CPU; None where a width is no multiple of 8, or its matrices have several
-    forms."""
+    """The program of a plain model on a CPU; None where a width, or that of a head, is no multiple of 8, or its matrices
+    have several forms."""
     linears = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear))]
     forms = {form_of(layer) for layer in linears}
-    if len(forms) != 1 or not forms <= set(FORMS) or any(layer.in_features % LANES for layer in linears):
+    widths = {model.config.head_size, *(layer.in_features for layer in linears)}
+    if len(forms) != 1 or not forms <= set(FORMS) or any(width % LANES for width in widths):
         return None
     program, C = Program(), model.config.n_embd
     x, normal, logits = program.register(C), program.register(C), program.register(model.vocab_size)

@@ -21,7 +21,8 @@ class ProgramBlocks:
         self._normal, self._mixed, self._out = program.register(C), program.register(len(MIXES) * C), program.register(C)
         self._r, self._k, self._v, self._z, self._rate, self._g, self._of_v, self._v_first, self._kk, self._y = (
             program.register(C) for _ in range(10))
-        self._relu, self._hidden = program.register(self._F), program.register(C)
+        self._relu = program.register(self._F)
+        self._hidden: dict[int, int] = {}                # inside the gates, by their ranks
 
     def add(self, block: Any) -> list[Place]:
         """Adds the block; where the tensors of its state are, in the order of State."""
@@ -56,10 +57,13 @@ class ProgramBlocks:
         down, up = getattr(att, f"{name}1").detach().T, getattr(att, f"{name}2").detach().T              # (D,C), (C,D)
         missing = -len(down) % LANES
         down, up = torch.nn.functional.pad(down, (0, 0, 0, missing)), torch.nn.functional.pad(up, (0, missing))
-        self._program.down(self._mixed + MIXES.index(name) * self._C, self._hidden, down)
+        if len(down) not in self._hidden:
+            self._hidden[len(down)] = self._program.register(len(down))
+        hidden = self._hidden[len(down)]
+        self._program.down(self._mixed + MIXES.index(name) * self._C, hidden, down)
         if function:
-            self._program.map(function, self._hidden, len(down))
-        self._program.up(self._hidden, y, up)
+            self._program.map(function, hidden, len(down))
+        self._program.up(hidden, y, up)
 
     def _add_channel_mix(self, block: Any) -> Place:
         program, ffn, C = self._program, block.ffn, self._C
