@@ -91,6 +91,21 @@ def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
     assert (trainer.max_steps, trainer.val_every) == (5 * 833, 833)
 
 
+def test_rwkv_7_s_recipe_is_the_experiment() -> None:
+    """RWKV-LM, RWKV-v7/train_temp: demo-training-run.sh, and the curve of its README, of all steps."""
+    config = compose("train", "experiment=rwkv7_minipile", "data.path=minipile")
+    model, optim, trainer = config.model, config.optim, config.trainer
+    assert (model.generation, model.n_layer, model.n_embd, model.ctx_len, config.data.batch_size) == ("rwkv7", 12, 768, 512, 16)
+    assert (config.data.name, config.data.tokenizer) == ("binidx", "world")
+    assert (optim.name, optim.schedule, optim.warmup_steps) == ("adamw", "cosine", 10)
+    assert (optim.lr, optim.min_lr, list(optim.betas), optim.eps) == (6e-4, 6e-5, [0.9, 0.99], 1e-18)
+    assert (optim.time_decay_lr_scale, optim.weight_decay, optim.grad_clip, optim.l2_wrap) == (2, 1e-3, 1, 1e-4)
+    assert (trainer.max_tokens, trainer.precision, trainer.log_every) == (1_498_226_207, "bf16-mixed", 1)
+    assert config.logger.published_steps * config.data.batch_size == 40320
+    assert config.logger.published_losses == [4.875856, 4.028621, 3.801625, 3.663070, 3.578974, 3.510906, 3.462345, 3.412196,
+                                              3.376724, 3.336911, 3.313411, 3.295895]
+
+
 def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
     config = compose("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
     assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 64, 7)

@@ -59,18 +59,19 @@ def timex_table(measured: dict[str, Any]) -> str:
 
 
 def scan_table(measured: dict[str, Any]) -> str:
-    """Times; their ratios to the limit, where operations are counted, and to a copy of one tensor; extra memory; and the speed
-    of both passes relative to the baseline."""
+    """Times; their ratios to the limit, where operations are counted, and to a copy of one tensor; extra memory; the largest
+    error of a result or a gradient; and the speed of both passes relative to the baseline."""
     results = _by_name(measured)
     baseline = _both(results[measured["baseline"]]) if measured["baseline"] in results else None
     counted = all(result["gflops"] for result in measured["results"])
     columns = {**({"x_limit": "x limit"} if counted else {}), "copies": "x one copy", "extra_mb": "extra MB"}
-    rows = [["", "forward ms", "backward ms", *columns.values(), *([f"x {measured['baseline']}"] if baseline else [])]]
+    speed_of = [f"x {measured['baseline']}"] if baseline else []
+    rows = [["", "forward ms", "backward ms", *columns.values(), "largest error", *speed_of]]
     for name, parts in results.items():
         forward, backward = parts["forward"], parts["backward"]
         pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in columns)
         speed = [_short(baseline / _both(parts))] if baseline else []
-        rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *speed])
+        rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, f"{forward['err_ratio']:.0e}", *speed])
     one = measured["limits"]["copy_one_ms"]
     return (f"{_caption(measured)} A copy of one such tensor takes {_ms(one)} ms; in pairs, forward and backward.\n\n"
             f"{markdown(rows)}{_notes(measured)}")

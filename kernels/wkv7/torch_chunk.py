@@ -1,4 +1,4 @@
-"""The recurrence in chunks of CHUNK steps, in plain torch: within a chunk matrix products, from chunk to chunk the state.
+"""The recurrence in chunks of 16 steps, in plain torch: within a chunk matrix products, from chunk to chunk the state.
 
 W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With a row for each of c steps, let
 queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t / W_t, values the rows sa_t and v_t. Then

@@ -80,12 +80,22 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
     if config.tune.method != "full":
         yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
-                         f"{config.tune.base}; the blocks compute by their plain formulas, without the fused forms")
+                         f"{config.tune.base}")
+    yield "blocks", _blocks(config, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     yield from _memory(config, V, device, programs)
     yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
+
+
+def _blocks(config: TrainConfig, conversations: bool) -> str:
+    """Which of its forms a block trains in; fused.can_fuse chooses it."""
+    plain = {f"tune={config.tune.method} freezes weights": config.tune.method != "full",
+             "rows of conversations are read text by text": conversations,
+             "trainer.compile=true fuses them": config.trainer.compile}
+    why = next((reason for reason, holds in plain.items() if holds), None)
+    return "fused, with gradients of their own" if why is None else f"plain formulas: {why}"
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

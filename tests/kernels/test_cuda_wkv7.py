@@ -17,7 +17,7 @@ from kernels.wkv7 import WKV7, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("wkv7") if name.startswith("cuda_")]
-SHAPES = ((2, 1, 3, 64), (1, 64, 1, 64), (1, 129, 2, 64))      # (B, T, H, N)
+SHAPES = ((2, 1, 3, 64), *((1, T, 1, 64) for T in (11, 16, 63, 64)), (1, 129, 2, 64))      # (B, T, H, N)
 SHORT = {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20, "cuda_v3": 70}         # steps: a whole chunk and a part of one
 
 

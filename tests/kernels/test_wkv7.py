@@ -101,6 +101,12 @@ def test_state_gradient_alone(wkv7: WKV7, device: str) -> None:
     assert all(err_ratio(*pair) < 1e-5 for pair in zip(found, exact, strict=True))
 
 
+@pytest.mark.thorough
+def test_gradcheck_over_several_chunks() -> None:
+    inputs = [tensor.requires_grad_() for tensor in cases.double(cases.inputs(1, 34, 1, 2))]
+    assert torch.autograd.gradcheck(lambda *given: tuple(WKV7("torch_chunk")(*given)), inputs, fast_mode=True)
+
+
 def test_nan_stays_in_its_head_and_reaches_no_earlier_step(wkv7: WKV7, device: str) -> None:
     """In each input; of r, in the step alone."""
     t, inputs = 20, cases.inputs(2, 40, 2, 64, device=device)

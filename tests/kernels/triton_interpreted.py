@@ -125,12 +125,41 @@ def test_wkv_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1, 3), torch.float32), ((1, 9, 2, 5), torch.float32),
+                                              ((1, 5, 1, 64), torch.float32),
                                               ((2, 4, 1, 8), torch.bfloat16)], ids=str)
 def test_wkv7(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Chunks and blocks of 4, one and several, whole and not."""
     inputs = wkv7_cases.inputs(*shape, dtype=dtype)
     expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
     assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance(dtype))
+
+
+@pytest.mark.parametrize("log_w", [wkv7_cases.FASTEST, wkv7_cases.SLOWEST, 0.0])
+def test_wkv7_at_the_ends_of_the_range_of_decay(log_w: float) -> None:
+    inputs = wkv7_cases.inputs(1, 9, 2, 4, log_w=log_w)
+    expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
+    assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance())
+
+
+@pytest.mark.parametrize("zeros", [("k",), ("a", "b"), ("r",), ("v",), ("state",)], ids=str)
+def test_wkv7_with_zeros(zeros: tuple[str, ...]) -> None:
+    inputs = tuple(torch.zeros_like(tensor) if name in zeros else tensor
+                   for name, tensor in zip(wkv7_cases.NAMES, wkv7_cases.inputs(1, 6, 1, 4), strict=True))
+    expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
+    assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance())
+
+
+def test_wkv7_is_causal_and_nan_stays_in_its_head() -> None:
+    inputs = wkv7_cases.inputs(2, 9, 2, 4)
+    y, _ = WKV7("triton_v0")(*inputs)
+    for name, tensor in zip(wkv7_cases.NAMES[:6], inputs, strict=False):
+        bad = tensor.clone()
+        bad[1, 6, 0, 1] = math.nan
+        found, _ = WKV7("triton_v0")(*(bad if other is tensor else other for other in inputs))
+        assert torch.equal(found[0], y[0]), name
+        assert torch.equal(found[1, :, 1], y[1, :, 1]), name
+        assert torch.equal(found[1, :6, 0], y[1, :6, 0]), name
+        assert found[1, 6:, 0].isnan().any(), name
 
 
 def test_wkv7_without_gradients() -> None:

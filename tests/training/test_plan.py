@@ -44,6 +44,8 @@ PRESETS = {"tiny": 2_712_576, "small": 13_101_312,          # with 2,048 tokens,
 WORLD_VOCABULARY = 65536
 PRESETS_7 = {"tiny": 2_817_024, "small": 13_414_656, "0.1b": 191_084_544, "0.4b": 450_834_432, "1.5b": 1_527_668_736,
              "2.9b": 2_948_065_280, "7.2b": 7_199_932_416, "13.3b": 13_238_317_056}     # of the released files, from 0.1b on
+RANKS_7 = {"tiny": [32, 32, 32, 64], "small": [64, 64, 32, 96], "0.1b": [64, 64, 32, 128], "0.4b": [64, 64, 32, 128],
+           "1.5b": [96, 96, 64, 256], "2.9b": [96, 96, 64, 320], "7.2b": [128, 128, 96, 480], "13.3b": [128, 128, 96, 480]}
 GB, MIB = 10 ** 9, 2 ** 20
 
 
@@ -76,8 +78,10 @@ def test_a_preset_of_rwkv_7_has_the_published_parameters(name: str) -> None:
     options = yaml.safe_load(text)
     config, V = ModelConfig(**options), 2048 if name in ("tiny", "small") else WORLD_VOCABULARY
     L, C = config.n_layer, config.n_embd
-    ranks = sum(size for option, size in options.items() if option.endswith("_dim"))
-    assert memory.n_parameters(config, V) == 2 * V * C + 4 * C + L * (19 * C + 12 * C * C + 2 * C * ranks) == PRESETS_7[name]
+    ranks = [options[f"{gate}_low_rank_dim"] for gate in ("decay", "a", "v", "gate")]
+    assert ranks == RANKS_7[name]
+    assert memory.n_parameters(config, V) == PRESETS_7[name]
+    assert 2 * V * C + 4 * C + L * (19 * C + 12 * C * C + 2 * C * sum(ranks)) == PRESETS_7[name]
     assert f"{PRESETS_7[name]:,} " in text, "the file says so itself"
 
 
@@ -358,6 +362,7 @@ def test_the_plan_says_how_long_threads_wait(run: Run, monkeypatch: pytest.Monke
     _, _, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache",
                       "trainer=cpu", "kernel=torch_scan", "plan=true")
     assert "GOMP_SPINCOUNT=77" in next(line for line in error.splitlines() if line.startswith("kernel"))
+    assert "fused" in next(line for line in error.splitlines() if line.startswith("blocks"))
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

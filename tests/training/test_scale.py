@@ -105,9 +105,10 @@ class Steps(lightning.Callback):
 
 
 @pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
-def test_fp16_goes_on_with_the_scale_that_it_had(tmp_path: Path) -> None:
+@each_generation
+def test_fp16_goes_on_with_the_scale_that_it_had(tmp_path: Path, generation: str) -> None:
     def trained(resume: Path | None) -> tuple[list[float], dict[str, Tensor]]:
-        steps, learner = Steps(), task()
+        steps, learner = Steps(), task(generation)
         options = precision_for(TrainerConfig(precision="fp16-mixed"), torch.device("cpu"))
         options["plugins"][0].scaler._init_scale, options["plugins"][0].scaler._growth_interval = 2.0 ** 10, 2
         trainer = lightning.Trainer(max_steps=6, accelerator="cpu", callbacks=[steps], logger=False, default_root_dir=tmp_path,

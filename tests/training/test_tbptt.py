@@ -245,7 +245,8 @@ class Saving(lightning.Callback):
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("generation", "precision"), [
-    ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed")])
+    ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed"),
+    ("rwkv7", "fp16-mixed")])
 @pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: str, short: Any) -> None:
     batches = list(batches_of(short, StepLayout(2), 6))

@@ -1,0 +1,42 @@
+"""make soak: RWKV-7 under every kernel by one sweep, and in two processes."""
+
+from pathlib import Path
+
+import pytest
+from models import reasons
+from training_runs import ROOT, SMALL, TEXT, finish, losses, start
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+KERNELS = [name for name, reason in reasons("wkv7").items() if reason is None]
+RECIPE = ("model=rwkv7_tiny", "optim=adamw", "optim.lr=6e-4", "trainer.max_steps=50", "trainer.log_every=1",
+          "trainer.val_every=50", "trainer.sample_tokens=0", "logger=csv", f"data.cache_dir={ROOT / '.cache'}")
+TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
+
+
+@pytest.mark.parametrize(("eps", "allowed"), [("1e-8", 1e-4), ("1e-18", None)])
+def test_fifty_steps_under_every_kernel(tmp_path: Path, eps: str, allowed: float | None) -> None:
+    """With the official eps, 1e-18, an update is the sign of a gradient, and rounding decides it: the difference is printed."""
+    done = finish(start(tmp_path, "train", "-m", *RECIPE, f"optim.eps={eps}", f"kernel={','.join(KERNELS)}", "out_dir=sweep"))
+    assert done.status == 0, done.error
+    runs = {folder.parent.name: list(losses(folder.parent).values()) for folder in tmp_path.glob("sweep/*/metrics.csv")}
+    assert len(runs) == len(KERNELS)
+    assert all(len(run) == 50 for run in runs.values())
+    (reference,) = [run for name, run in runs.items() if name.endswith("kernel=reference")]
+    assert reference[-1] < 0.8 * reference[0]
+    for name, run in runs.items():
+        difference = max(abs(one - other) for one, other in zip(run, reference, strict=True))
+        print(f"eps {eps}, {name}: {difference:.1e}")
+        assert allowed is None or difference <= allowed
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert all(name in page for name in KERNELS)
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    run = (*SMALL, "logger=csv", "model.generation=rwkv7", "model.head_size=8", "trainer.max_steps=20", "trainer.val_every=10")
+    for name, more in (("one", ()), ("two", TWO), ("less", (*TWO, "trainer.activation_checkpointing=true"))):
+        done = finish(start(tmp_path, "train", *run, *more, f"out_dir={name}"))
+        assert done.status == 0, done.error
+        for column in ("train/loss", "val/loss"):
+            assert losses(tmp_path / name, column) == pytest.approx(losses(tmp_path / "one", column), abs=1e-5)
