@@ -118,15 +118,16 @@ def exchanged(file: str, reader: str, expected: str, cases: Iterable[str], outpu
 
 
 def each_kind_changed(folder: Path, outputs: AllOutputs) -> Iterator[Row]:
-    """A row for each kind of RWKV-7's tensors, changed in all layers: how far the logits are then from float64."""
+    """A row for each kind of RWKV-7's tensors, changed in all layers: how far the logits are then from float64, under the
+    kernel that is nearest."""
     case = CASES_7[CONTROL_CASE]
-    weights = random_weights(case)
+    weights, kernels = random_weights(case), [kernel for kernel, reason in reasons("wkv7").items() if reason is None]
     for kind in kinds(case):
         changed = {name: torch.from_numpy(weight) for name, weight in scaled(weights, kind, FACTOR).items()}
         torch.save(changed, folder / "changed.pth")
-        found = ours(case, folder / "changed.pth", "reference", n_greedy=1)
         exact = outputs[CONTROL_CASE, "float64", OFFICIAL]
-        yield Row((CONTROL_CASE, kind), {"float64": Cell(logits_apart(found, exact), TO_FLOAT64)})
+        apart = min(logits_apart(ours(case, folder / "changed.pth", kernel, n_greedy=1), exact) for kernel in kernels)
+        yield Row((CONTROL_CASE, kind), {"float64": Cell(apart, TO_FLOAT64)})
 
 
 if __name__ == "__main__":
