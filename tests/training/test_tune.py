@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import SIZES
 from models import small_model, tokens
 from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, caller, one_sentence
@@ -37,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With base7.pth, base4.pth and talks.jsonl."""
     for name in ("rwkv4", "rwkv7"):
-        model = small_model(generation=name, vocab_size=256)
+        model = small_model(generation=name, vocab_size=256, **SIZES[name])
         model.save_pretrained(tmp_path / f"base{name[-1]}.safetensors", ByteTokenizer())
     talks = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(12)]
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
@@ -164,7 +165,7 @@ def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
 @pytest.mark.programs
 def test_other_frozen_weights_are_noticed(folder: Path, run: Run) -> None:
     out = tuned(run, "tune=lora", "tune.rank=2")
-    small_model(generation="rwkv7", vocab_size=256, seed=9).save_pretrained(folder / "base7.safetensors", ByteTokenizer())
+    small_model(generation="rwkv7", vocab_size=256, seed=9, **SIZES["rwkv7"]).save_pretrained(folder / "base7.safetensors", ByteTokenizer())
     with pytest.raises(CheckpointError, match="that file holds others now"):
         read_checkpoint(out)
 
@@ -209,7 +210,7 @@ def test_answers_that_are_all_cut_off_are_refused(folder: Path, run: Run) -> Non
 @pytest.mark.programs
 def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
     status, _, error = run("train", *OPTIONS, "tune=lora", "tune.rank=2", "init_from=base7.safetensors", "plan=true")
-    model = small_model(generation="rwkv7", vocab_size=256)
+    model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
     add_adapters(model, (), 2, 2.0)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert status == 0
