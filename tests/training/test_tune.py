@@ -165,7 +165,8 @@ def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
 @pytest.mark.programs
 def test_other_frozen_weights_are_noticed(folder: Path, run: Run) -> None:
     out = tuned(run, "tune=lora", "tune.rank=2")
-    small_model(generation="rwkv7", vocab_size=256, seed=9, **SIZES["rwkv7"]).save_pretrained(folder / "base7.safetensors", ByteTokenizer())
+    other = small_model(generation="rwkv7", vocab_size=256, seed=9, **SIZES["rwkv7"])
+    other.save_pretrained(folder / "base7.safetensors", ByteTokenizer())
     with pytest.raises(CheckpointError, match="that file holds others now"):
         read_checkpoint(out)
 
