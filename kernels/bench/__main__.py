@@ -2,7 +2,8 @@
 times it. A wrong implementation is not timed, and the exit status is 1.
 
     --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
-    --shape SIZES ...     B,C,T for timex and wkv4, B,H,N,T for wkv7, N,K,R for matvec; others: AXES in kernels/bench/OP.py
+    --shape SIZES ...     B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax;
+                          N,h,w,offset,pad_x,pad_y for pad
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from kernels.arguments import Parser, above_zero, sizes
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware, plot
 from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
@@ -186,17 +188,18 @@ def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description="Verify and time the kernels.")
+    parser = Parser("kernels.bench", "Verify and time the kernels.")
     parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", metavar="NAME", help="of the inputs; default: float32")
-    parser.add_argument("--shape", type=_sizes, nargs="+", metavar="SIZES",
-                        help="B,C,T for timex and wkv4, B,H,N,T for wkv7, N,K,R for matvec")
-    parser.add_argument("--sweep", type=_sizes, nargs="?", const=(), metavar="SIZE,...",
+    parser.add_argument("--shape", type=sizes, nargs="+", metavar="SIZES",
+                        help="B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax; "
+                             "N,h,w,offset,pad_x,pad_y for pad")
+    parser.add_argument("--sweep", type=sizes, nargs="?", const=(), metavar="SIZE,...",
                         help="the first shape with these last sizes as well")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
                         help="these and the baseline; python -m kernels lists the names")
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="time spent on each pass of each kernel")
+    parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S", help="time spent on each pass of each kernel")
     parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned", help="the C library's allocator")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the result; needs matplotlib")
@@ -206,9 +209,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     args.shape = args.shape or [*case.SHAPES[args.device]]
     try:
         _check(args, case)
+        args.sweep = _sweep(args, case)
+        _check_memory(args, case)
     except ValueError as error:
         parser.error(str(error))
-    args.sweep = _sweep(args, case)
     return args
 
 
@@ -228,11 +232,14 @@ def _check(args: argparse.Namespace, case: type[BenchCase]) -> None:
         plot.check(args.plot)
 
 
-def _sizes(text: str) -> Shape:
-    sizes = tuple(int(size) for size in text.split(","))
-    if min(sizes) < 1:
-        raise ValueError(text)
-    return sizes
+def _check_memory(args: argparse.Namespace, case: type[BenchCase]) -> None:
+    """Raises ValueError for a shape whose tensors alone are larger than the free memory."""
+    free = hardware.free_bytes(args.device)
+    for shape in [*args.shape, *args.sweep]:
+        needed = case.numbers(*shape) * getattr(torch, args.dtype).itemsize
+        if free is not None and needed > free:
+            raise ValueError(f"inputs and results of {args.op} at {','.join(map(str, shape))} need {needed / 1e9:,.1f} GB, and "
+                             f"{free / 1e9:.1f} GB are free on {args.device}: choose a smaller --shape or --sweep")
 
 
 if __name__ == "__main__":

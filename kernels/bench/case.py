@@ -67,6 +67,10 @@ class BenchCase(Protocol):
     def names() -> tuple[str, ...]:
         """Everything that can be timed, including what cannot run here."""
 
+    @staticmethod
+    def numbers(*shape: int) -> int:
+        """How many numbers the inputs, the results and their gradients have: all are in memory at once."""
+
     @property
     def sequence(self) -> Tensor:
         """The tensor whose copy is the unit of time."""

@@ -44,6 +44,15 @@ def commit() -> str | None:
     return head + ("+" if changes else "")
 
 
+def free_bytes(device: str) -> int | None:
+    """The memory that programs can still have; None where the system does not tell."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    info = Path("/proc/meminfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def matmul(device: str) -> tuple[Callable[[], Any], int]:
     """A float32 matrix product (no TF32), and its floating-point operations."""
     n = MATMUL_N[device]

@@ -29,6 +29,10 @@ class Case:
     def names() -> tuple[str, ...]:
         return registry.names("matvec")
 
+    @staticmethod
+    def numbers(N: int, K: int, R: int) -> int:
+        return N * K + R * (N + K)
+
     @property
     def sequence(self) -> Tensor:
         return self.packed.weight

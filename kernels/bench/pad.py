@@ -30,6 +30,10 @@ class Case:
     def names() -> tuple[str, ...]:
         return registry.names("pad")
 
+    @staticmethod
+    def numbers(N: int, h: int, w: int, offset: int, pad_x: int, pad_y: int) -> int:
+        return N * h * w + 2 * N * (h + 2 * pad_y) * (w + 2 * pad_x)
+
     @property
     def sequence(self) -> Tensor:
         """The output."""

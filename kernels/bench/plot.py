@@ -7,7 +7,6 @@ A figure whose shapes are not in a file is omitted, with a sentence on standard 
 Ito's palette, safe for colour-blind readers), the shade the rung of a ladder.
 """
 
-import argparse
 import importlib.util
 import re
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernels.arguments import Parser
 from kernels.bench.results import UnusableFile, caption, check_folder, committed, exit_status, measured_at, read
 from kernels.timex import cases as timex_cases
 
@@ -32,8 +32,7 @@ LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench.plot", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("kernels.bench.plot", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("files", nargs="*")
     arguments = parser.parse_args(argv)

@@ -29,6 +29,10 @@ class Case:
     def names() -> tuple[str, ...]:
         return registry.names("softmax")
 
+    @staticmethod
+    def numbers(rows: int, columns: int) -> int:
+        return 4 * rows * columns
+
     @property
     def sequence(self) -> Tensor:
         return self.x.detach()

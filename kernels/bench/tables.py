@@ -4,11 +4,11 @@ Default: every file in benchmarks/results/, so that the tables of a CPU and of G
 and versions. In a README, this program owns the lines between <!-- OP: measured --> and <!-- end of OP: measured -->.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+from kernels.arguments import Parser
 from kernels.bench.hardware import ROOT
 from kernels.bench.results import FOLDER, UnusableFile, caption, committed, exit_status, read
 from kernels.bench.text import filled, markdown
@@ -16,8 +16,7 @@ from kernels.registry import operators
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench.tables", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("kernels.bench.tables", __doc__)
     parser.add_argument("files", nargs="*")
     files = parser.parse_args(argv).files
     reports = read(files or committed())

@@ -32,6 +32,10 @@ class Case:
     def names() -> tuple[str, ...]:
         return registry.names("timex")
 
+    @staticmethod
+    def numbers(B: int, C: int, T: int) -> int:
+        return 4 * B * C * T + 2 * C * T
+
     @property
     def sequence(self) -> Tensor:
         return self.k.detach()

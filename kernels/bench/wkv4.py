@@ -40,6 +40,10 @@ class Case:
         """The names that `select` takes; a TimeX stands for the convolution form with it inside."""
         return (Case.baseline, *selectable("wkv4"))
 
+    @staticmethod
+    def numbers(B: int, C: int, T: int) -> int:
+        return 6 * B * C * T
+
     @property
     def sequence(self) -> Tensor:
         return self.inputs[2].detach()

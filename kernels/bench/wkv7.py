@@ -46,6 +46,10 @@ class Case:
     def names() -> tuple[str, ...]:
         return tuple(selectable("wkv7"))
 
+    @staticmethod
+    def numbers(B: int, H: int, N: int, T: int) -> int:
+        return 14 * B * H * N * T + 4 * B * H * N * N
+
     @property
     def sequence(self) -> Tensor:
         return self.inputs[3].detach()

@@ -1,0 +1,102 @@
+"""The command lines of programs: a parser that shows a mistake as one sentence, and the types of options.
+
+A type raises argparse.ArgumentTypeError; its message follows the option's name.
+"""
+
+import argparse
+import math
+import shutil
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """The arguments of python -m MODULE. A mistake is one line on standard error, without the usage, and exit status 2."""
+
+    def __init__(self, module: str, description: str | None) -> None:
+        super().__init__(prog=f"python -m {module}", description=description,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(at_least(1)(size) for size in text.split(","))
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"sizes are whole numbers of at least 1, as 8,768,1024, got {text!r}") from None
+
+
+def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
+    """One size for each of the axes, as in "L,C,V"."""
+    def named(text: str) -> tuple[int, ...]:
+        found = sizes(text)
+        if len(found) != len(axes.split(",")):
+            raise ArgumentTypeError(f"expected the sizes {axes}, got {text}")
+        return found
+
+    return named
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names with commas between them."""
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(known)}")
+        return found
+
+    return names
+
+
+def existing(text: str) -> Path:
+    """A file or a folder."""
+    path = Path(text)
+    if not path.exists():
+        raise ArgumentTypeError(f"there is no {text}: name a file or a folder that exists")
+    return path
+
+
+def existing_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise ArgumentTypeError(f"there is no file {text}: name one that exists")
+    return path
+
+
+def existing_folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise ArgumentTypeError(f"there is no folder {text}: name one that exists")
+    return path
+
+
+def program(text: str) -> Path:
+    """A program's path, or its name where the shell finds it."""
+    found = shutil.which(text)
+    if found is None:
+        raise ArgumentTypeError(f"there is no program {text}: name one that exists and can be run")
+    return Path(found)
