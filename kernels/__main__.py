@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
+from kernels.arguments import Parser
 from kernels.registry import KernelUnavailable, load, names, operators, why_not
 
 WIDTH = 127
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
+    Parser("kernels", __doc__).parse_args(argv)
     try:
         show()
         sys.stdout.flush()
@@ -65,4 +67,4 @@ def wrapped(head: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,6 +11,7 @@ writes the files, of all operators by default. It needs clang 15, since Taichi 1
 
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -78,7 +79,14 @@ def _with_included(source: Path) -> Iterator[Path]:
         yield from _with_included((source.parent / name).resolve())
 
 
-def main(operators: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    from kernels.arguments import Parser
+
+    parser = Parser("kernels.backends.bitcode", __doc__)
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", choices=sorted({source.parts[-3] for source in sources()}))
+    operators = parser.parse_args(argv).operators
+    if shutil.which(CLANG[0]) is None:
+        parser.error(f"there is no {CLANG[0]} on the PATH: install clang 15")
     for source in sources():
         if operators and source.parts[-3] not in operators:
             continue
@@ -88,4 +96,4 @@ def main(operators: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -28,6 +28,13 @@ def test_clang_makes_the_file(source: Path, level: str, tmp_path: Path) -> None:
     assert (tmp_path / "made.bc").read_bytes() == bitcode.path_of(source, level).read_bytes()
 
 
+def test_an_unknown_operator_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        bitcode.main(["convolution"])
+    assert status.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_level_is_the_best_that_a_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     for has, expected in ((registry.LEVELS["avx512bf16"], "avx512bf16"), (registry.AVX512, "avx512"),
                           (registry.AVX2, "avx2"), (("avx2",), None), ((), None)):
