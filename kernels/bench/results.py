@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.bench.hardware import ROOT
+from kernels.registry import KernelUnavailable, UnknownKernel
 
 Report = dict[str, Any]
 PARTS = {"op", "device", "dtype", "malloc", "machine", "shapes", "sweep"}
@@ -19,18 +20,20 @@ class UnusableFile(ValueError):
     """A file or folder of the user's that cannot be read or written; the message is one sentence with the reason."""
 
 
-def exit_status(main: Callable[[], int | None]) -> int:
+def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> int:
     """Runs a program's main and returns its exit status.
 
-    A file's error becomes one sentence and status 2; a closed standard output ends the program quietly with status 1.
+    An error of a file or a kernel, or one of `mistakes`, becomes its sentence and status 2; a closed standard output ends the
+    program quietly with status 1.
     """
+    caught: tuple[type[Exception], ...] = (OSError, UnusableFile, UnknownKernel, KernelUnavailable, *mistakes)
     try:
         status = main() or 0
         sys.stdout.flush()
     except BrokenPipeError:              # as in: python -m kernels.bench timex | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OSError, UnusableFile) as error:
+    except caught as error:
         print(error, file=sys.stderr)
         return 2
     return status

@@ -17,6 +17,7 @@ from stubs import stub
 from kernels import __main__ as listing
 from kernels import registry
 from kernels.bench import __main__, gpu_check, hardware, plot, tables, timing
+from kernels.bench.case import case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
 from kernels.bench.results import exit_status
@@ -287,7 +288,8 @@ def test_err_ratio() -> None:
 
 @pytest.mark.parametrize(("args", "named"), [
     ("convolution", "convolution"), ("timex --shape 2,3", "--shape"), ("timex --shape 2,0,3", "--shape"),
-    ("timex --sweep 8,0", "--sweep"), ("timex --dtype uint8", "--dtype"), ("timex --only nonsense", "nonsense"),
+    ("timex --shape a,b,c", "--shape"), ("timex --seconds -1", "--seconds"), ("timex --sweep 8,0", "--sweep"),
+    ("timex --dtype uint8", "--dtype"), ("timex --only nonsense", "nonsense"),
     ("wkv4 --only fft", "fft"), ("timex --json .", "--json"), ("timex --json FILE/new.json", "FILE"),
     ("timex --plot FILE/new", "FILE"),
 ])
@@ -299,7 +301,22 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     with pytest.raises(SystemExit) as status:
         __main__.main(args.split())
     assert status.value.code == 2
-    assert named in capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(hardware.free_bytes("cpu") is None, reason="this system does not tell its free memory")
+@pytest.mark.parametrize("op", registry.operators())
+@pytest.mark.parametrize("option", ["--shape", "--sweep"])
+def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(
+        op: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(__main__, "measure", lambda *_: pytest.fail("it was measured"))
+    sizes = ["100000"] * len(case_of(op).AXES) if option == "--shape" else [str(10**13)]
+    with pytest.raises(SystemExit) as status:
+        __main__.main([op, option, ",".join(sizes)])
+    assert status.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("program", [tables.main, lambda files: plot.main(["figures", *files])], ids=["tables", "plot"])
@@ -312,6 +329,15 @@ def test_a_file_that_is_missing_or_not_json_is_a_sentence(program, file: str, mo
     error = capsys.readouterr().err
     assert file in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("mistake", [registry.UnknownKernel("a"), registry.KernelUnavailable("a"), FileNotFoundError("a")])
+def test_a_mistake_ends_a_program_with_its_sentence(mistake: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise mistake
+
+    assert exit_status(main) == 2
+    assert capsys.readouterr().err == "a\n"
 
 
 @pytest.mark.programs
@@ -334,6 +360,13 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for op in registry.operators() for name in registry.names(op))
     assert max(map(len, out.splitlines())) < 128
+
+
+def test_the_listing_takes_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        listing.main(["timex"])
+    assert status.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_listing_says_why_not_here() -> None:
