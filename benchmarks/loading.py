@@ -22,9 +22,9 @@ from benchmarks import tables
 from kernels.bench import hardware
 from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
-from rwkv.checkpoint import rwkv4
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.config import ModelConfig
+from rwkv.model import rwkv4
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
