@@ -166,7 +166,7 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
             "--batch", sizes[0], "--prompt", sizes[1]]
     pythons = {"rwkv": args.peers, "transformers": args.peers, "llama.cpp": args.llama,
                "rwkv.cpp": args.rwkv_cpp and sys.executable}
-    script = str(hardware.ROOT / "benchmarks" / "peer_generation.py")
+    script = str(hardware.ROOT / "benchmarks" / "_peer_generation.py")
     lacking = LACKING[args.generation]
     peers = {(peer, form): [str(pythons[peer]), "-I", script, peer, form, str(folder), *sizes]
              for peer, forms in PEER_FORMATS[width].items() for form in forms

@@ -1,4 +1,4 @@
-"""peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: prefill and decode of another program, timed on request.
+"""_peer_generation.py PEER FORMAT FOLDER BATCHES PROMPT: prefill and decode of another program, timed on request.
 
     rwkv           PyPI's, on an RWKV-4 or RWKV-7 checkpoint (model.pth): float32, bfloat16, int8 (RWKV-4)
     transformers   on huggingface/: float32, bfloat16 (RWKV-4)
