@@ -18,7 +18,7 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
-EXTRAS = {"cuda.core": "'timemix[cuda]'"}            # packages that are installed with others, as an extra of this project
+EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
 AVX2 = ("avx2", "fma3")                  # as torch calls the instructions of a CPU
 AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
 LEVELS = {"avx512bf16": (*AVX512, "avx512_bf16"), "avx512": AVX512, "avx2": AVX2}          # C is compiled for; the best first

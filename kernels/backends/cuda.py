@@ -105,7 +105,7 @@ def _core() -> ModuleType:
         return module if hasattr(module, "launch") else importlib.import_module("cuda.core.experimental")
     except ImportError as error:
         raise KernelUnavailable(f"CUDA kernels need cuda-core, and it does not start ({error}): "
-                                "pip install 'timemix[cuda]'") from error
+                                "pip install '.[cuda]'") from error
 
 
 @contextlib.contextmanager

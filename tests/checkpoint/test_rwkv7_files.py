@@ -366,7 +366,7 @@ def test_gguf_has_no_rwkv4(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_remedy(model: RWKV, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.save_pretrained(tmp_path / "model.gguf")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(UserError, match=r"^[^\n]*pip install 'timemix\[gguf\]'$"):
+    with pytest.raises(UserError, match=r"^[^\n]*pip install '\.\[gguf\]'$"):
         model.save_pretrained(tmp_path / "other.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
     assert our_gguf.read(tmp_path / "model.gguf").tensors            # reading needs no package

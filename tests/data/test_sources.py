@@ -173,7 +173,7 @@ def test_a_fixed_share_of_documents_is_for_validation(fraction: float, count: in
 # Hugging Face
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason='the library `datasets` is missing: "timemix[hf]"')
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="the library `datasets` is missing: pip install '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
 @pytest.mark.parametrize("form", ["folder", "dictionary", "parquet", "json"])
 def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, m
 
 def test_the_error_without_the_library_names_the_package(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r'data=hf .*pip install "timemix\[hf\]"'):
+    with pytest.raises(UserError, match=r"data=hf .*pip install '\.\[hf\]'"):
         prepare(of_kind(config, "hf", Path("somewhere")), 16)
 
 

@@ -104,7 +104,7 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     with stub(packages=("cuda.core",)) as name:
         assert registry.why_not("timex", name) == (
-            f"{name} needs the package cuda.core, which is not installed (pip install 'timemix[cuda]')")
+            f"{name} needs the package cuda.core, which is not installed (pip install '.[cuda]')")
 
 
 def test_a_device_comes_before_a_package_that_would_not_help() -> None:

@@ -127,7 +127,7 @@ def _package() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("writing GGUF needs the package gguf, which is not installed: pip install 'timemix[gguf]'") from error
+        raise UserError("writing GGUF needs the package gguf, which is not installed: pip install '.[gguf]'") from error
     return gguf
 
 

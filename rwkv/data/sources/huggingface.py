@@ -11,7 +11,7 @@ from rwkv.errors import UserError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
 ROWS = 256                               # read at a time
-INSTALL = 'data=hf needs the library `datasets`: pip install "timemix[hf]"'
+INSTALL = "data=hf needs the library `datasets`: pip install '.[hf]'"
 
 
 def source(config: DataConfig, cache: Path) -> Source:
