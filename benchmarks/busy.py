@@ -18,9 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._main import run_program
+from kernels.arguments import Parser, at_least
 from kernels.backends import threads
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 
 ROOT = Path(__file__).parent.parent
@@ -107,13 +109,12 @@ def _turn(job: Job, seconds: float) -> float:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.busy", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.busy", __doc__)
     parser.add_argument("--spins", nargs="+", default=[threads.SPINS], metavar="N", help="values of GOMP_SPINCOUNT")
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--turns", type=at_least(1), default=10, metavar="N")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -6,7 +6,6 @@ keeps compiled from one process to the next. packed: the file itself is in int4.
 the result as JSON.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,8 +18,10 @@ from statistics import median
 import torch
 
 from benchmarks import tables
+from benchmarks._main import run_program
+from kernels.arguments import Parser, at_least
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from rwkv.checkpoint.files import checkpoint_of, write_checkpoint
 from rwkv.config import ModelConfig
@@ -38,8 +39,8 @@ DTYPES = ("float32", "bfloat16", "int8", "int4")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = Parser("benchmarks.first_token", __doc__)
+    parser.add_argument("--repeats", type=at_least(1), default=5, metavar="N")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,4 +94,4 @@ def _first_output(command: list[str], home: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -32,10 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks._main import run_program
+from kernels.arguments import Parser, any_sizes, at_least, existing_folder, program, sizes_of, some_of
 from kernels.backends import threads
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import UnusableFile, output_file, publish
 from kernels.bench.text import aligned
 from kernels.select import select
 from rwkv.config import ModelConfig
@@ -214,10 +216,10 @@ def step_bytes(model: RWKV, dtype: str, B: int) -> float:
 
 
 def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> None:
-    """Writes a random model, and it again in the format of each peer that takes part."""
+    """Writes a random model, and it again in the format of each peer that takes part. Raises UnusableFile for --rwkv-cpp."""
     library = args.rwkv_cpp and next(args.rwkv_cpp.rglob("librwkv.so"), None)
     if args.rwkv_cpp and not library:
-        sys.exit(f"there is no librwkv.so in {args.rwkv_cpp}: build rwkv.cpp there")
+        raise UnusableFile(f"there is no librwkv.so in {args.rwkv_cpp}: build rwkv.cpp there")
     about = {"generation": args.generation, "rwkv.cpp": str(library)}
     (folder / "model.json").write_text(json.dumps(about), encoding="utf-8")
     checkpoint = write_checkpoint(folder, args.generation, shape)
@@ -311,24 +313,22 @@ def _product(module: nn.Linear | Int8Linear | Int4Linear, rows: int) -> Callable
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description="Speed of prefill and decode.")
+    parser = Parser("benchmarks.generation", "Speed of prefill and decode.")
     parser.add_argument("--generation", choices=SHAPES, default="rwkv4")
-    parser.add_argument("--shape", type=_numbers, metavar="L,C,V", help="layers, width, vocabulary")
-    parser.add_argument("--dtype", type=lambda text: text.split(","), default=list(WIDTHS), metavar="NAME,...")
-    parser.add_argument("--batch", type=_numbers, default=[1, 8], metavar="B,...")
-    parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS")
-    parser.add_argument("--peers", type=Path, metavar="PYTHON", help="of an environment with PyPI's rwkv and transformers")
-    parser.add_argument("--llama", type=Path, metavar="PYTHON", help="of an environment with llama-cpp-python")
-    parser.add_argument("--rwkv-cpp", type=Path, metavar="FOLDER", help="a checkout of rwkv.cpp with librwkv.so built")
+    parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
+    parser.add_argument("--dtype", type=some_of(WIDTHS), default=list(WIDTHS), metavar="NAME,...",
+                        help=", ".join(WIDTHS))
+    parser.add_argument("--batch", type=any_sizes, default=[1, 8], metavar="B,...")
+    parser.add_argument("--prompt", type=at_least(1), default=512, metavar="TOKENS")
+    parser.add_argument("--peers", type=program, metavar="PYTHON", help="of an environment with PyPI's rwkv and transformers")
+    parser.add_argument("--llama", type=program, metavar="PYTHON", help="of an environment with llama-cpp-python")
+    parser.add_argument("--rwkv-cpp", type=existing_folder, metavar="FOLDER",
+                        help="a checkout of rwkv.cpp with librwkv.so built")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--measure", choices=WIDTHS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -12,7 +12,6 @@ the time of the first, and trains to its end with each seed. The last line of st
 Windows.
 """
 
-import argparse
 import json
 import math
 import re
@@ -24,9 +23,11 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import _turns
+from benchmarks._main import run_program
 from benchmarks.training import NANOGPT, ROOT, metrics, train, train_command
+from kernels.arguments import Parser, at_least, existing_file, existing_folder
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
 STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part
@@ -37,13 +38,15 @@ SEEDED = "import sys; seed = sys.argv.pop(1); exec(open('train.py').read().repla
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.generations", __doc__)
     parser.add_argument("--only", choices=("stdlib", "shakespeare"))
-    parser.add_argument("--shakespeare", type=Path, metavar="FILE")
-    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")
-    parser.add_argument("--seeds", type=lambda text: text.split(","), default=["0", "1", "2"])
+    parser.add_argument("--shakespeare", type=existing_file, metavar="FILE")
+    parser.add_argument("--nanogpt", type=existing_folder, metavar="FOLDER")
+    parser.add_argument("--seeds", type=_seeds, default=["0", "1", "2"], metavar="SEED,...")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
+    if not args.shakespeare and (args.only == "shakespeare" or args.nanogpt):
+        parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
     report: dict[str, Any] = {"machine": hardware.describe("cpu")}
     if args.only != "shakespeare":
         report["stdlib"] = compare(["model=tiny"], ["model=rwkv7_tiny"], STEPS["stdlib"], args.seeds)
@@ -52,6 +55,10 @@ def main(argv: list[str] | None = None) -> None:
         rwkv7 = ["model.generation=rwkv7", "model.head_size=32", *OFFICIAL_RATES]
         report["shakespeare"] = compare(same, [*same, *rwkv7], STEPS["shakespeare"], args.seeds, args.nanogpt)
     publish(report, args.json)
+
+
+def _seeds(text: str) -> list[str]:
+    return [str(at_least(0)(seed)) for seed in text.split(",")]
 
 
 def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str],
@@ -130,4 +137,4 @@ def _end(run: list[dict[str, str]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

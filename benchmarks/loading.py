@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks import tables
+from benchmarks._main import run_program
+from kernels.arguments import Parser, at_least, program
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.config import ModelConfig
@@ -93,12 +95,13 @@ def _bytes(dtype: str) -> int:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, default=PEERS)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=output_file)
+    parser = Parser("benchmarks.loading", __doc__)
+    parser.add_argument("--peers", type=program, default=PEERS, metavar="PYTHON",
+                        help="of an environment with PyPI's rwkv and transformers")
+    parser.add_argument("--repeats", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -5,14 +5,14 @@ pass is of so few tokens that its products are those of generation, which in int
 output is the result as JSON.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
+from benchmarks._main import read_text, run_program
+from kernels.arguments import Parser, existing, existing_file
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.matvec import MOST_ROWS
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
@@ -24,11 +24,14 @@ from rwkv.pretrained import RWKV, computed_in, tokenizer_of
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT")
+    parser = Parser("benchmarks.quality", __doc__)
+    parser.add_argument("text", type=existing_file, metavar="TEXT")
+    parser.add_argument("checkpoints", nargs="+", type=existing, metavar="CHECKPOINT")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
+    read_text(args.text)                 # what is refused is so before anything is measured
+    for path in args.checkpoints:
+        tokenizer_of(read_checkpoint(path))
     rows = [row for path in args.checkpoints for row in _rows(read_checkpoint(path), args.text)]
     report = {"machine": hardware.describe("cpu"), "rows": rows}
     print(tables.quality(report, aligned), flush=True)
@@ -53,4 +56,4 @@ def _bits_per_byte(checkpoint: Checkpoint, dtype: str, text: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -30,6 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._main import run_program
+from kernels.arguments import Parser, above_zero, at_least, program, sizes_of
 from kernels.bench.results import output_file, publish
 
 ROOT = Path(__file__).parent.parent
@@ -397,18 +399,22 @@ PARTS = {"share": share, "arrivals": arrivals, "short": short, "peers": peers}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.serving", __doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
-    parser.add_argument("--texts", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--seconds", type=float, default=12, help="of each of HTTP and the engine alone, over all turns")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--shape", type=lambda text: [int(part) for part in text.split(",")], metavar="L,C,V")
-    parser.add_argument("--llama-server", type=Path, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
-    parser.add_argument("--json", type=output_file)
-    return parser.parse_args(argv)
+    parser.add_argument("--texts", nargs="+", type=at_least(1), default=[8, 32], metavar="N")
+    parser.add_argument("--seconds", type=above_zero, default=12, metavar="S",
+                        help="of each of HTTP and the engine alone, over all turns")
+    parser.add_argument("--turns", type=at_least(1), default=3, metavar="N")
+    parser.add_argument("--requests", type=at_least(1), default=10_000, metavar="N")
+    parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
+    parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
+    if args.shape and (args.shape[-1] < 320 or args.shape[-1] % 64):
+        parser.error("--shape: a vocabulary of whole characters is a multiple of 64, and at least 320")
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

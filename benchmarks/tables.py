@@ -3,20 +3,21 @@
 In the page, this program owns the lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 
+from benchmarks._main import run_program
 from benchmarks.generation import PEER_FORMATS, WIDTHS
+from kernels.arguments import Parser
 from kernels.bench.hardware import ROOT
-from kernels.bench.results import FOLDER, Report, exit_status, read_json
+from kernels.bench.results import FOLDER, Report, read_json
 from kernels.bench.text import filled, markdown
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__).parse_args(argv)
+    Parser("benchmarks.tables", __doc__).parse_args(argv)
     text = PAGE.read_text(encoding="utf-8")
     for name, (files, table) in TABLES.items():
         reports = [read_json(file) for file in sorted(FOLDER.glob(files))]           # of each machine that was measured
@@ -194,4 +195,4 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(sys.argv[1:])))
+    run_program(lambda: main(sys.argv[1:]))

@@ -6,17 +6,18 @@ weights and gradients. The last line of standard output is the result as JSON.
 """
 
 import argparse
-import sys
 import time
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks._main import run_program
+from kernels.arguments import Parser, at_least
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware
 from kernels.bench.peak_memory import extra_bytes
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.data.documents import Segments
@@ -76,12 +77,12 @@ def _milliseconds(step: Any) -> float:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--segments", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--json", type=output_file)
+    parser = Parser("benchmarks.tbptt", __doc__)
+    parser.add_argument("--segments", type=at_least(1), nargs="+", default=[1, 4, 8], metavar="K")
+    parser.add_argument("--kernel", default="auto", metavar="NAME")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -8,7 +8,6 @@ that `make peers` makes. The last line of standard output is the result as JSON.
 import argparse
 import json
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,9 +22,11 @@ import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
 from benchmarks import tables
+from benchmarks._main import read_text, run_program
 from benchmarks._strings import unicode_strings
+from kernels.arguments import Parser, at_least, existing_file, program
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
 from rwkv.data.sources.stdlib import read_stdlib
@@ -41,7 +42,7 @@ Work = dict[tuple[str, str], Callable[[], Any]]
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    text = args.text.read_text(encoding="utf-8") if args.text else _stdlib()
+    text = read_text(args.text) if args.text else _stdlib()
     size = len(text.encode())
     ours = _ours(text, args.neox)
     libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
@@ -61,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
+    given = {"neox": Tokenizer.from_file(neox)} if neox else {}
     ours: dict[str, Tokenizer] = {"byte": ByteTokenizer(), "char": CharTokenizer(text)}
-    ours |= {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")}
-    return ours | ({"neox": Tokenizer.from_file(neox)} if neox else {})
+    return ours | {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")} | given
 
 
 def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:
@@ -148,14 +149,15 @@ def _versions(rwkv: str | None) -> dict[str, str]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenization", description="Compare and time tokenizers.")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="default: a part of the standard library's sources")
-    parser.add_argument("--neox", type=Path, metavar="FILE", help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
-    parser.add_argument("--peers", type=Path, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
-    parser.add_argument("--strings", type=int, default=10_000, metavar="N")
+    parser = Parser("benchmarks.tokenization", "Compare and time tokenizers.")
+    parser.add_argument("--text", type=existing_file, metavar="FILE", help="default: a part of the standard library's sources")
+    parser.add_argument("--neox", type=existing_file, metavar="FILE",
+                        help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
+    parser.add_argument("--peers", type=program, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
+    parser.add_argument("--strings", type=at_least(1), default=10_000, metavar="N")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

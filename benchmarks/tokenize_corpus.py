@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
+from benchmarks._main import run_program
+from kernels.arguments import Parser, above_zero, at_least, existing_folder
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 
 BPE_BYTES = 20_000_000                   # of text that the tokenizer is trained on
+LEAST_GIGABYTES = 0.001
 EVERY = 0.02                             # seconds between two samples of the memory
 RUN = """
 import json, resource, sys, time
@@ -133,13 +136,17 @@ def _shards(cache: Path) -> dict[str, Any]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenize_corpus", description="Tokenise much text.")
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="for the text and the shards, about 4 times as many bytes")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="of the bpe tokenizer")
+    parser = Parser("benchmarks.tokenize_corpus", "Tokenise much text.")
+    parser.add_argument("--gigabytes", type=above_zero, default=1.0, metavar="N")
+    parser.add_argument("--folder", type=existing_folder, metavar="DIR",
+                        help="for the text and the shards, about 4 times as many bytes")
+    parser.add_argument("--vocabulary", type=at_least(257), default=8192, metavar="N", help="of the bpe tokenizer")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.gigabytes < LEAST_GIGABYTES:
+        parser.error(f"--gigabytes is at least {LEAST_GIGABYTES}, for shards to compare; got {args.gigabytes}")
+    return args
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -29,8 +29,10 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks import _turns
+from benchmarks._main import run_program
+from kernels.arguments import Parser, at_least, existing_file, existing_folder, some_of
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, read_json
+from kernels.bench.results import output_file, read_json
 from rwkv.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +40,7 @@ SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab
          "data.val_fraction=0.002", "trainer.val_every=100000", "trainer.log_every=1"]
 GENERATIONS = {"": "rwkv4", "rwkv7_": "rwkv7"}            # the prefix of a part's name
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
+PARTS = ("float32", "bfloat16", "rwkv7_float32", "rwkv7_bfloat16", "head", "losses", "rwkv7_losses", "shakespeare")
 TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
@@ -164,15 +167,19 @@ def _job_command(*arguments: str) -> list[str]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
-                        help="float32, bfloat16, rwkv7_float32, rwkv7_bfloat16, head, losses, rwkv7_losses, shakespeare")
-    parser.add_argument("--losses", type=int, metavar="STEPS")
-    parser.add_argument("--shakespeare", type=Path, metavar="FILE")
-    parser.add_argument("--nanogpt", type=Path, metavar="FOLDER")
-    parser.add_argument("--json", type=output_file)
-    return parser.parse_args(argv)
+    parser = Parser("benchmarks.training", __doc__)
+    parser.add_argument("--only", type=some_of(PARTS), default=[], metavar="NAME,...", help=", ".join(PARTS))
+    parser.add_argument("--losses", type=at_least(1), metavar="STEPS")
+    parser.add_argument("--shakespeare", type=existing_file, metavar="FILE")
+    parser.add_argument("--nanogpt", type=existing_folder, metavar="FOLDER")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
+    if not args.losses and any(name.endswith("losses") for name in args.only):
+        parser.error("--only losses and rwkv7_losses need --losses STEPS")
+    if not args.shakespeare and ("shakespeare" in args.only or args.nanogpt):
+        parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
+    return args
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

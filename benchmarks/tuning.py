@@ -8,7 +8,6 @@ matches on 100 questions of the same words, never seen, and on 50 of other words
 trained values and peak memory of the training process. The last line of standard output is the result as JSON.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -17,8 +16,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks._main import run_program
+from kernels.arguments import Parser, at_least
 from kernels.bench import hardware
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import check_folder, output_file, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -99,16 +100,16 @@ def trained_values(folder: Path, way: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser = Parser("benchmarks.tuning", (__doc__ or "").split(":")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--base-steps", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--pairs", type=int, default=20_000, help="conversations to tune on")
+    parser.add_argument("--base-steps", type=at_least(1), default=4000, metavar="N")
+    parser.add_argument("--steps", type=at_least(1), default=2000, metavar="N")
+    parser.add_argument("--pairs", type=at_least(1), default=20_000, metavar="N", help="conversations to tune on")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
     folder, chance = options.out.resolve(), random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder)
     known, other = words(500, 1), words(100, 2)
     write(folder / "base.jsonl", any_word(known, 40_000, chance))
     write(folder / "rule.jsonl", (conversation(*pair) for pair in third_word(known, options.pairs, chance)))
@@ -130,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_program(main)

@@ -7,7 +7,6 @@ Each run is train.py's, a process of its own: printed are the figure in its plan
 its end, by the kernel's account of that process (Linux).
 """
 
-import argparse
 import json
 import os
 import random
@@ -16,7 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks._main import run_program
 from benchmarks.tuning import ROOT, conversation, third_word, words, write
+from kernels.arguments import Parser, at_least
+from kernels.bench.results import check_folder
 
 SHAPES, WAYS = ("0.4b", "1.5b"), ("lora", "state")
 VOCABULARY = 65536
@@ -59,15 +61,15 @@ def gigabytes(said: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder, where the weights stay")
+    parser = Parser("benchmarks.tuning_memory", (__doc__ or "").split(":")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder, where the weights stay")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--ctx-len", type=int, default=256)
+    parser.add_argument("--ctx-len", type=at_least(1), default=256, metavar="T")
     parser.add_argument("--options", nargs="*", default=[], help="more of train.py's")
     options = parser.parse_args()
     folder = options.out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder)
     write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 500, random.Random(0))))
     for shape in options.shapes:
         weights = folder / f"{shape}.pth"
@@ -81,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -42,7 +42,7 @@ def above_zero(text: str) -> float:
     return number
 
 
-def sizes(text: str) -> tuple[int, ...]:
+def any_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(at_least(1)(size) for size in text.split(","))
     except ArgumentTypeError:
@@ -52,7 +52,7 @@ def sizes(text: str) -> tuple[int, ...]:
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
     """One size for each of the axes, as in "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
-        found = sizes(text)
+        found = any_sizes(text)
         if len(found) != len(axes.split(",")):
             raise ArgumentTypeError(f"expected the sizes {axes}, got {text}")
         return found

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kernels.arguments import Parser, above_zero, sizes
+from kernels.arguments import Parser, above_zero, any_sizes
 from kernels.backends.allocator import keep_large_blocks
 from kernels.bench import hardware, plot
 from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
@@ -192,10 +192,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", metavar="NAME", help="of the inputs; default: float32")
-    parser.add_argument("--shape", type=sizes, nargs="+", metavar="SIZES",
+    parser.add_argument("--shape", type=any_sizes, nargs="+", metavar="SIZES",
                         help="B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax; "
                              "N,h,w,offset,pad_x,pad_y for pad")
-    parser.add_argument("--sweep", type=sizes, nargs="?", const=(), metavar="SIZE,...",
+    parser.add_argument("--sweep", type=any_sizes, nargs="?", const=(), metavar="SIZE,...",
                         help="the first shape with these last sizes as well")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
                         help="these and the baseline; python -m kernels lists the names")

@@ -1,14 +1,17 @@
-"""Two programs in turns, as benchmarks/training.py runs them: never at the same time; and the tables of docs/benchmarks.md."""
+"""Two programs in turns, as benchmarks/training.py runs them: never at the same time; the tables of docs/benchmarks.md; wrong
+options."""
 
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import _turns, tables, training
+from benchmarks import _main, _turns, generations, tables, training
+from rwkv.errors import UserError
 
 SECONDS = 0.3
 ROOT = Path(__file__).parent.parent.parent
@@ -52,6 +55,25 @@ def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
 def test_the_error_of_a_program_that_fails_is_shown(main: list[str], other: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no_such_thing"):
         _turns.beside([sys.executable, *main], tmp_path, [sys.executable, *other], tmp_path, SECONDS)
+
+
+@pytest.mark.parametrize(("program", "args"), [
+    (training, "--only foo"), (training, "--only shakespeare"), (training, "--only head,losses"), (training, "--losses 0"),
+    (training, "--shakespeare missing.txt"), (generations, "--only shakespeare"), (generations, "--only foo"),
+    (generations, "--seeds a"), (generations, "--nanogpt ."),
+])
+def test_a_wrong_option_is_one_sentence(program: ModuleType, args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        program.main(args.split())
+    assert status.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"caf\xe9"])
+def test_a_text_that_is_none_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(UserError, match=r"^[^\n]*text [^\n]*$"):
+        _main.read_text(tmp_path / "text")
 
 
 def test_the_table_shows_a_negative_share_as_it_was_measured() -> None:
