@@ -1,4 +1,4 @@
-"""C functions in Taichi kernels: instructions of x86-64 CPUs that Taichi has no words for, without a compiler.
+"""C functions in Taichi kernels: instructions of x86-64 CPUs that Taichi cannot express, without a compiler.
 
 csrc/NAME.c is compiled to LLVM bitcode for each of the registry's LEVELS, and csrc/NAME.LEVEL.bc is kept beside it. Taichi
 links the file for this CPU into a kernel and makes machine code of both together. A function takes addresses of numbers, and
