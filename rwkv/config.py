@@ -117,7 +117,7 @@ class DataConfig:
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0)
     num_workers: int = option(0, "processes that load batches; 0: the training process itself", least=0)
     tokenize_workers: int = option(0, "shards tokenised at a time; 0: one per core, up to 4", least=0)
-    sample_prompt: str = option("", "text that samples continue; empty: they begin a text of their own", verbatim=TEXT)
+    sample_prompt: str = option("", "text that samples continue; empty: samples begin without a prompt", verbatim=TEXT)
 
     def __post_init__(self) -> None:
         check_options(self, "data.")
@@ -298,7 +298,8 @@ class GenerateConfig(SavedModelConfig):
                                verbatim=PATH)
     num_samples: int = option(1, "texts for each prompt", least=1)
     seed: int = option(0, "seed of the first text of a prompt; the next has the next seed", least=0)
-    batch_size: int = option(16, "texts at a time; a text depends on its prompt, its seed and the options alone", least=1)
+    batch_size: int = option(16, "batch size: texts at a time; a text depends on its prompt, its seed and the options alone",
+                             least=1)
     max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
     stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times", verbatim=NAME)
     stop_tokens: list[int] = option(list, "[ID,...]: tokens that end a sample and are not shown")
@@ -315,7 +316,8 @@ class GenerateConfig(SavedModelConfig):
                         "in ChatRWKV")
     stream: bool = option(True, "show a single text token by token", heading="Output")
     out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)
-    logprobs: int = option(0, "number of likeliest tokens whose log-probabilities out= holds", least=0)
+    logprobs: int = option(0, "number of likeliest tokens whose log-probabilities are written, to out= or else to standard "
+                           "error", least=0)
     save_state: str | None = option(None, "file for the state after the text, and the stop string that ended it, for state=",
                                     verbatim=PATH)
 
@@ -376,7 +378,7 @@ class ServeConfig(SavedModelConfig):
     port: int = option(8000, "port; 0: a free one", least=0)
     api_key: str | None = option(None, "key that clients must send; null: none", verbatim=NAME)
     cors: list[str] = option(list, "origin whose pages may use the server; may be given several times", verbatim=NAME)
-    max_rows: int = option(32, "texts generated at a time", least=1, heading="Limits")
+    max_rows: int = option(32, "batch size: texts generated at a time", least=1, heading="Limits")
     max_queue: int = option(128, "texts that may wait; a request beyond them is refused with 429", least=0)
     max_tokens: int = option(4096, "largest number of tokens in a text", least=1)
     max_prompt_tokens: int = option(32768, "largest number of tokens in a prompt", least=1)

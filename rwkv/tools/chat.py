@@ -9,7 +9,8 @@ Commands:
   /reset              begins anew; the system message stays
   /system TEXT        begins anew with this system message, or with none
   /undo               takes the last turn back
-  /retry              answers again      /stats   tokens and times of it
+  /retry              answers again
+  /stats              tokens and times of the last answer
   /save FILE, /load FILE                 the conversation, as a line of JSON
   /set NAME=VALUE     temperature, top_p, top_k, min_p, presence_penalty,
                       frequency_penalty, repetition_penalty, max_new_tokens,

@@ -1,4 +1,4 @@
-"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: weights from any format to any.
+"""python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
 It converts one tensor at a time, in the memory of the largest tensor; OUT is written whole or not at all.
 """
@@ -68,8 +68,8 @@ def _description(checkpoint: Checkpoint) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").split(": ", 1)[1],
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="IN", type=Path)
-    parser.add_argument("target", metavar="OUT", type=Path)
+    parser.add_argument("source", metavar="IN", type=Path, help="the checkpoint to read: a file or a directory")
+    parser.add_argument("target", metavar="OUT", type=Path, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=(*DTYPES, *QUANTISED), help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
     parser.add_argument("--tokenizer", metavar="NAME", help="world, FILE.json or FILE.txt, to write too; by default IN's")

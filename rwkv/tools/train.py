@@ -13,13 +13,13 @@
   python train.py trainer=ddp trainer.devices=2       two processes
 
 Continuing. Ctrl-C saves and stops. resume=auto, with out_dir=DIRECTORY for an
-older run, continues a run that was stopped or killed, with the same numbers to
-the bit. The options of the model and the data, trainer.accumulate, optim.name,
+older run, continues a run that was stopped or killed, with bit-identical
+results. The options of the model and the data, trainer.accumulate, optim.name,
 optim.weight_decay and optim.*_lr_scale keep their values; other options on the
 command line take effect from the next step. trainer.max_steps=MORE trains on.
 
 Conversations. data=chat reads lines with messages, conversations, or prompt
-and completion; the assistant's answers alone are learnt. tune=lora trains
+and completion; the loss is on the assistant's answers alone. tune=lora trains
 adapters, tune=state the state before the first token (RWKV-7), of a model
 whose weights stay as they are, in int8 with tune.base=int8. Such a run's
 checkpoints name the file of init_from=, which must stay where it is; at the
@@ -36,8 +36,9 @@ several machines, run the same command on each:
 A run first shows what it will do and need, and refuses what does not fit into
 memory or onto the disk. Steps are optimiser steps; no option counts epochs.
 Paths and names are taken verbatim: commas, quotes and equals signs need no
-escaping. A sweep (-m) runs every combination of OPTION=A,B. --cfg job shows
-all options as YAML.
+escaping. A sweep (-m) runs every combination of OPTION=A,B;
+-m resume=auto out_dir=DIRECTORY continues one. --cfg job shows all options as
+YAML.
 
 Threads. On Linux a run sets GOMP_SPINCOUNT, the time for which waiting threads
 keep their cores, to a low value: with torch's own, a step on a busy machine
