@@ -22,17 +22,18 @@ PATH, NAME, TEXT = "path", "name", "text"                # options whose values 
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
-           above: float | None = None, below: float = math.inf, verbatim: str | None = None, only: str | None = None,
-           heading: str | None = None) -> Any:
+           most: float = math.inf, above: float | None = None, below: float = math.inf, verbatim: str | None = None,
+           only: str | None = None, needs: tuple[str, ...] = (), heading: str | None = None) -> Any:
     """A dataclass field for one option.
 
     default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
-    and of those after it. one_of, least, above and below: the allowed values, beside None; least: a finite number of that size.
-    verbatim: PATH (~/ is the home folder), NAME, or TEXT (null is a text); None for a value in Hydra's grammar. only: the
-    generation of models that has the option, None for all.
+    and of those after it. one_of, least, most, above and below: the allowed values, beside None; least: a finite number of that
+    size. verbatim: PATH (~/ is the home folder), NAME, or TEXT (null is a text); None for a value in Hydra's grammar. only: the
+    generation of models that has the option, None for all. needs: an option by its dotted key, and the values of it with which
+    alone this one has an effect.
     """
-    metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "above": above, "below": below,
-                "verbatim": verbatim, "only": only}
+    metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
+                "below": below, "verbatim": verbatim, "only": only, "needs": needs}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -58,7 +59,7 @@ def check_options(config: Any, group: str = "") -> None:
         if limits["one_of"]:
             _one_of(group + item.name, value, limits["one_of"])
         if limits["least"] is not None:
-            _at_least(group + item.name, value, limits["least"])
+            _at_least(group + item.name, value, limits["least"], limits["most"])
         if limits["above"] is not None:
             _between(group + item.name, value, limits["above"], limits["below"])
 
@@ -71,6 +72,20 @@ def require_options_of(generation: str, config: Any, group: str) -> None:
                             "it out, or take another model=")
 
 
+def require_effect(config: Any, given: Iterable[str]) -> None:
+    """Raises UserError for the first of the `given` keys that changes nothing in this configuration."""
+    known = options(type(config))
+    for key in given:
+        needed, *allowed = known[key].metadata["needs"] if key in known and known[key].metadata["needs"] else ("",)
+        if not needed:
+            continue
+        group, name = needed.split(".")
+        value = getattr(getattr(config, group), name)
+        if value not in allowed:
+            raise UserError(f"{key} is for {group}={' or '.join(allowed)}, and has no effect with {group}={value}: leave it "
+                            f"out, or give {group}={allowed[0]}")
+
+
 @dataclass
 class KernelConfig:
     name: str = option("auto", "set by kernel=")
@@ -81,7 +96,7 @@ class ModelConfig:
     """The widths of a model; rwkv/model/GENERATION.py says which it has, and what null means."""
 
     generation: str = option("rwkv4", "architecture, set by model=", one_of=GENERATIONS, heading="Model")
-    n_layer: int = option(4, "number of blocks", least=1)
+    n_layer: int = option(4, "number of blocks", least=1, most=10_000)
     n_embd: int = option(192, "width in channels", least=1)
     n_att: int | None = option(None, "width inside time mixing; null: n_embd (rwkv4)", least=1, only="rwkv4")
     n_ffn: int | None = option(None, "width inside channel mixing; null: 4 n_embd", least=1)
@@ -105,13 +120,14 @@ class DataConfig:
     name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "chat", "binidx", "hf"),
                        heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
-    field: str = option("text", "name of the field with the text, in jsonl and hf")
+    field: str = option("text", "name of the field with the text, in jsonl and hf", needs=("data.name", "jsonl", "hf"))
     template: str | None = option(None, "of conversations: world, g1 or a jinja2 file; null: by the name of init_from's file",
-                                  verbatim=PATH)
-    preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing")
-    split: str = option("train", "split of a Hugging Face data set")
+                                  verbatim=PATH, needs=("data.name", "chat"))
+    preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
+                           needs=("data.name", "chat"))
+    split: str = option("train", "split of a Hugging Face data set", needs=("data.name", "hf"))
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
-    vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257)
+    vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257, most=2**24)
     batch_size: int = option(8, "windows in one backward pass, over all processes", least=1)
     cache_dir: str = option(".cache", "folder where tokenised data are kept for other runs", verbatim=PATH)
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0)
@@ -135,8 +151,10 @@ class OptimConfig:
     schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant",
                            one_of=("cosine", "linear", "exponential", "constant"))
     warmup_steps: int = option(20, "steps in which the rate first rises to lr", least=0)
-    matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0)
-    matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon")
+    matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0,
+                              needs=("optim.name", *ORTHOGONAL))
+    matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon",
+                                    needs=("optim.name", *ORTHOGONAL))
     time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_* (rwkv4)", least=0, only="rwkv4")
     time_decay_lr_scale: float = option(2.0, "factor on the rate of the decays: rwkv4's time_decay, rwkv7's w0", least=0)
     time_first_lr_scale: float = option(3.0, "factor on the rate of time_first (rwkv4)", least=0, only="rwkv4")
@@ -153,15 +171,17 @@ class OptimConfig:
             raise UserError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
-        if not 0 < self.min_lr <= self.lr < math.inf:
-            raise UserError("optim.lr must be finite, and optim.min_lr above 0 and at most optim.lr; "
-                            f"got {self.lr} and {self.min_lr}")
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"optim.lr is a finite number above 0; got {self.lr}")
+        if not 0 < self.min_lr <= self.lr:
+            raise UserError(f"optim.min_lr is above 0 and at most optim.lr, which is {self.lr}; got {self.min_lr}: give "
+                            "another optim.min_lr as well")
 
 
 @dataclass
 class TrainerConfig:
     max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
-    max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1)
+    max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1, most=1e18)
     val_every: int = option(500, "steps between two validations", least=1)
     checkpoint_every: int = option(500, "steps between two checkpoints", least=1)
     keep_last: int = option(2, "number of checkpoints kept beside the best", least=1)
@@ -217,15 +237,19 @@ class LoggerConfig:
             raise UserError("logger.published_losses and logger.published_steps belong together: give both or neither")
 
 
+LORA = ("tune.method", "lora")
+
+
 @dataclass
 class TuneConfig:
     """What is trained of the weights that init_from= gives. LoRA: Hu et al. 2021 (arXiv 2106.09685): W + alpha / rank B A."""
 
     method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
-    rank: int = option(16, "rank of each adapter (lora)", least=1)
-    alpha: float = option(32.0, "factor on the adapters, divided by the rank (lora)", above=0.0)
-    dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0)
-    modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)")
+    rank: int = option(16, "rank of each adapter (lora)", least=1, needs=LORA)
+    alpha: float = option(32.0, "factor on the adapters, divided by the rank (lora)", above=0.0, needs=LORA)
+    dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0, needs=LORA)
+    modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)",
+                                needs=LORA)
     base: str = option("float32", "dtype of the frozen weights: float32, or int8 for the blocks' matrices, on a CPU",
                        one_of=("float32", "int8"))
 
@@ -393,6 +417,8 @@ class ServeConfig(SavedModelConfig):
         check_options(self)
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")
+        if self.api_key == "":
+            raise UserError("api_key is empty, as where a variable of the shell is not set: give a key, or leave api_key= out")
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
@@ -429,13 +455,16 @@ def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
         raise UserError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
+def _at_least(name: str, value: float, least: float, most: float) -> None:
     if not value >= least:
         raise UserError(f"{name} is at least {least}; got {value}")
+    if value > most:
+        raise UserError(f"{name} is at most {most}; got {value}")
     if value == math.inf:
         raise UserError(f"{name} is a finite number; got {value}")
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:
     if not low < value < high:
-        raise UserError(f"{name} lies above {low:g} and below {high:g}; got {value:g}")
+        allowed = f"a finite number above {low:g}" if high == math.inf else f"above {low:g} and below {high:g}"
+        raise UserError(f"{name} is {allowed}; got {value:g}")

@@ -131,8 +131,8 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer:
     elif checkpoint.tokenizer is not None:
         tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
     else:
-        suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json")
-        raise UserError(f"{checkpoint.path} carries no tokenizer: name its file with tokenizer={suggested}")
+        suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
+        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")
     require_tokenizer(checkpoint, tokenizer, described)
     return tokenizer
 

@@ -185,10 +185,18 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
     ("model.head_size=32", "model.head_size is an option of rwkv7"),
     ("model.gate_low_rank_dim=8", "model.gate_low_rank_dim is an option of rwkv7"),
-    ("model.n_layer=two", "model.n_layer: "),
-    ("model.n_layer=1.5", "model.n_layer: "),
+    ("model.n_layer=two", "model.n_layer is a whole number, as 1000; got two"),
+    ("model.n_layer=1.5", "model.n_layer is a whole number, as 1000; got 1.5"),
+    ("model.n_layer=1000000", "model.n_layer is at most 10000"),
+    ("data.vocab_size=1000000000", "data.vocab_size is at most"),
+    ("trainer.max_steps=1e3", "trainer.max_steps is a whole number"),
+    ("plan=maybe", "plan is true or false; got maybe"),
+    ("tune.modules=att.key", "tune.modules is a list"),
+    ("tune.rank=4", "tune.rank is for tune=lora, and has no effect with tune=full"),
+    ("optim.matrix_lr=0.1", "optim.matrix_lr is for optim=muon or normuon"),
+    ("data.template=world", "data.template is for data=chat"),
     ("model.n_layer=0", "model.n_layer"),
-    ("optim.lr=abc", "optim.lr: "),
+    ("optim.lr=abc", "optim.lr is a number; got abc"),
     ("optim.lr=null", "optim.lr"),
     ("optim.lr=1e-5", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
@@ -213,7 +221,9 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("+model.nonsense=1", "model.nonsense"),
     ("++nonsense=1", "nonsense"),
     ("kernel", "'kernel'"),
-    ("--seed=1", "--seed"),
+    ("--seed=1", "--seed=1; options are written without dashes: seed=1"),
+    ("--plan", "--plan; options are written without dashes: plan="),
+    ("--m", "--m"),
     ("trainer=gpu", "trainer=gpu"),
 ])
 def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, said: str) -> None:
@@ -271,7 +281,10 @@ def test_text_without_a_file_says_what_is_missing(run: Run) -> None:
 def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     Path("mine").mkdir()
     Path("mine", "thesis.txt").write_text("years of work")
+    one_sentence(run("train", "out_dir=mine"), "out_dir mine holds other files")
+    Path("mine", "config.yaml").write_text("seed: 0")
     one_sentence(run("train", "out_dir=mine"), "out_dir mine exists already", "resume=auto")
+    one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir mine/thesis.txt is a file")
 
 
 @pytest.mark.parametrize("argument", ["resume=nowhere", "resume=nowhere.ckpt"])

@@ -57,8 +57,8 @@ def done_here(folder: Path, program: str, *arguments: str) -> Done:
     return Done(status, output.getvalue(), error.getvalue())
 
 
-def finish(process: subprocess.Popen[str]) -> Done:
-    output, error = process.communicate(timeout=240)
+def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> Done:
+    output, error = process.communicate(timeout=timeout_s)
     return Done(process.returncode, output, error)
 
 

@@ -199,8 +199,8 @@ def locate(path: str | Path) -> Path:
                                   "directory")
         return last
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: give checkpoint=FILE, a Hugging Face directory or a run's "
-                              "directory, or train one with train.py")
+        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
+                              "train.py makes")
     return path
 
 

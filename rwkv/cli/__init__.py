@@ -6,6 +6,7 @@ reach Hydra's grammar: commas, quotes, equals signs and newlines need no escapin
 are imported.
 """
 
+import io
 import itertools
 import re
 import sys
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import yaml
 
@@ -24,7 +26,7 @@ from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, options
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
-from rwkv.io.unread import unread
+from rwkv.io.unread import abandon, unread
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
@@ -34,7 +36,10 @@ OPTIONAL = ("experiment", "debug")       # groups with null as a choice
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
 VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")         # Hydra's: the next argument is their value
-USER_ERROR, INTERRUPTED = 2, 130
+FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS, "--resolve")
+READER_GONE, USER_ERROR, INTERRUPTED = 1, 2, 130         # exit statuses
+EXPECTED = {bool: "true or false", int: "a whole number, as 1000", float: "a number", list: "a list, as [A,B]",
+            tuple: "a list of numbers, as [0.9,0.99]"}
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,25 @@ Jobs = Callable[[CommandLine], list[Job]]
 
 
 def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, about: str | None,
-        sweep: Callable[[CommandLine, Jobs], None] | None = None) -> None:
+        sweep: Callable[[CommandLine, Jobs], None] | None = None, several: bool = True) -> None:
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
     about: the first part of --help. sweep: called for -m instead of `task`, with the command line and a function that makes the
-    jobs of one; without it Hydra runs the jobs. A user's mistake, here or in the task, ends the process with one sentence on
-    standard error and exit status 2. A reader of standard error that goes away does not end the process.
+    jobs of one; without it Hydra runs the jobs. several: False where -m makes no sense. A user's mistake, here or in the task,
+    ends the process with one sentence on standard error and exit status 2. A reader of standard error that goes away does not
+    end the process; one of standard output ends it quietly. What its encoding lacks is shown as ?.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
         if any(flag in HELP_FLAGS for flag in line.flags):
             print(help_page(line, schema, config_name, about or ""))
             return
         check(line, schema)
+        if not several and any(flag in SWEEP_FLAGS for flag in line.flags):
+            raise UserError("-m runs a program once for each of several values, and this one goes on until it is ended: leave "
+                            "-m out")
         if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
@@ -101,8 +112,14 @@ def exit_on_user_error() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except (UserError, UnknownKernel, KernelUnavailable, OSError) as error:      # OSError: a full disk, a forbidden folder
+    except BrokenPipeError:              # whoever read standard output has seen enough, as in: train.py --help | head
+        abandon(sys.stdout)
+        sys.exit(READER_GONE)
+    except (UserError, UnknownKernel, KernelUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except OSError as error:             # a full disk, a forbidden folder
+        print(f"error: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
 
@@ -133,10 +150,10 @@ def _from_home(path: str) -> str:
 
 
 def check(line: CommandLine, schema: type) -> None:
-    """Raises UserError for a flag with a value, an unknown option and an unknown choice of a group."""
-    for flag in line.flags:
-        if "=" in flag:
-            raise UserError(f"unknown flag {flag}; options are written without dashes: {flag.lstrip('-')}")
+    """Raises UserError for an unknown flag, an unknown option and an unknown choice of a group."""
+    for flag in (flag for flag in line.flags if flag.startswith("-") and flag not in FLAGS):
+        name, _, value = flag.lstrip("-").partition("=")
+        raise UserError(f"unknown flag {flag}; options are written without dashes: {name}={value or 'VALUE'}")
     for override in line.overrides:
         check_override(override, schema)
 
@@ -205,7 +222,7 @@ def compose(line: CommandLine, schema: type, config_name: str) -> Any:
         for _, swept in _combinations(line.overrides):
             if swept:
                 raise UserError(f"several values of {', '.join(swept)} make a sweep, which starts with the flag -m")
-        return _compose(config_name, line.overrides, line.verbatim)
+        return _compose(config_name, schema, line.overrides, line.verbatim)
 
 
 def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
@@ -219,7 +236,7 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
         for override in params:
             check_override(override, schema)
         verbatim = [f"{key}={value}" for key, value in line.verbatim.items()]
-        return [Job(swept, [*chosen, *verbatim], _compose(config_name, chosen, line.verbatim))
+        return [Job(swept, [*chosen, *verbatim], _compose(config_name, schema, chosen, line.verbatim))
                 for chosen, swept in _combinations([*params, *line.overrides])]
 
 
@@ -248,7 +265,7 @@ def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config
 
     with _hydra(schema, config_name):                            # for the sentences: Hydra shows its errors in many lines
         for overrides, _ in _combinations(line.overrides):
-            _compose(config_name, overrides, line.verbatim)
+            _compose(config_name, schema, overrides, line.verbatim)
 
     def job(composed: Any) -> None:
         with exit_on_user_error():
@@ -285,7 +302,7 @@ def _combinations(overrides: list[str]) -> list[tuple[list[str], dict[str, str]]
             for job in itertools.product(*alternatives)]
 
 
-def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
+def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
     """The schema's object, inside _hydra."""
     import hydra
     from hydra.errors import HydraException
@@ -294,13 +311,26 @@ def _compose(config_name: str, overrides: list[str], verbatim: dict[str, str | l
     try:
         composed = hydra.compose(config_name, overrides)
     except HydraException as error:
-        cause = error.__cause__
-        detail = f"{getattr(cause, 'full_key', '')}: {_first_line(cause)}" if isinstance(cause, OmegaConfBaseException) else ""
-        raise UserError(detail or _first_line(error)) from None
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            raise UserError(_wrong_type(error.__cause__, schema, overrides)) from None
+        raise UserError(_first_line(error)) from None
     try:
         return build(composed, verbatim)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {_first_line(error)}") from None
+        raise UserError(_wrong_type(error, schema, overrides)) from None
+
+
+def _wrong_type(error: Any, schema: type, overrides: list[str]) -> str:
+    """The sentence about a value that OmegaConf has refused, by the option's type."""
+    key = str(error.full_key)
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    known = options(schema)
+    kinds = get_args(known[key].type) if key in known and isinstance(known[key].type, UnionType) else (
+        (known[key].type,) if key in known else ())
+    expected = [EXPECTED[get_origin(kind) or kind] for kind in kinds if (get_origin(kind) or kind) in EXPECTED]
+    if not expected or key not in given:
+        return f"{key}: {_first_line(error)}"
+    return f"{key} is {expected[0]}; got {given[key]}"
 
 
 def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:

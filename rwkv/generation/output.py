@@ -4,6 +4,7 @@ Standard output gets the text alone, each prompt before its continuation: one te
 their prompts. out=FILE gets one JSON object per text, standard error the speed.
 """
 
+import itertools
 import json
 import signal
 import sys
@@ -22,6 +23,7 @@ from rwkv.generation.sampling import Sampling
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
+from rwkv.io.output_file import require_writable
 from rwkv.io.signals import StopRequest
 from rwkv.io.utf8 import decode
 from rwkv.model.base import Model
@@ -38,6 +40,9 @@ def check_config(config: GenerateConfig) -> None:
         raise UserError("save_state= saves the state of one text: use it with one prompt and num_samples=1")
     if config.state:
         require_file(config.state)
+    read = config.checkpoint, config.tokenizer, config.prompts
+    require_writable("out", config.out, (*read, config.state))
+    require_writable("save_state", config.save_state, read)
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     stopping_from(config)
     sampling_from(config)
@@ -79,18 +84,20 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     """Generates and writes num_samples texts for each prompt. Ctrl-C ends it: it writes the texts so far and returns False."""
     stopping = stopping_from(config)
     sampling = sampling_from(config)
-    jobs = [(prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples)]
+    jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
+    single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
           StopRequest((signal.SIGINT,)) as stop):
-        for first in range(0, len(jobs), config.batch_size):
-            batch, seeds = zip(*jobs[first:first + config.batch_size], strict=True)
+        written = 0
+        while batch := list(itertools.islice(jobs, config.batch_size)):
+            texts, seeds = zip(*batch, strict=True)
             started = time.perf_counter()
-            engine = Engine(model, tokenizer, batch, seeds, stopping, sampling, context, n_logprobs=config.logprobs)
+            engine = Engine(model, tokenizer, texts, seeds, stopping, sampling, context, n_logprobs=config.logprobs)
             prefilled = time.perf_counter()
-            if config.stream and len(jobs) == 1:
+            if config.stream and single:
                 _stream(engine, stop)
             else:
-                _write_texts(engine, stop, first)
+                _write_texts(engine, stop, written)
             finished = time.perf_counter()
             _write_json(engine.samples, out or (sys.stderr if config.logprobs else None))
             _report_speed(engine, prefilled - started, finished - prefilled)
@@ -98,6 +105,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
                 save_context(config.save_state, engine.context(), model, tokenizer)
             if stop.requested:
                 return False
+            written += len(batch)
     return True
 
 
@@ -112,12 +120,12 @@ def _stream(engine: Engine, stop: StopRequest) -> None:
     print()
 
 
-def _write_texts(engine: Engine, stop: StopRequest, first: int) -> None:
-    """Generates all texts, then writes them; `first` is the number of texts written before."""
+def _write_texts(engine: Engine, stop: StopRequest, written: int) -> None:
+    """Generates all texts, then writes them; `written` is the number of texts written before."""
     for _ in engine:
         if stop.requested:
             break
-    for number, sample in enumerate(engine.samples, start=first):
+    for number, sample in enumerate(engine.samples, start=written):
         print((SEPARATOR if number > 0 else "") + sample.prompt + sample.text, flush=True)
 
 

@@ -20,7 +20,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
+        raise UserError(f'{where} is not JSON ({error}): expected an object such as {{"key": "value"}} on each line') from None
     if not isinstance(entry, dict):
         raise UserError(f'{where} is not an object such as {{"key": "value"}}: {text[:60].strip()}')
     return entry

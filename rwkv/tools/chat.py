@@ -142,11 +142,11 @@ class Terminal:
         try:
             number = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f"{name} is a number or a truth value; got {value!r}") from None
+            raise UserError(f"{name} is a number, or true or false; got {value!r}") from None
         if name in OF_SAMPLING:
             self.talk.sampling = replace(self.talk.sampling, **{name: number})
         elif type(number) is not type(getattr(self.talk, name)):
-            raise UserError(f"{name} is a {'truth value' if name == 'think' else 'whole number'}; got {value!r}")
+            raise UserError(f"{name} is a {'true or false' if name == 'think' else 'a whole number'}; got {value!r}")
         else:
             if name == "think":
                 self.talk.template.answer_start(number)
@@ -191,7 +191,7 @@ def _typed() -> Iterator[str]:
 def main() -> None:
     threads.wait_briefly()               # before torch is imported, as the next
     allocator.use_large_pages()
-    cli.run(chat, ChatConfig, "chat", __doc__)
+    cli.run(chat, ChatConfig, "chat", __doc__, several=False)
 
 
 if __name__ == "__main__":

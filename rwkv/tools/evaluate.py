@@ -38,6 +38,7 @@ from rwkv.evaluation import (
     score_last_words,
     score_text,
 )
+from rwkv.io.output_file import require_writable
 from rwkv.model.base import Model
 from rwkv.pretrained import open_checkpoint
 from rwkv.tokenizer.chat import ChatTemplate, chat_template
@@ -113,14 +114,12 @@ def evaluate_answers(path: Path, tokenizer: Tokenizer, template: ChatTemplate, b
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError where no data is given, or `out` has no folder or is one."""
+    """The paths of data.path= and out=. Raises UserError where no data is given, or `out` cannot be written."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')
-    out = Path(config.out) if config.out else None
-    if out and (out.is_dir() or not out.parent.is_dir()):
-        raise UserError(f"cannot write out={out}: it is a folder, or there is no folder {out.parent}")
-    return Path(config.data.path), out
+    require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
+    return Path(config.data.path), Path(config.out) if config.out else None
 
 
 def _write(out: Path, text: str) -> None:

@@ -70,7 +70,7 @@ def load(config: ServeConfig) -> "Loaded":
 def main() -> None:
     threads.wait_briefly()               # before torch is imported, here or in the engine's process, as the next
     allocator.use_large_pages()
-    cli.run(serve, ServeConfig, "serve", __doc__)
+    cli.run(serve, ServeConfig, "serve", __doc__, several=False)
 
 
 if __name__ == "__main__":

@@ -236,7 +236,17 @@ def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing:
         need = sharing * estimate(smaller, vocab_size, world_size()).total
         if free is not None and need <= free:
             return f"with {options} it would be {readable(need + _used(device, sharing))}"
-    return "take a smaller model=" + (", or several GPUs with trainer=fsdp" if device.type == "cuda" else "")
+    return f"take {_largest(config, vocab_size)}" + (", or several GPUs with trainer=fsdp" if device.type == "cuda" else "")
+
+
+def _largest(config: TrainConfig, vocab_size: int) -> str:
+    """What needs the most memory, smaller."""
+    need = estimate(config, vocab_size, world_size())
+    weights = "a smaller tune.rank" if config.tune.method == "lora" and need.gradients > frozen_bytes(config, vocab_size) else (
+        "a smaller model=")
+    parts = {weights: need.fixed, "a smaller data.batch_size or model.ctx_len": need.activations + need.loss,
+             "fewer data.num_workers": need.workers}
+    return max(parts, key=parts.__getitem__)
 
 
 def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:

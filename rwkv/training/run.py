@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
-from rwkv.config import SCALED, TrainConfig
+from rwkv.config import SCALED, TrainConfig, require_effect
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
-from rwkv.report.reading import is_finished
+from rwkv.report.reading import SWEEP, is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import with_precision
@@ -58,8 +58,9 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     """A new run, or the one that `resume` names. Nothing is written yet.
 
     given: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
-    Raises UserError if the new run's directory is not empty, if there is nothing to resume, if another process trains that
-    run, if a FIXED option differs from the run's, and if a given key differs from the checkpoint that `init_from` names.
+    Raises UserError if the new run's directory is not empty, if a given key has no effect, if there is nothing to resume, if
+    another process trains that run, if a FIXED option differs from the run's, and if a given key differs from the checkpoint
+    that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
@@ -67,6 +68,7 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         resumed = _resumed(config, [*given, *_not_overruled(chosen, given)])
         if resumed is not None:
             return resumed
+    require_effect(config, given)
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
     if config.init_from is None and config.tune.method != "full":
@@ -84,8 +86,15 @@ def new_folder(kind: str = "") -> Path:
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     """Raises UserError if the directory holds anything but a lock. `resume`: the option that would continue it."""
-    if out_dir.exists() and (not out_dir.is_dir() or any(path.name != NAME for path in out_dir.iterdir())):
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"out_dir {out_dir} is a file: choose another")
+    if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):
+        if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
+            raise UserError(f"out_dir {out_dir} holds other files than a run's: choose another")
         raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
+    existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
 
 
 def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
@@ -165,7 +174,7 @@ def _found(config: TrainConfig, given: Collection[str], path: Path, auto: bool) 
         return _restart(config, given, path.resolve())
     if auto:
         return None
-    raise UserError(f"nothing to resume from at {config.resume}: expected a run's directory or a checkpoint in one")
+    raise UserError(f"nothing to resume from at {config.resume!r}: expected a run's directory or a checkpoint in one")
 
 
 def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, checkpoint: Checkpoint) -> Run:

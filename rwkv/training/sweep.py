@@ -12,6 +12,7 @@ passed on to the current run, which saves. `python train.py -m resume=auto out_d
 each of the others from its last checkpoint; further options add runs.
 """
 
+import glob
 import json
 import random
 import re
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -149,6 +151,8 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
         entries = read(folder)
         if not entries and not rest.keys:
             raise UserError(f"no sweep to continue in {folder}: it has no {reading.SWEEP}")
+        if not entries:
+            require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
     sweep = Sweep(folder, entries, {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)})
     if rest.keys or not entries:
@@ -185,6 +189,7 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
                             "one run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in known:
+            _require_possible(job.config)
             known[entry.name] = entry
             added.append(entry)
             sweep.configs[entry.name] = job.config
@@ -195,6 +200,16 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
         entry.order = order
     sweep.entries += added
+
+
+def _require_possible(config: TrainConfig) -> None:
+    """Raises UnknownKernel for the kernel of another generation, and UserError for a missing file: on no machine would the run
+    train. A kernel that cannot run here alone is another matter."""
+    with suppress(KernelUnavailable):
+        kernel_for(config, device_for(config.trainer.accelerator))
+    path = config.data.path
+    if config.data.name in ("text", "jsonl", "chat") and path and not glob.has_magic(path) and not Path(path).exists():
+        raise UserError(f"data.path={path} does not exist: give a file, a folder or a pattern such as books/**/*.txt")
 
 
 def name_of(job: cli.Job) -> str:

@@ -154,6 +154,9 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     (("seed=0,1", "plan=false,true", "out_dir=new"), "plan=true"),
     (("hydra/launcher=basic", "seed=0,1", "out_dir=new"), "hydra/launcher"),
     (("+hydra.launcher.n_jobs=4", "out_dir=new"), "hydra.launcher.n_jobs"),
+    (("kernel=conv1d,torch_chunk", "out_dir=new"), "torch_chunk computes the operator of RWKV-7"),
+    (("seed=0,1", "data=text", "data.path=nowhere.txt", "out_dir=new"), "nowhere.txt does not exist"),
+    (("seed=0,1", "resume=auto", "out_dir=a, b/kernel=conv1d"), "exists already"),
 ])
 def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start: Callable[..., int], arguments: tuple[str, ...],
                                                  said: str, capsys: pytest.CaptureFixture[str]) -> None:

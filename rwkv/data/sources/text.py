@@ -13,7 +13,7 @@ def source(config: DataConfig, cache: Path) -> Source:
     """Raises UserError if data.path matches no file, or only empty ones."""
     found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not found:
-        raise UserError(f"data.path={config.path} is empty")
+        raise UserError(f"data.path={config.path} is empty: give a text in UTF-8")
     if len(found) == 1:
         return _one(found[0][1], config.val_fraction, cache)
     return _several(sorted(found, key=lambda pair: rank(pair[0])), config, cache)

@@ -1,0 +1,64 @@
+"""Files that a program writes at its end: what could keep it from that is said before the work, and nothing is overwritten."""
+
+import os
+from pathlib import Path
+
+import pytest
+from models import small_model
+from programs import Run, caller, one_sentence
+
+from rwkv.errors import UserError
+from rwkv.io.output_file import require_writable
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """In a folder with a model, prompts and a text."""
+    monkeypatch.chdir(tmp_path)
+    small_model(vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
+    Path("prompts.txt").write_text("one\ntwo\n")
+    return caller(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("program", "arguments", "read"), [
+    ("generate", ("prompts=prompts.txt", "out=prompts.txt"), "prompts.txt"),
+    ("generate", ("prompt=a", "out=model.safetensors"), "model.safetensors"),
+    ("generate", ("prompt=a", "save_state=model.safetensors"), "model.safetensors"),
+    ("evaluate", ("data.path=prompts.txt", "out=prompts.txt"), "prompts.txt"),
+    ("evaluate", ("data.path=prompts.txt", "out=./model.safetensors"), "model.safetensors"),
+])
+def test_what_a_program_reads_it_does_not_replace(run: Run, program: str, arguments: tuple[str, ...], read: str) -> None:
+    before = Path(read).read_bytes()
+    one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would replace", read)
+    assert Path(read).read_bytes() == before
+
+
+def test_a_state_is_replaced_by_what_follows_it(run: Run) -> None:
+    same = ("generate", "checkpoint=model.safetensors", "prompt=a", "max_new_tokens=2", "save_state=state.safetensors")
+    assert run(*same)[0] == 0
+    assert run(*same, "state=state.safetensors")[0] == 0
+
+
+def test_a_folders_own_files_and_others_in_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("checkpoints/last.ckpt", "config.yaml", "result.json"):
+        (tmp_path / name).write_text("")
+    require_writable("out", tmp_path / "result.json", [tmp_path, None])
+    require_writable("out", tmp_path / "new.json", [tmp_path])
+    for name in ("checkpoints/last.ckpt", "config.yaml"):
+        with pytest.raises(UserError, match="would replace"):
+            require_writable("out", tmp_path / name, [tmp_path])
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="not writable"):
+        require_writable("out", tmp_path / "out.json")
+
+
+@pytest.mark.parametrize("name", ["", "missing/out.json"])
+def test_a_folder_is_no_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="cannot write out="):
+        require_writable("out", tmp_path / name)
