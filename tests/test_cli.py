@@ -299,6 +299,18 @@ def test_a_foreign_file_to_resume_from_is_one_sentence(run: Run) -> None:
     one_sentence(run("train", "resume=weights.pth"), "weights.pth")
 
 
+@pytest.mark.programs
+@pytest.mark.skipif(sys.platform == "win32", reason="its pipes report other errors")
+@pytest.mark.parametrize("command", [("train.py", "--help"), ("-m", "rwkv.tools", "--help")])
+def test_a_reader_that_goes_away_ends_a_program_quietly(command: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, *command], cwd=cli.PACKAGE.parent, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (1, b"")
+
+
 def test_a_bug_keeps_its_stack_trace(tmp_path: Path) -> None:
     """A ValueError of the program itself is no user's mistake; a UserError is one wherever the package is installed."""
     with pytest.raises(ValueError, match="Expecting value"), cli.exit_on_user_error():

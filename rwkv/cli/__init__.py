@@ -88,7 +88,7 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
         if any(flag in HELP_FLAGS for flag in line.flags):
-            print(help_page(line, schema, config_name, about or ""))
+            print(help_page(line, schema, config_name, about or ""), flush=True)
             return
         check(line, schema)
         if not several and any(flag in SWEEP_FLAGS for flag in line.flags):

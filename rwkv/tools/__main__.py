@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kernels.backends import threads
+from rwkv.cli import exit_on_user_error
 
 TOOLS = Path(__file__).parent
 COMMANDS = {path.stem: f"rwkv.tools.{path.stem}" for path in sorted(TOOLS.glob("[a-z]*.py"))}
@@ -21,8 +22,9 @@ UNKNOWN = 2                              # exit status
 def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("--help", "-h"):
-        print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
-                         *(f"  {name:10}{_first_sentence(module)}" for name, module in COMMANDS.items())]))
+        with exit_on_user_error():
+            print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
+                             *(f"  {name:10}{_first_sentence(module)}" for name, module in COMMANDS.items())]), flush=True)
     elif command not in COMMANDS:
         print(f"error: unknown command {command!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(UNKNOWN)
