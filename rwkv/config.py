@@ -147,7 +147,7 @@ class OptimConfig:
 
     name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
     lr: float = option(3e-3, "highest learning rate")
-    min_lr: float = option(1.5e-4, "learning rate of the last step")
+    min_lr: float | None = option(None, "learning rate of the last step; null: a twentieth of lr")
     schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant",
                            one_of=("cosine", "linear", "exponential", "constant"))
     warmup_steps: int = option(20, "steps in which the rate first rises to lr", least=0)
@@ -173,9 +173,14 @@ class OptimConfig:
             raise UserError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.lr < math.inf:
             raise UserError(f"optim.lr is a finite number above 0; got {self.lr}")
-        if not 0 < self.min_lr <= self.lr:
+        if not 0 < self.last_lr <= self.lr:
             raise UserError(f"optim.min_lr is above 0 and at most optim.lr, which is {self.lr}; got {self.min_lr}: give "
                             "another optim.min_lr as well")
+
+    @property
+    def last_lr(self) -> float:
+        """The learning rate of the last step."""
+        return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr          # of 3e-3 1.5e-4, to the bit
 
 
 @dataclass

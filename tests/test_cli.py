@@ -91,6 +91,12 @@ def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
     assert (trainer.max_steps, trainer.val_every) == (5 * 833, 833)
 
 
+def test_the_last_rate_follows_the_first() -> None:
+    assert compose("train").optim.last_lr == 1.5e-4
+    assert compose("train", "optim.lr=1e-4").optim.last_lr == 5e-6
+    assert compose("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
+
+
 def test_rwkv_7_s_recipe_is_the_experiment() -> None:
     """RWKV-LM, RWKV-v7/train_temp: demo-training-run.sh, and the curve of its README, of all steps."""
     config = compose("train", "experiment=rwkv7_minipile", "data.path=minipile")
@@ -198,7 +204,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("model.n_layer=0", "model.n_layer"),
     ("optim.lr=abc", "optim.lr is a number; got abc"),
     ("optim.lr=null", "optim.lr"),
-    ("optim.lr=1e-5", "optim.min_lr"),
+    ("optim.min_lr=1e-2", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
     ("optim.betas=0.9", "optim.betas"),
     ("optim.betas=[0.9]", "optim.betas"),

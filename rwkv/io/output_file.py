@@ -23,8 +23,8 @@ def require_writable(option: str, file: str | Path | None, read: Iterable[str | 
         raise UserError(f"cannot write {option}={path}: it is a folder, or there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"cannot write {option}={path}: it, or its folder, is not writable for this user; name another")
-    for one in filter(None, read):
-        if path.exists() and Path(one).exists() and _is_or_holds(Path(one), path):
+    for one in read:
+        if one and path.exists() and Path(one).exists() and _is_or_holds(Path(one), path):
             raise UserError(f"{option}={path} would replace what this command reads from {one}: name another file")
 
 

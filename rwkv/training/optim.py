@@ -44,7 +44,7 @@ def lr_scale(name: str, scales: Mapping[str, str], optim: OptimConfig) -> float:
 
 def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
     """The learning rate at a step as a multiple of optim.lr: a linear warm-up, then optim.schedule to min_lr at max_steps."""
-    lowest = optim.min_lr / optim.lr
+    lowest = optim.last_lr / optim.lr
 
     def factor(step: int) -> float:
         if step < optim.warmup_steps:
