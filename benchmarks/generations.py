@@ -8,16 +8,17 @@ RWKV-7 beside RWKV-4 in the same time.
                         the same text)
 
 First two programs train in turns for a while, which gives the ratio of their steps' times; then each gets as many steps as fit
-the time of the first, and trains to its end with each seed. The last line of standard output is the result as JSON. Not on
-Windows.
+the time of the first, and trains to its end with each seed. The last line of standard output is the result as JSON. --json FILE
+keeps the part that is not measured now, and the commit of each. Not on Windows.
 """
 
+import argparse
 import json
 import math
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -27,7 +28,7 @@ from benchmarks._main import run_program
 from benchmarks.training import NANOGPT, ROOT, metrics, train, train_command
 from kernels.arguments import Parser, at_least, existing_file, existing_folder
 from kernels.bench import hardware
-from kernels.bench.results import output_file, publish
+from kernels.bench.results import output_file, publish, read_json
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
 STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part
@@ -47,14 +48,21 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.shakespeare and (args.only == "shakespeare" or args.nanogpt):
         parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
-    report: dict[str, Any] = {"machine": hardware.describe("cpu")}
-    if args.only != "shakespeare":
-        report["stdlib"] = compare(["model=tiny"], ["model=rwkv7_tiny"], STEPS["stdlib"], args.seeds)
-    if args.shakespeare and args.only != "stdlib":
-        same = ["experiment=shakespeare_char", f"data.path={args.shakespeare}"]
-        rwkv7 = ["model.generation=rwkv7", "model.head_size=32", *OFFICIAL_RATES]
-        report["shakespeare"] = compare(same, [*same, *rwkv7], STEPS["shakespeare"], args.seeds, args.nanogpt)
+    before = read_json(args.json) if args.json and args.json.exists() else {}
+    machine = hardware.describe("cpu")
+    report: dict[str, Any] = before | {"machine": machine, "commits": before.get("commits", {})}
+    for name, measure in _parts(args).items():
+        report[name], report["commits"][name] = measure(), machine["commit"]
     publish(report, args.json)
+
+
+def _parts(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
+    same = ["experiment=shakespeare_char", f"data.path={args.shakespeare}"]
+    rwkv7 = [*same, "model.generation=rwkv7", "model.head_size=32", *OFFICIAL_RATES]
+    parts = {"stdlib": lambda: compare(["model=tiny"], ["model=rwkv7_tiny"], STEPS["stdlib"], args.seeds)}
+    if args.shakespeare:
+        parts["shakespeare"] = lambda: compare(same, rwkv7, STEPS["shakespeare"], args.seeds, args.nanogpt)
+    return {name: part for name, part in parts.items() if args.only in (None, name)}
 
 
 def _seeds(text: str) -> list[str]:

@@ -128,7 +128,7 @@ def generations(report: Report, table: Callable[..., str] = markdown) -> str:
         for trained, mean in found["mean"].items():
             rows.append([name, TRAINED[trained], f"{found['ms'][trained]:.0f}", f"{found['steps'][trained]}",
                          f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
-    return table(rows, left=2)
+    return "\n\n".join(filter(None, [table(rows, left=2), _earlier(report)]))
 
 
 def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
