@@ -204,14 +204,14 @@ class JinjaTemplate(ChatTemplate):
         from jinja2 import TemplateError
 
         self.name, self.definition = name, text
-        if not re.search(r"\bmessages\b", text):
-            raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
-                            "is it a jinja2 template?")
         self.supports_tools = bool(re.search(r"\btools\b", text))
         try:
             self._template = _sandbox().from_string(text)
         except TemplateError as error:
             raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
+        if not re.search(r"\bmessages\b", text):
+            raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
+                            "is it a jinja2 template?")
         self.stop = self._find_stop()
         self.call_start = self._find_call_start() if self.supports_tools else None
 

@@ -236,17 +236,19 @@ def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing:
         need = sharing * estimate(smaller, vocab_size, world_size()).total
         if free is not None and need <= free:
             return f"with {options} it would be {readable(need + _used(device, sharing))}"
-    return f"take {_largest(config, vocab_size)}" + (", or several GPUs with trainer=fsdp" if device.type == "cuda" else "")
+    more = ", or several GPUs with trainer=fsdp" if device.type == "cuda" else ""
+    return f"take {_what_to_lessen(config, vocab_size, free, sharing)}{more}"
 
 
-def _largest(config: TrainConfig, vocab_size: int) -> str:
-    """What needs the most memory, smaller."""
+def _what_to_lessen(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
+    """The options that the largest part of the memory follows from."""
     need = estimate(config, vocab_size, world_size())
-    weights = "a smaller tune.rank" if config.tune.method == "lora" and need.gradients > frozen_bytes(config, vocab_size) else (
-        "a smaller model=")
-    parts = {weights: need.fixed, "a smaller data.batch_size or model.ctx_len": need.activations + need.loss,
-             "fewer data.num_workers": need.workers}
-    return max(parts, key=parts.__getitem__)
+    if 2 * need.workers > need.total:
+        return "fewer data.num_workers"
+    if free is None or sharing * need.fixed < free:
+        return "a smaller data.batch_size or model.ctx_len"
+    adapters = config.tune.method == "lora" and need.gradients > frozen_bytes(config, vocab_size)
+    return "a smaller tune.rank" if adapters else "a smaller model="
 
 
 def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:

@@ -171,7 +171,7 @@ def refuses(path: Path, *said: str) -> None:
 
 
 def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
-    refuses(tmp_path / "absent.pth", "checkpoint=FILE")
+    refuses(tmp_path / "absent.pth", "a file, a Hugging Face directory or a run's directory")
     refuses(tmp_path, "last.ckpt")
 
 

@@ -78,7 +78,8 @@ def test_a_template_shows_tools_if_it_names_them(tmp_path: Path, chatml: str) ->
 
 @pytest.mark.parametrize(("text", "said"), [
     ("{% if %}", "not a jinja2 template"),
-    ("{{ raise_exception('no such role') }}", "refuses the conversation: no such role"),
+    ("{{ raise_exception('no such role') if messages }}", "refuses the conversation: no such role"),
+    ("You are kind.", "does not use `messages`"),
     ("{{ messages.__class__.__mro__ }}", "refuses the conversation"),
 ])
 def test_a_wrong_template_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -248,6 +248,13 @@ def test_the_remedy_is_the_least_that_helps(free: int, remedy: str, monkeypatch:
         assert changed.tokens_per_step == config.tokens_per_step
 
 
+def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, busy = configured(1, 64, 1, 10**7), configured(1, 64, 1, 16)
+    busy.data.num_workers = 1000
+    assert str(fits(wide, GB, 2048, monkeypatch)).endswith("take a smaller data.batch_size or model.ctx_len")
+    assert str(fits(busy, GB, 2048, monkeypatch)).endswith("take fewer data.num_workers")
+
+
 def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, gradients and optimiser count fully."""
     config = configured(2, 64, 8, 128)
