@@ -61,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     args.out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, (args.out_dir / "log.txt").open("a", encoding="utf-8") as log:
-        every = parts(args.device, args.out_dir, Path(scratch), args.steps, args.shape)
+        every = list(parts(args.device, args.out_dir, Path(scratch), args.steps, args.shape))
+        unknown = [name for name in args.only if not any(_asked(part.name, [name]) for part in every)]
+        if unknown:
+            print(f"gpu-check has no part {unknown[0]!r}; there are: {', '.join(part.name for part in every)}")
+            return 2
         chosen = [part for part in every if _asked(part.name, args.only)]
         outcomes = []
         for part in chosen:

@@ -509,6 +509,8 @@ def test_gpu_check_collects_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path
                                                                part("slow", "")]))
     assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "bad,slow"]) == 0, "good is as it was before"
     assert json.loads((tmp_path / "summary.json").read_text())["ok"] is True
+    monkeypatch.setattr(gpu_check, "parts", lambda *args: iter([part("good", "")]))
+    assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "goo"]) == 2, "no such part"
 
 
 def test_gpu_check_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
