@@ -16,7 +16,7 @@ TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 
 @pytest.mark.parametrize(("eps", "allowed"), [("1e-8", 1e-4), ("1e-18", None)])
 def test_fifty_steps_under_every_kernel(tmp_path: Path, eps: str, allowed: float | None) -> None:
-    """With the official eps, 1e-18, an update is the sign of a gradient, and rounding decides it: the difference is printed."""
+    """With the official eps, 1e-18, rounding decides updates where a gradient is almost 0: the difference is printed alone."""
     arguments = (*RECIPE, f"optim.eps={eps}", f"kernel={','.join(KERNELS)}", "out_dir=sweep")
     done = finish(start(tmp_path, "train", "-m", *arguments), timeout_s=1800)
     assert done.status == 0, done.error
