@@ -72,26 +72,18 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return names
 
 
-def existing(text: str) -> Path:
-    """A file or a folder."""
-    path = Path(text)
-    if not path.exists():
-        raise ArgumentTypeError(f"there is no {text}: name a file or a folder that exists")
+def _existing(kind: str, is_one: Callable[[Path], bool]) -> Callable[[str], Path]:
+    def path(text: str) -> Path:
+        if not is_one(Path(text)):
+            raise ArgumentTypeError(f"there is no {kind} {text}: name one that exists")
+        return Path(text)
+
     return path
 
 
-def existing_file(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file():
-        raise ArgumentTypeError(f"there is no file {text}: name one that exists")
-    return path
-
-
-def existing_folder(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
-        raise ArgumentTypeError(f"there is no folder {text}: name one that exists")
-    return path
+existing = _existing("file or folder", Path.exists)
+existing_file = _existing("file", Path.is_file)
+existing_folder = _existing("folder", Path.is_dir)
 
 
 def program(text: str) -> Path:

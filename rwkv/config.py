@@ -76,9 +76,10 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
     """Raises UserError for the first of the `given` keys that changes nothing in this configuration."""
     known = options(type(config))
     for key in given:
-        needed, *allowed = known[key].metadata["needs"] if key in known and known[key].metadata["needs"] else ("",)
-        if not needed:
+        needs = known[key].metadata["needs"] if key in known else ()
+        if not needs:
             continue
+        needed, *allowed = needs
         group, name = needed.split(".")
         value = getattr(getattr(config, group), name)
         if value not in allowed:
@@ -179,8 +180,8 @@ class OptimConfig:
 
     @property
     def last_lr(self) -> float:
-        """The learning rate of the last step."""
-        return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr          # of 3e-3 1.5e-4, to the bit
+        """The learning rate of the last step. A twentieth of lr is rounded, so that that of 3e-3 is exactly 1.5e-4."""
+        return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr
 
 
 @dataclass

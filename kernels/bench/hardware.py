@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kernels.backends.memory import available_memory
+
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("numpy", "taichi", "triton", "cuda-core")
 MATMUL_N = {"cpu": 2048, "cuda": 8192}
@@ -46,11 +48,7 @@ def commit() -> str | None:
 
 def free_bytes(device: str) -> int | None:
     """The memory that programs can still have; None where the system does not tell."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    info = Path("/proc/meminfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
 
 
 def matmul(device: str) -> tuple[Callable[[], Any], int]:

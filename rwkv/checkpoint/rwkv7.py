@@ -156,7 +156,8 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
         return {}
     of_others = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
     stated = declared.get("v_low_rank_dim")
-    C, rank = bias.shape[-1], next(iter(of_others), stated if isinstance(stated, int) and stated > 0 else matrix.shape[1])
+    alone = stated if isinstance(stated, int) and stated > 0 else matrix.shape[1]        # of a model of one layer
+    C, rank = bias.shape[-1], next(iter(of_others), alone)
     shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
     return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape))     # type: ignore[misc]
             for name, shape in shapes.items() if name not in tensors}

@@ -119,7 +119,8 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except OSError as error:             # a full disk, a forbidden folder
-        print(f"error: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
 
@@ -324,13 +325,13 @@ def _wrong_type(error: Any, schema: type, overrides: list[str]) -> str:
     """The sentence about a value that OmegaConf has refused, by the option's type."""
     key = str(error.full_key)
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    known = options(schema)
-    kinds = get_args(known[key].type) if key in known and isinstance(known[key].type, UnionType) else (
-        (known[key].type,) if key in known else ())
-    expected = [EXPECTED[get_origin(kind) or kind] for kind in kinds if (get_origin(kind) or kind) in EXPECTED]
-    if not expected or key not in given:
+    kind: Any = options(schema)[key].type if key in options(schema) else None
+    if isinstance(kind, UnionType):
+        kind, *_ = get_args(kind)        # int | None
+    expected = EXPECTED.get(get_origin(kind) or kind)
+    if expected is None or key not in given:
         return f"{key}: {_first_line(error)}"
-    return f"{key} is {expected[0]}; got {given[key]}"
+    return f"{key} is {expected}; got {given[key]}"
 
 
 def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:

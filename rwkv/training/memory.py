@@ -35,10 +35,10 @@ from typing import Any
 
 import torch
 
+from kernels.backends.memory import available_memory, resident_memory
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
-from rwkv.io.memory import available_memory, resident_memory
 from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
 from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once

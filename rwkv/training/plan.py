@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from kernels.backends import threads
+from kernels.backends.memory import resident_memory
 from rwkv.config import TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
-from rwkv.io.memory import resident_memory
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import (

@@ -85,7 +85,7 @@ def new_folder(kind: str = "") -> Path:
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory holds anything but a lock. `resume`: the option that would continue it."""
+    """Raises UserError if the directory holds anything but a lock, or cannot be written. `resume`: what would continue it."""
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir {out_dir} is a file: choose another")
     if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):

@@ -203,8 +203,10 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
 
 
 def _require_possible(config: TrainConfig) -> None:
-    """Raises UnknownKernel for the kernel of another generation, and UserError for a missing file: on no machine would the run
-    train. A kernel that cannot run here alone is another matter."""
+    """Raises UnknownKernel for a kernel of another generation, and UserError for a missing file: the run would fail anywhere.
+
+    A kernel that only this machine cannot run is accepted: the sweep says so when its turn comes.
+    """
     with suppress(KernelUnavailable):
         kernel_for(config, device_for(config.trainer.accelerator))
     path = config.data.path

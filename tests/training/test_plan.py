@@ -22,13 +22,13 @@ from programs import Run, one_sentence
 from training_runs import TEXT
 
 from kernels.backends import threads
+from kernels.backends.memory import resident_memory
 from kernels.bench.peak_memory import extra_bytes
 from kernels.select import select
 from rwkv import cli
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.errors import UserError
-from rwkv.io.memory import resident_memory
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan, setup
 from rwkv.training.callbacks.metrics import peak_memory_mib

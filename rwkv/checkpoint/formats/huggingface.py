@@ -9,7 +9,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
@@ -31,14 +34,14 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    config = _config(path / CONFIG)
+    config, generation = _config(path / CONFIG)
     content = _weights(path)
-    for name, value, expected in _constants(config):
+    for name, value, expected in _other_constants(config, generation):
         own = name == "head_dim" and content.entry is not None           # written here, where it changes no epsilon
-        if value != expected and not own:
+        if not own:
             raise CheckpointError(f"{path / CONFIG} has {name} {value}, expected {expected}: with another, its norms have "
                                   "another epsilon than this program's")
-    sizes = next(module.HUGGING_FACE_SIZES for module in generations() if module.HUGGING_FACE_TYPE == config["model_type"])
+    sizes = generation.HUGGING_FACE_SIZES
     declared = {ours: config[theirs] for theirs, ours in sizes.items() if config.get(theirs) is not None}
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
@@ -51,10 +54,11 @@ def write(path: Path, outgoing: Outgoing) -> None:
     """Raises UserError where the directory holds anything that is not part of such a checkpoint, or for a model with other
     epsilons than the directory's readers compute with."""
     _require_ours(path)
-    for name, value, expected in _constants(_described(outgoing)):
-        if value != expected:
-            raise UserError(f"a Hugging Face directory is for models with {name} {expected}, and this one has {value}: another "
-                            "program would compute its norms with another epsilon; choose another format")
+    generation = generation_of(outgoing.config)
+    described = generation.hugging_face_config(outgoing.config, outgoing.vocab_size, torch.float32)
+    for name, value, expected in _other_constants(described, generation):
+        raise UserError(f"a Hugging Face directory is for models with {name} {expected}, and this one has {value}: another "
+                        "program would compute its norms with another epsilon; choose another format")
     write_folder(path, lambda folder: _write(folder, outgoing))
 
 
@@ -109,7 +113,8 @@ def _require_ours(path: Path) -> None:
                         "directory")
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
+    """What config.json says, and the generation of its model_type."""
     config = _json(path)
     kind = config.get("model_type")
     generation = next((module for module in generations() if module.HUGGING_FACE_TYPE == kind), None)
@@ -118,14 +123,15 @@ def _config(path: Path) -> dict[str, Any]:
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
         raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected {known}): "
                               f"this program runs {supported()}")
-    return config
+    return config, generation
 
 
-def _constants(config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The numbers in config.json that a norm's epsilon follows from: name, value, and that of the generation's."""
-    generation = next(module for module in generations() if module.HUGGING_FACE_TYPE == config["model_type"])
+def _other_constants(config: dict[str, Any], generation: ModuleType) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and expected value of each number in config.json that gives a norm another epsilon than the generation's."""
     for name, expected in generation.HUGGING_FACE_CONSTANTS.items():
-        yield name, config.get(name, expected), expected
+        value = config.get(name)
+        if value is not None and value != expected:
+            yield name, value, expected
 
 
 def _weights(path: Path) -> Content:

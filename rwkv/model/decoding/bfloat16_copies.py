@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rwkv.io.memory import available_memory
+from kernels.backends.memory import available_memory
 
 ROWS = 1024                              # of a matrix that are compared at once
 SAMPLED = 4096                           # elements that tell whether a matrix is still what was copied
