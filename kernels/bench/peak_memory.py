@@ -30,15 +30,33 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
-    """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases."""
+    """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases.
+
+    The profiler reports the release of a tensor that an earlier profile saw allocated, whoever holds it. It is not run()'s.
+    """
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
-    events = recorded.profiler.kineto_results.events()
+    live: dict[int, int] = {}                # size by address
     held = peak = 0
-    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        held += size
-        peak = max(peak, held)
+    for address, size in _allocations(recorded.profiler.kineto_results.experimental_event_tree()):
+        if size > 0:
+            live[address] = size
+            held += size
+            peak = max(peak, held)
+        else:
+            held -= live.pop(address, 0)
     return peak, result
+
+
+def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
+    """(address, bytes) of each allocation, and of each release with negative bytes, in the order of time."""
+    found, nodes = [], list(tree)
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.name == "[memory]":
+            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
+    return [(address, size) for _, size, address in sorted(found)]
 
 
 def _size(result: Any) -> int:

@@ -174,6 +174,17 @@ def test_extra_memory_is_the_peak_less_the_result() -> None:
     assert extra_bytes(three_at_once, "cpu") == x.nbytes
 
 
+def test_the_release_of_what_was_allocated_before_is_not_subtracted() -> None:
+    held: list[torch.Tensor] = []
+
+    def exchange() -> None:
+        held.clear()
+        held.append(torch.zeros(1000, 100))
+
+    measured = [extra_bytes(lambda: exchange() or (), "cpu") for _ in range(2)]     # both times in a profile
+    assert measured == [held[0].nbytes, held[0].nbytes]
+
+
 @pytest.mark.thorough
 def test_saved_tensors_are_extra_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The reference's backward pass keeps the states of every step."""
