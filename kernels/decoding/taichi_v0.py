@@ -47,6 +47,7 @@ AFTER_4, AFTER_7 = len(OF_4), len(OF_7)  # the place of what follows them: the w
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": AFTER_4, "halve": 2}       # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 8                                # tiles of a product for each thread: of fewer, the last keeps the others waiting
+EXPONENT = 0x7F800000                    # of a float32: all ones in NaN and infinity
 APART = 16                               # integers between two counters, so that no two are in one cache line
 Integers = ti.types.ndarray(dtype=ti.i32, ndim=1)
 
@@ -306,11 +307,15 @@ def _round(g: ti.template(), q: ti.template(), code: ti.template(), at, row, siz
     top = SMALLEST
     for lane in ti.static(range(LANES)):
         top = ti.max(top, largest[lane])
+    wholes = ti.Vector([0.0] * LANES)
     for j in range(width // LANES):
         whole = to_whole(vector(g, x + j * LANES) / top * steps, R >> 30)
         _store(g, y + j * LANES, whole)
         _store(q, whole_at + j * LANES, by_lane(ti.cast, whole, ti.i16))
-    g[row * size + code[at + 3]] = top / steps
+        wholes += whole
+    total = sum_of(wholes, R >> 30)
+    finite = ti.bit_cast(total, ti.i32) & EXPONENT != EXPONENT       # max drops a NaN that it meets
+    g[row * size + code[at + 3]] = top / steps if finite else total
 
 
 @ti.func

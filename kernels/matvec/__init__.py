@@ -33,6 +33,7 @@ GROUP = 32                               # neighbours in a row of W that share a
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
 LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15
 SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
+MOST_INPUTS = (2**31 - 1) // 127**2      # K of an int8 matrix whose sums certainly fit into 32 bits: 133,144
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
 MOST_ROWS = 16                           # more are faster as one matrix product
@@ -153,10 +154,13 @@ def pack(weight: Tensor, form: str, non_negative: bool = False, symmetric: bool 
     """W (N,K), floating-point, in the form; float32 and bfloat16 share its memory where it has that dtype already.
 
     non_negative: in int8, its inputs are never negative, as after a ReLU, and are rounded to more steps. symmetric: in int4,
-    shift is -8 scale, so that a 0 stays 0. Raises ValueError for another form or another shape.
+    shift is -8 scale, so that a 0 stays 0. Raises ValueError for another form or another shape, and in int8 for K above
+    MOST_INPUTS.
     """
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack takes a W (N,K) and one of {', '.join(FORMS)}, got {tuple(weight.shape)} and {form!r}")
+    if form == "int8" and weight.shape[1] > MOST_INPUTS:
+        raise ValueError(f"int8 takes a W (N,K) with K up to {MOST_INPUTS:,}, got {tuple(weight.shape)}: use another form")
     weight = weight.detach()
     if form == "int8":
         return _pack_int8(weight, non_negative)
@@ -210,7 +214,7 @@ def _rounded_groups(exact: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Ten
     else:
         low, high = exact.amin(2), exact.amax(2)
     least = torch.full_like(low, torch.inf)
-    best_scale, best_shift = torch.empty_like(low), torch.empty_like(low)
+    best_scale = best_shift = torch.full_like(low, torch.nan)        # which stays where W is not finite
     for share in SHRUNK:
         scale = _as_kept(((high - low) * share / 15).clamp_(min=SMALLEST))
         shift = -8 * scale if symmetric else _as_kept((low + high) / 2 - 7.5 * scale)

@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kernels.backends.memory import resident_memory
 from rwkv.serving.messages import Step
 
 SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -28,7 +28,7 @@ class Metrics:
         self._cache_entries = Gauge("timemix_cache_entries", "Number of cached prefixes", registry=registry)
         Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
-        Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(_resident)
+        Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(resident_memory)
         self._last: dict[int, float] = {}        # when each text had its last event, or began
 
     def begin(self, ids: list[int]) -> None:
@@ -51,8 +51,3 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
-
-
-def _resident() -> float:
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * 4096 if status.is_file() else 0

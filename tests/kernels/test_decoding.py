@@ -86,6 +86,21 @@ def test_heads_and_ranks_of_other_sizes(implementation: object, head_size: int, 
         torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]), rtol=0, atol=1e-5)
 
 
+@each_generation
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", IN_ONE_LAUNCH)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@torch.no_grad()
+def test_no_number_becomes_finite_that_was_not(bad: float, implementation: object, form: str, generation: str) -> None:
+    """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
+    model = model_in(form, generation)
+    decoder = decoder_of(model, model.empty_state(3), implementation)
+    model.emb.weight[2, 5] = bad
+    logits = decoder.step(torch.tensor([1, 2, 3]))
+    assert logits.isfinite().all(1).tolist() == [True, False, True]
+    assert not logits[1].isfinite().any()
+
+
 def test_heads_that_do_not_fill_vectors_have_no_program() -> None:
     assert program_of(small_model("reference", generation="rwkv7", n_embd=48, head_size=12)) is None
 

@@ -5,7 +5,7 @@ import torch
 from implementations import implementations
 
 from kernels.compare import errors, misses
-from kernels.matvec import FORMS, GROUP, MatVec, Packed, cases, pack, unpacked
+from kernels.matvec import FORMS, GROUP, MOST_INPUTS, MatVec, Packed, cases, pack, unpacked
 from kernels.registry import runnable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -43,6 +43,14 @@ def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> Non
         x = torch.randn(5, 3, 96)
         for y, rows, packed in zip(matvec.bind(*weights)(x), x, weights, strict=True):
             assert torch.equal(y, matvec(rows, packed))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec, bad: float) -> None:
+    for form in forms_of(matvec):
+        x, packed = cases.inputs(3, 20, 768, form=form)
+        x[1, 700] = bad
+        assert matvec(x, packed).isfinite().sum(1).tolist() == [20, 0, 20], form
 
 
 def test_a_form_that_an_implementation_lacks_is_one_sentence() -> None:
@@ -121,9 +129,10 @@ def test_a_float_that_has_the_form_already_is_not_copied() -> None:
     assert pack(weight, "float32").weight.data_ptr() == weight.data_ptr()
 
 
-@pytest.mark.parametrize(("weight", "form"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5")])
+@pytest.mark.parametrize(("weight", "form"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5"),
+                                              (torch.ones(1, MOST_INPUTS + 1), "int8")])
 def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, form: str) -> None:
-    with pytest.raises(ValueError, match="pack takes"):
+    with pytest.raises(ValueError, match=r"W \(N,K\)"):
         pack(weight, form)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_runs import SMALL, TEXT, assert_same_training, damage, finish, killed_and_continued, start
+from training_runs import SMALL, TEXT, assert_same_training, damage, finish, killed_and_continued, start, wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 STEPS, KILLS, KILLS_OF_TWO = 1000, 20, 5
 RUN = (*SMALL, "logger=csv", "model.ctx_len=16", f"trainer.max_steps={STEPS}", "trainer.val_every=35",
        "trainer.checkpoint_every=14")
+LEFT = 2 ** 18                           # bytes of a full disk: no checkpoint fits, but some rows of metrics do
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 
 
@@ -70,7 +71,7 @@ def test_a_damaged_last_checkpoint_costs_no_more_than_the_steps_after_the_one_be
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system in memory with room for a few checkpoints."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=2300k", "none", str(tmp_path)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(tmp_path)]
     mounted = subprocess.run(command, check=False, capture_output=True)
     if mounted.returncode:
         pytest.skip(f"mounting needs rights: {mounted.stderr.decode().strip()}")
@@ -79,8 +80,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence(folder: Path, whole: Path, small_disk: Path) -> None:
+    """Another program fills it while the run goes on: at its beginning there is room, or the plan would refuse it."""
     run = small_disk / "run"
-    done = finish(start(folder, "train", *RUN, f"out_dir={run}"))
+    process = start(folder, "train", *RUN, f"out_dir={run}")
+    wait_for(process, run, STEPS // 3)
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - LEFT))
+    done = finish(process)
     assert done.status == 2
     assert done.error.splitlines()[-1].startswith(f"error: cannot write the checkpoint {run}/checkpoints/last.ckpt: No space")
     moved = folder / "moved"

@@ -368,18 +368,28 @@ INLINE void halve(const float *x, float *rounded, uint16_t *q) {
     }
 }
 
+// The largest of 8 lanes, at least 1e-30. NaN where a lane of `unordered` is set: max drops a NaN that it meets.
+INLINE float largest_lane(__m256 largest, __m256 unordered) {
+    if (_mm256_movemask_ps(unordered)) return __builtin_nanf("");
+    float lanes[8], top = 1e-30f;
+    _mm256_storeu_ps(lanes, largest);
+    UNROLLED for (int l = 0; l < 8; l++) top = lanes[l] > top ? lanes[l] : top;
+    return top;
+}
+
+INLINE __m256 where_nan(__m256 values) { return _mm256_cmp_ps(values, values, _CMP_UNORD_Q); }
+
 // The row x (K) in whole steps of its largest magnitude, to which steps + 1 is added where x may be negative: bytes in q, and the
-// size of a step. K is a multiple of 8.
+// size of a step, which is NaN where a number of x is. K is a multiple of 8.
 INLINE float round_row(const float *x, uint8_t *q, long K, int steps, int is_signed) {
-    __m256 largest = _mm256_setzero_ps();
+    __m256 largest = _mm256_setzero_ps(), unordered = _mm256_setzero_ps();
     for (long k = 0; k < K; k += 8) {
         __m256 values = _mm256_loadu_ps(x + k);
+        unordered = _mm256_or_ps(unordered, where_nan(values));
         if (is_signed) values = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values);
         largest = _mm256_max_ps(largest, values);
     }
-    float lanes[8], top = 1e-30f;
-    _mm256_storeu_ps(lanes, largest);
-    for (int l = 0; l < 8; l++) top = lanes[l] > top ? lanes[l] : top;
+    float top = largest_lane(largest, unordered);
     for (long k = 0; k < K; k += 8) {
         __m256 scaled = _mm256_mul_ps(_mm256_div_ps(_mm256_loadu_ps(x + k), _mm256_set1_ps(top)), _mm256_set1_ps((float)steps));
         __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(scaled), _mm256_set1_epi32(is_signed ? steps + 1 : 0));
@@ -390,18 +400,18 @@ INLINE float round_row(const float *x, uint8_t *q, long K, int steps, int is_sig
 }
 
 // A block of the row x (K) for a product in int4: bytes in q in the order of place_of; in y the steps of the eight groups, and
-// their sums. Each group is rounded to 127 steps of its largest magnitude. K is a multiple of 8.
+// their sums, which are NaN where a number of the group is. Each group is rounded to 127 steps of its largest magnitude. K is a
+// multiple of 8.
 INLINE void arrange_block(const float *x, uint8_t *q, float *y, long K, long block) {
     for (int g = 0; g < 8; g++) {
         long first = block * BLOCK + g * GROUP, vectors = K - first >= GROUP ? 4 : K - first > 0 ? (K - first) / 8 : 0;
-        __m256 values[4], largest = _mm256_setzero_ps();
+        __m256 values[4], largest = _mm256_setzero_ps(), unordered = _mm256_setzero_ps();
         for (int v = 0; v < 4; v++) {
             values[v] = v < vectors ? _mm256_loadu_ps(x + first + v * 8) : _mm256_setzero_ps();
+            unordered = _mm256_or_ps(unordered, where_nan(values[v]));
             largest = _mm256_max_ps(largest, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values[v]));
         }
-        float lanes[8], top = 1e-30f;
-        _mm256_storeu_ps(lanes, largest);
-        for (int l = 0; l < 8; l++) top = lanes[l] > top ? lanes[l] : top;
+        float top = largest_lane(largest, unordered);
         int total = 0, whole[GROUP];
         for (int v = 0; v < 4; v++) {
             __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(values[v], _mm256_set1_ps(127.0f / top)));
