@@ -242,9 +242,11 @@ def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
 def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
     """The options that groups set, without those that were replaced when the run was new.
 
-    They are an experiment's max_steps if the user gives max_tokens, and its sizes if init_from's file gave them.
+    They are an experiment's max_steps if the user gives max_tokens, its max_tokens if the user gives max_steps, and its sizes
+    if init_from's file gave them.
     """
-    kept = [option for option in chosen if option != "trainer.max_steps" or "trainer.max_tokens" not in given]
+    lengths = {"trainer.max_steps", "trainer.max_tokens"}
+    kept = [option for option in chosen if option not in lengths or lengths.isdisjoint(given)]
     if init_from is None or "model" in given:
         return kept
     return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]

@@ -206,6 +206,14 @@ def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path)
     assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
 
 
+def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
+    before = TrainConfig(trainer=TrainerConfig(max_steps=7))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
+    asked = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=9, max_tokens=1e5))
+    trainer = open_run(asked, ["experiment", "trainer.max_steps"], ["trainer.max_tokens"]).config.trainer
+    assert (trainer.max_steps, trainer.max_tokens) == (9, None)
+
+
 @pytest.mark.programs
 def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Run, tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
