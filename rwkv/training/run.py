@@ -22,7 +22,7 @@ from rwkv.io.atomic import write_file
 from rwkv.report.reading import SWEEP, is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
-from rwkv.training.device import with_precision
+from rwkv.training.device import AUTO, with_precision
 from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
 from rwkv.training.tuned import tuned_files
@@ -215,6 +215,8 @@ def _merged(config: TrainConfig, given: Collection[str], chosen: Collection[str]
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
                             "that sets it; or start a new run")
+        if key == "trainer.precision" and new == AUTO:
+            continue                     # the run keeps the precision that it began with
         *parents, name = key.split(".")
         setattr(_look_up(merged, ".".join(parents)), name, new)
     checked = _from_plain(as_plain(merged))
