@@ -26,7 +26,7 @@ from rwkv.cli.help import WIDTH
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, options
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.training.run import as_plain
+from rwkv.training.run import as_plain, with_max_steps
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
@@ -117,6 +117,12 @@ def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
     assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 64, 7)
 
 
+@pytest.mark.parametrize(("name", "steps"), [("fast", 5), ("overfit", 200)])
+def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) -> None:
+    config = compose("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
+    assert with_max_steps(config, []).trainer.max_steps == steps
+
+
 # Free text
 
 HARD = ("", "a,b", "a=b", "'", '"', "it's", "${seed}", "${x}", "$(ls) `ls`", "[1, 2", "{a: b}", "line\nline\n", " space ", "\\",
@@ -146,7 +152,7 @@ def test_free_text_is_taken_as_it_is(text: str) -> None:
     (["trainer=auto", "seed=1", "debug=null"], {"trainer.accelerator"}),
     (["+debug=overfit"], {
         "model.n_layer", "model.n_embd", "model.ctx_len", "data.tokenizer", "data.batch_size", "optim.warmup_steps",
-        "trainer.max_steps", "trainer.val_every", "trainer.checkpoint_every", "trainer.overfit_batches"}),
+        "trainer.max_steps", "trainer.max_tokens", "trainer.val_every", "trainer.checkpoint_every", "trainer.overfit_batches"}),
 ])
 def test_a_chosen_group_sets_what_is_in_its_file(arguments: list[str], chosen: set[str]) -> None:
     assert set(cli.split(arguments, TrainConfig).chosen) == chosen

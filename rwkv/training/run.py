@@ -22,8 +22,8 @@ from rwkv.io.atomic import write_file
 from rwkv.report.reading import SWEEP, is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
-from rwkv.training.device import with_precision
-from rwkv.training.init_from import open_init_checkpoint
+from rwkv.training.device import AUTO, with_precision
+from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
 from rwkv.training.tuned import tuned_files
 
@@ -65,7 +65,7 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     if config.resume is not None and config.init_from is not None:
         raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
     if config.resume is not None:
-        resumed = _resumed(config, [*given, *_not_overruled(chosen, given)])
+        resumed = _resumed(config, given, chosen)
         if resumed is not None:
             return resumed
     require_effect(config, given)
@@ -141,13 +141,13 @@ def as_plain(config: TrainConfig) -> dict[str, Any]:
     return plain
 
 
-def _resumed(config: TrainConfig, given: Collection[str]) -> Run | None:
+def _resumed(config: TrainConfig, given: Collection[str], chosen: Collection[str]) -> Run | None:
     """The run that `resume` names, at its newest sound checkpoint or at the one named; None if resume=auto finds no run."""
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
     lock = _held(path.resolve().parent.parent if path.is_file() else path)
     try:
-        run = _found(config, given, path, auto)
+        run = _found(config, given, chosen, path, auto)
     except ValueError:
         lock.release()                   # the traceback would keep it
         raise
@@ -162,26 +162,27 @@ def _held(out_dir: Path) -> RunLock:
     return lock
 
 
-def _found(config: TrainConfig, given: Collection[str], path: Path, auto: bool) -> Run | None:
+def _found(config: TrainConfig, given: Collection[str], chosen: Collection[str], path: Path, auto: bool) -> Run | None:
     if path.is_file() and not auto:
-        return _continue(config, given, path.resolve().parent.parent, read_checkpoint(path))
+        return _continue(config, given, chosen, path.resolve().parent.parent, read_checkpoint(path))
     if (path / FOLDER).is_dir():
         settle(path)
         found = newest_sound(path)
         if found is not None:
-            return _continue(config, given, path.resolve(), found)
+            return _continue(config, given, chosen, path.resolve(), found)
     if (path / CONFIG_FILE).is_file():
-        return _restart(config, given, path.resolve())
+        return _restart(config, given, chosen, path.resolve())
     if auto:
         return None
     raise UserError(f"nothing to resume from at {config.resume!r}: expected a run's directory or a checkpoint in one")
 
 
-def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, checkpoint: Checkpoint) -> Run:
+def _continue(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path,
+              checkpoint: Checkpoint) -> Run:
     saved, step = checkpoint.run or {}, checkpoint.step
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
         raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
-    merged = _merged(config, given, out_dir, saved)
+    merged = _merged(config, given, chosen, out_dir, saved)
     finished = is_finished(out_dir) and all(path.exists() for path in tuned_files(merged, out_dir))
     if step > merged.trainer.max_steps or (step == merged.trainer.max_steps and finished):
         raise UserError(f"the run in {out_dir} is finished at step {step}: to train on, give trainer.max_steps=MORE")
@@ -194,28 +195,32 @@ def _continue(config: TrainConfig, given: Collection[str], out_dir: Path, checkp
     return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
 
-def _restart(config: TrainConfig, given: Collection[str], out_dir: Path) -> Run:
+def _restart(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path) -> Run:
     """A run that was killed before its first checkpoint, from step 0 and with its own configuration."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    merged = _merged(config, given, out_dir, saved)
+    merged = _merged(config, given, chosen, out_dir, saved)
     if merged.init_from is None:
         return Run(out_dir, merged)
     sized, checkpoint, tokenizer = open_init_checkpoint(merged, given)
     return Run(out_dir, sized, init_checkpoint=checkpoint, tokenizer=tokenizer)
 
 
-def _merged(config: TrainConfig, given: Collection[str], out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
+def _merged(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path,
+            saved: dict[str, Any]) -> TrainConfig:
     """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs."""
     merged = _from_plain(_without_deleted(saved, out_dir))
-    for key in _options_given(config, given):
+    replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
+    for key in _options_given(config, replacing):
         old, new = _look_up(merged, key), _look_up(config, key)
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
                             "that sets it; or start a new run")
+        if key == "trainer.precision" and new == AUTO:
+            continue                     # the run keeps the precision that it began with
         *parents, name = key.split(".")
         setattr(_look_up(merged, ".".join(parents)), name, new)
     checked = _from_plain(as_plain(merged))
-    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), given)
+    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
 
 
 def _without_deleted(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
@@ -236,9 +241,17 @@ def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
     return [key for key in options if not is_dataclass(_look_up(config, key))]
 
 
-def _not_overruled(chosen: Collection[str], given: Collection[str]) -> list[str]:
-    """The options that groups set, without an experiment's max_steps if the user gives max_tokens."""
-    return [option for option in chosen if option != "trainer.max_steps" or "trainer.max_tokens" not in given]
+def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
+    """The options that groups set, without those that were replaced when the run was new.
+
+    They are an experiment's max_steps if the user gives max_tokens, its max_tokens if the user gives max_steps, and its sizes
+    if init_from's file gave them.
+    """
+    lengths = {"trainer.max_steps", "trainer.max_tokens"}
+    kept = [option for option in chosen if option not in lengths or lengths.isdisjoint(given)]
+    if init_from is None or "model" in given:
+        return kept
+    return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]
 
 
 def _from_plain(plain: dict[str, Any]) -> TrainConfig:

@@ -21,14 +21,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
+from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig
 from rwkv.distributed import log
-from rwkv.errors import UserError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.signals import StopRequest
 from rwkv.report import reading
@@ -208,10 +209,17 @@ def _require_possible(config: TrainConfig) -> None:
     A kernel that only this machine cannot run is accepted: the sweep says so when its turn comes.
     """
     with suppress(KernelUnavailable):
-        kernel_for(config, device_for(config.trainer.accelerator))
+        _require_kernel(config)
     path = config.data.path
     if config.data.name in ("text", "jsonl", "chat") and path and not glob.has_magic(path) and not Path(path).exists():
         raise UserError(f"data.path={path} does not exist: give a file, a folder or a pattern such as books/**/*.txt")
+
+
+def _require_kernel(config: TrainConfig) -> None:
+    """Raises as kernel_for does, for the generation of the file if the run begins with one, and as read_checkpoint does."""
+    if config.init_from is not None:
+        config = replace(config, model=read_checkpoint(config.init_from).config)
+    kernel_for(config, device_for(config.trainer.accelerator))
 
 
 def name_of(job: cli.Job) -> str:
@@ -224,7 +232,8 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     """Trains one run in a process of its own, and stores its status in the entry."""
     config = sweep.configs[entry.name]
     try:
-        kernel_for(config, device_for(config.trainer.accelerator))
+        with suppress(CheckpointError):  # a begun run needs the file no more, and another one says so itself
+            _require_kernel(config)
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
         entry.reason = getattr(error, "reason", str(error))

@@ -18,6 +18,7 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import small_model
 from stubs import stub
 from training_runs import SMALL, TEXT, assert_same_training, losses, rows
 
@@ -30,6 +31,7 @@ from rwkv.report import svg
 from rwkv.report.findings import findings
 from rwkv.report.numbers import columns, compare
 from rwkv.report.reading import Run, read
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
 from rwkv.training import fit, sweep, sweep_child
 from rwkv.training.run import open_run
@@ -155,6 +157,7 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     (("hydra/launcher=basic", "seed=0,1", "out_dir=new"), "hydra/launcher"),
     (("+hydra.launcher.n_jobs=4", "out_dir=new"), "hydra.launcher.n_jobs"),
     (("kernel=conv1d,torch_chunk", "out_dir=new"), "torch_chunk computes the operator of RWKV-7"),
+    (("seed=0,1", "init_from=nowhere.pth", "out_dir=new"), "nowhere.pth"),
     (("seed=0,1", "data=text", "data.path=nowhere.txt", "out_dir=new"), "nowhere.txt does not exist"),
     (("seed=0,1", "resume=auto", "out_dir=a, b/kernel=conv1d"), "exists already"),
 ])
@@ -165,6 +168,21 @@ def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start:
     assert error.startswith("error: ")
     assert said in error
     assert not Path("new").exists()
+
+
+@pytest.mark.programs
+def test_a_sweep_computes_the_operator_of_the_file_that_it_begins_with(start: Callable[..., int]) -> None:
+    """The file is RWKV-7, and the command line's sizes are those of RWKV-4. A begun run goes on without the file."""
+    small_model("reference", 256, generation="rwkv7").save_pretrained("seven.safetensors", ByteTokenizer())
+    options = (*SMALL, "logger=none", "model.ctx_len=16", "trainer.sample_tokens=0", "trainer.max_steps=2")
+    assert start("-m", "init_from=seven.safetensors", "kernel=torch_chunk", "seed=0,1", *options, "out_dir=sevens") == 0
+    runs = json.loads(Path("sevens/sweep.json").read_text())
+    runs["runs"][0]["status"] = sweep.STOPPED
+    Path("sevens/sweep.json").write_text(json.dumps(runs))
+    Path("sevens/seed=0/kernel.json").unlink()
+    Path("seven.safetensors").unlink()
+    assert start("-m", "resume=auto", "out_dir=sevens") == 0
+    assert [run.status for run in read(Path("sevens"))] == ["finished"] * 2
 
 
 @pytest.mark.programs

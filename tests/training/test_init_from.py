@@ -1,5 +1,6 @@
 """train.py init_from=PATH: the file's weights, sizes and tokenizer; and generate.py on whatever train.py or others saved."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, t
     status, _, said = run("train", "resume=auto", "out_dir=out", "trainer.max_steps=2", "trainer.sample_tokens=0")
     assert status == 0
     assert read_checkpoint(tmp_path / "out").step == 2
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_debug_gives_no_sizes_at_a_resume_either(run: Run, tmp_path: Path, tokenizer: JsonTokenizer,
+                                                   checkpoints: bool) -> None:
+    """Nor the tokenizer, where the run was killed before its first checkpoint. Sizes that the user gives are refused."""
+    model = save(tokenizer, tmp_path / "model")
+    options = ("debug=fast", *FAST, "data.val_fraction=0.1")
+    status, _, said = run("train", "init_from=model", *options)
+    assert status == 0, said
+    if not checkpoints:
+        shutil.rmtree(tmp_path / "out" / "checkpoints")
+    longer = ("resume=auto", *options, "trainer.max_steps=2")
+    one_sentence(run("train", *longer, "model.n_embd=64"), "model.n_embd")
+    status, _, said = run("train", *longer)
+    assert status == 0, said
+    read = read_checkpoint(tmp_path / "out")
+    assert (read.step, read.config, read.tokenizer_hash) == (2, replace(model.config, ctx_len=16), tokenizer.hash)
 
 
 def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenizer) -> None:

@@ -188,6 +188,16 @@ def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> Non
     assert (config.logger.name, config.trainer.accelerator, config.trainer.max_steps) == ("wandb", "auto", 7)
 
 
+@pytest.mark.parametrize(("given", "chosen"), [(["experiment"], ["trainer.precision"]), (["trainer.precision"], [])])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_precision_auto_keeps_the_precision_of_the_run(tmp_path: Path, precision: str, given: list[str],
+                                                       chosen: list[str]) -> None:
+    before = TrainConfig(trainer=TrainerConfig(precision=precision))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
+    asked = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(accelerator="cpu", precision="auto"))
+    assert open_run(asked, given, chosen).config.trainer.precision == precision
+
+
 @pytest.mark.parametrize("option", ["trainer.newer_option", "newer_group.option"])
 def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> None:
     group, name = option.split(".")
@@ -204,6 +214,14 @@ def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path)
     config = open_run(replace(asked, resume="auto", out_dir=str(tmp_path)), ["experiment", "trainer.max_tokens"],
                       ["trainer.max_steps"]).config
     assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
+
+
+def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
+    before = TrainConfig(trainer=TrainerConfig(max_steps=7))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
+    asked = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=9, max_tokens=1e5))
+    trainer = open_run(asked, ["experiment", "trainer.max_steps"], ["trainer.max_tokens"]).config.trainer
+    assert (trainer.max_steps, trainer.max_tokens) == (9, None)
 
 
 @pytest.mark.programs
