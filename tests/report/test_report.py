@@ -422,6 +422,15 @@ def test_other_differences_between_runs_are_findings(tmp_path: Path, changed: di
     assert said is None or said in found[0].text
 
 
+@pytest.mark.parametrize(("results", "said"), [(RESULTS, "The outputs and gradients of"), (("y",), "The outputs of")])
+def test_gradients_are_called_right_only_if_they_were_measured(results: tuple[str, ...], said: str) -> None:
+    """A tuned model of one layer may have none."""
+    layer = {"errors": {result: {"err_ratio": 0.1, "max": 0.2} for result in results}, "ranges": {}}
+    measured = {"errors": {"end": {"allowed": {}, "layers": [layer]}}}
+    runs = [Run(kernel, kernel, 0, metrics={"train/loss": {1: 2.0}}, measured=measured) for kernel in ("conv1d", "taichi_v3")]
+    assert said in findings(compare(runs))[-1].text
+
+
 def test_runs_of_two_commits_are_no_comparison(tmp_path: Path) -> None:
     make_run(tmp_path, "conv1d", 0, [3.0])
     make_run(tmp_path, "taichi_v3", 0, [3.0])
