@@ -98,6 +98,17 @@ def test_the_probe_measures_y_alone_where_nothing_before_the_operator_is_trained
     assert "Error of the operator" in (out / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.programs
+def test_the_probe_leaves_the_random_numbers_of_dropout_to_training(folder: Path, run: Run,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training_runs.OWN", ("/timemix/run/out_dir", "/timemix/run/trainer/probe"))
+    for probe in ("true", "false"):
+        status, _, error = run("train", *OPTIONS, "init_from=base7.safetensors", "tune=lora", "tune.dropout=0.3",
+                               "trainer.max_steps=5", f"trainer.probe={probe}", f"out_dir={probe}")
+        assert status == 0, error
+    assert_same_training(Path("true"), Path("false"))
+
+
 @pytest.fixture
 def peft() -> None:
     if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import peft"], capture_output=True).returncode:

@@ -10,7 +10,7 @@ The machine is always recorded. trainer.probe=true adds:
 
 The probe does not change training by a bit: the operator is wrapped during sampled steps only, clocks only read the time, and
 errors are measured in an extra pass over half of a batch (so that it takes less memory than a step), whose gradients are
-dropped.
+dropped, and after which the random generators are as before it (tune.dropout draws from them).
 """
 
 import importlib
@@ -255,10 +255,12 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
     task = cast(Any, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
     wrapped = Wrapped(task, lambda operator, layer: records[layer])
+    gpus = [task.device] if task.device.type == "cuda" else []
     try:
-        with torch.enable_grad(), trainer.precision_plugin.train_step_context():
-            loss = task.loss(*_half(batch))
-        torch.autograd.grad(loss, [weight for weight in task.parameters() if weight.requires_grad], allow_unused=True)
+        with torch.random.fork_rng(gpus):
+            with torch.enable_grad(), trainer.precision_plugin.train_step_context():
+                loss = task.loss(*_half(batch))
+            torch.autograd.grad(loss, [weight for weight in task.parameters() if weight.requires_grad], allow_unused=True)
     finally:
         wrapped.restore()
     dtype = records[0].y.dtype
