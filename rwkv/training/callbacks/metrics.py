@@ -55,7 +55,7 @@ class Metrics(Callback):
                            batch: Any, batch_idx: int) -> None:
         tokens = batch[0].numel() * world_size()
         self._interval_tokens += tokens
-        self._interval_counted += getattr(batch, "counted", tokens)
+        self._interval_counted += getattr(batch, "tokens", tokens)
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
