@@ -35,8 +35,8 @@ class Segments(NamedTuple):
     """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is emptied before this segment.
 
     part: the number of this batch within its accumulated step. weight: the factor of the batch's mean loss, such that the mean
-    over the processes and batches of a step is the mean over all its targets. counted: the number of targets, of all processes,
-    in this batch.
+    over the processes and batches of a step is the mean over all its targets. tokens: the number of tokens that all
+    processes read in this batch, without padding.
     """
 
     x: Tensor
@@ -44,7 +44,7 @@ class Segments(NamedTuple):
     starts_document: Tensor
     part: int
     weight: float
-    counted: int
+    tokens: int
 
 
 class Segment(NamedTuple):
@@ -66,7 +66,7 @@ class BatchPlan(NamedTuple):
     rows: list[list[Segment]]
     part: int
     weight: float
-    counted: int
+    tokens: int
 
 
 class DocumentChunks:
@@ -139,7 +139,7 @@ class SegmentDataset(Dataset[Segments]):
                     counts = self.learnt[segment.start + 1:segment.start + 1 + segment.targets]
                     y[row, k, :segment.targets][counts == 0] = IGNORED
         starts = torch.tensor([[segment.starts_document for segment in segments] for segments in plan.rows])
-        return Segments(torch.from_numpy(x), torch.from_numpy(y), starts, plan.part, plan.weight, plan.counted)
+        return Segments(torch.from_numpy(x), torch.from_numpy(y), starts, plan.part, plan.weight, plan.tokens)
 
 
 class StepLayout(NamedTuple):
@@ -230,9 +230,9 @@ class SegmentIterator(Iterator[BatchPlan]):
     def _plan_batch(self, part: int) -> BatchPlan:
         layout = self.sampler.layout
         rows = [self._step[stream] for stream in layout.own(part)]
-        common = [self._step[stream] for stream in layout.common(part)]
+        tokens = sum(segment.inputs for stream in layout.common(part) for segment in self._step[stream])
         weight = _targets(rows) * layout.parts * layout.world / max(1, _targets(self._step))
-        return BatchPlan(rows, part, weight, _targets(common))
+        return BatchPlan(rows, part, weight, tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Between two batches of a step, the positions are those at its beginning."""

@@ -92,6 +92,7 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
 
 def _good(comparison: Comparison) -> Finding:
     measured = [kernel.label for kernel in comparison.kernels if kernel.values("err_end_y")]
-    errors = f" The outputs and gradients of {', '.join(measured)} are within the tests' tolerances." if measured else ""
+    results = "outputs" if comparison.results == ["y"] else "outputs and gradients"
+    errors = f" The {results} of {', '.join(measured)} are within the tests' tolerances." if measured else ""
     return Finding(GOOD, "Only the kernel and the seed differ, and the losses equal those of "
                          f"{comparison.reference} up to rounding.{errors}")

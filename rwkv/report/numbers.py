@@ -59,7 +59,7 @@ class Kernel:
 class Comparison:
     """All runs, by kernel in the order of the command line.
 
-    reference: a label among the kernels', None with nothing to compare. results: the operator's results whose errors were
+    reference: the name of a kernel, None with nothing to compare. results: the operator's results whose errors were
     measured. differences: by the run's name, |train/loss - the reference's| by step. options: those that differ besides kernel
     and seed, each with the runs of every value; machines: the same for machine, versions and commit.
     """

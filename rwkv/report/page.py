@@ -97,8 +97,9 @@ def _cell(kernel: Kernel, name: str, form: str) -> str:
 
 
 def _ratio(kernel: Kernel, comparison: Comparison) -> str:
-    """The kernel's throughput as a multiple of the reference's."""
-    reference = next((one for one in comparison.kernels if one.label == comparison.reference), None)
+    """The kernel's throughput as a multiple of the reference's with the same other options."""
+    label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
+    reference = next((one for one in comparison.kernels if one.label == label), None)
     speed = kernel.median("tok_per_sec")
     reference_speed = reference.finished().median("tok_per_sec") if reference else None
     return f"<td>{speed / reference_speed:.2f}</td>" if speed and reference_speed else "<td></td>"

@@ -3,7 +3,8 @@
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
+from rwkv.training.callbacks.metrics import Metrics
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
@@ -197,3 +199,18 @@ def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
         assert f" {answer}\n\n" in answers
     assert "User" not in answers
     assert isinstance(DataModule(talks, DataConfig(batch_size=1), 100, 0).val_dataloader().dataset.__getitems__([0]), Packed)
+
+
+def test_the_throughput_of_tbptt_is_that_of_all_tokens(talks: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the prompts too, which are not learnt; without the padding. Here of one epoch that takes two seconds."""
+    chunks = DocumentChunks(talks.train, 0, 8, streams=1, learnt=talks.learnt)
+    plan = next(iter(SegmentSampler(chunks, int(chunks.segments.sum()), StepLayout(1), 1, seed=0)))
+    batch = SegmentDataset(talks.train, 8, talks.learnt).__getitems__(plan)
+    assert batch.x.numel() > len(talks.train)
+    clock = iter([0.0, 2.0, 2.0])
+    monkeypatch.setattr("rwkv.training.callbacks.metrics.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    trainer, task = SimpleNamespace(global_step=1, accumulate_grad_batches=1, loggers=[]), learner("rwkv4")
+    metrics = Metrics(log_every=1)
+    metrics.on_train_start(cast(Any, trainer), task)
+    metrics.on_train_batch_end(cast(Any, trainer), task, {"loss": torch.zeros(())}, batch, 0)
+    assert metrics.latest["tok_per_sec"] == len(talks.train) / 2

@@ -59,7 +59,7 @@ def joined(batches: Sequence[Segments], join: Callable[[list[Tensor]], Tensor]) 
     x, y, starts = (join([getattr(batch, name) for batch in batches]) for name in ("x", "y", "starts_document"))
     parts = {batch.part: batch for batch in batches}
     return Segments(x, y, starts, batches[0].part, sum(batch.weight for batch in batches) / len(batches),
-                    sum(batch.counted for batch in parts.values()))
+                    sum(batch.tokens for batch in parts.values()))
 
 
 def first_epoch(tokens: TokenArray, ctx_len: int, K: int, layout: StepLayout, seed: int) -> list[int]:
@@ -114,7 +114,8 @@ def test_the_order_does_not_depend_on_processes_or_k(folder: Path, sizes: list[i
     whole = steps(tokens, ctx_len, 1, StepLayout(rows * parts * world), 6 * K)
     for name in ("x", "y", "starts_document"):
         assert torch.equal(*(torch.cat([getattr(batch, name) for batch in batches], 1) for batches in (split, whole)))
-    assert [batch.counted for batch in split] == [int((batch.y != IGNORED).sum()) for batch in split]
+    assert [batch.tokens for batch in split] == [
+        int((batch.x != END).sum() + (batch.x[:, :, 0] == END).sum()) for batch in split], "END elsewhere is padding"
     assert [batch.weight for batch in split] == pytest.approx([float((batch.y != IGNORED).any()) for batch in split])
 
 

@@ -417,6 +417,21 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     assert "compared with taichi_v3" in parsed(tmp_path / "report.html").text
 
 
+def test_throughput_is_compared_with_the_reference_of_the_same_other_options(tmp_path: Path) -> None:
+    """Kernels and learning rates: two references of 100 and 200 tokens/s, the other kernel half and three times as fast."""
+    speeds = [("conv1d", 0.1, 100.0), ("conv1d", 0.2, 200.0), ("taichi_v3", 0.1, 50.0), ("taichi_v3", 0.2, 600.0)]
+    runs = [Run(f"{kernel} {lr}", kernel, 0, config={"optim": {"lr": lr}},
+                metrics={"train/loss": {1: 2.0}, "tok_per_sec": {1: speed}}) for kernel, lr, speed in speeds]
+    comparison = compare(runs)
+    path = tmp_path / "page.html"
+    path.write_text(report_page.render(tmp_path, comparison, []), encoding="utf-8")
+    assert "x conv1d" in parsed(path).text
+    for label, speed, ratio in (("conv1d, optim.lr=0.1", 100, "1.00"), ("conv1d, optim.lr=0.2", 200, "1.00"),
+                                ("taichi_v3, optim.lr=0.1", 50, "0.50"), ("taichi_v3, optim.lr=0.2", 600, "3.00")):
+        row = next(row for row in path.read_text(encoding="utf-8").split("<tr>") if row.startswith(f"<td>{label}<"))
+        assert f"<td>{speed}</td><td>{ratio}</td>" in row
+
+
 def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
     """As far as the run has come; what is not such a list is none."""
     published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
@@ -438,6 +453,15 @@ def test_other_differences_between_runs_are_findings(tmp_path: Path, changed: di
     found = findings(compare(read(tmp_path)))
     assert [finding.kind for finding in found] == (["bad"] if said else ["good"])
     assert said is None or said in found[0].text
+
+
+@pytest.mark.parametrize(("results", "said"), [(RESULTS, "The outputs and gradients of"), (("y",), "The outputs of")])
+def test_gradients_are_called_right_only_if_they_were_measured(results: tuple[str, ...], said: str) -> None:
+    """A tuned model of one layer may have none."""
+    layer = {"errors": {result: {"err_ratio": 0.1, "max": 0.2} for result in results}, "ranges": {}}
+    measured = {"errors": {"end": {"allowed": {}, "layers": [layer]}}}
+    runs = [Run(kernel, kernel, 0, metrics={"train/loss": {1: 2.0}}, measured=measured) for kernel in ("conv1d", "taichi_v3")]
+    assert said in findings(compare(runs))[-1].text
 
 
 def test_runs_of_two_commits_are_no_comparison(tmp_path: Path) -> None:

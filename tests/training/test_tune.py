@@ -84,6 +84,31 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
     assert not torch.allclose(apart, before, atol=1e-4)
 
 
+@pytest.mark.programs
+@pytest.mark.parametrize("base", ["base4.safetensors", "base7.safetensors"])
+def test_the_probe_measures_y_alone_where_nothing_before_the_operator_is_trained(folder: Path, run: Run, base: str) -> None:
+    """Adapters on ffn.key alone: layer 0's operator comes before the first of them. The report is written too."""
+    out = tuned(run, "tune=lora", "tune.modules=[ffn.key]", "trainer.probe=true", base=base)
+    errors = json.loads((out / "kernel.json").read_text())["errors"]
+    for when in ("start", "end"):
+        first, second, *_ = (layer["errors"] for layer in errors[when]["layers"])
+        assert list(first) == ["y"]
+        assert "grad k" in second
+        assert first["y"]["err_ratio"] < 1e-5
+    assert "Error of the operator" in (out / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.programs
+def test_the_probe_leaves_the_random_numbers_of_dropout_to_training(folder: Path, run: Run,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training_runs.OWN", ("/timemix/run/out_dir", "/timemix/run/trainer/probe"))
+    for probe in ("true", "false"):
+        status, _, error = run("train", *OPTIONS, "init_from=base7.safetensors", "tune=lora", "tune.dropout=0.3",
+                               "trainer.max_steps=5", f"trainer.probe={probe}", f"out_dir={probe}")
+        assert status == 0, error
+    assert_same_training(Path("true"), Path("false"))
+
+
 @pytest.fixture
 def peft() -> None:
     if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import peft"], capture_output=True).returncode:

@@ -5,11 +5,12 @@ The machine is always recorded. trainer.probe=true adds:
   on a CPU, by CUDA events on a GPU, which are read after training;
 - errors of the operator in each layer, of its output and all gradients, against the reference in float64, on the inputs and
   the upstream gradient of a batch at the start and of the last batch after the last step. The start is the third step: a
-  model begins with matrices of zero, so that all gradients that reach the operator are zero before.
+  model begins with matrices of zero, so that all gradients that reach the operator are zero before. Where nothing before
+  the operator is trained, as in the first layers of some tuned models, it has no gradients: only its output is measured.
 
 The probe does not change training by a bit: the operator is wrapped during sampled steps only, clocks only read the time, and
 errors are measured in an extra pass over half of a batch (so that it takes less memory than a step), whose gradients are
-dropped.
+dropped, and after which the random generators are as before it (tune.dropout draws from them).
 """
 
 import importlib
@@ -92,7 +93,10 @@ class Sample:
 
 
 class Record:
-    """One layer's operator in one pass: its inputs by name, its state and output, and the gradients of both sides."""
+    """One layer's operator in one pass: its inputs by name, its state and output, and the gradients of both sides.
+
+    grads: empty where the operator has no gradients.
+    """
 
     def __init__(self, operator: Operator) -> None:
         self.operator = operator
@@ -108,8 +112,8 @@ class Record:
         self.state = arguments.pop("state", None)
         self.inputs = {name: tensor.detach() for name, tensor in arguments.items()}
         self.y = y.detach()
-        assert y.grad_fn is not None
-        y.grad_fn.register_hook(self._keep_gradients)
+        if y.grad_fn is not None:
+            y.grad_fn.register_hook(self._keep_gradients)
         return y, state
 
     def _keep_gradients(self, grads: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
@@ -117,16 +121,18 @@ class Record:
         self.grad_y = upstream[0]
 
     def errors(self) -> dict[str, dict[str, float]]:
-        """The err_ratio and the largest absolute difference of y and of each input's gradient."""
+        """The err_ratio and the largest absolute difference of y and of each input's gradient, if there are gradients."""
         operator_class: Any = type(self.operator)
         reference = operator_class("reference")
         leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
         with torch.enable_grad(), torch.autocast(self.y.device.type, enabled=False):
             y, _ = reference(**leaves, state=_double(self.state))
-        grads = torch.autograd.grad(y, list(leaves.values()), self.grad_y.double())
-        names = ["y", *(f"grad {name}" for name in leaves)]
-        return {name: {"err_ratio": err_ratio(actual, expected), "max": float((actual - expected).abs().max())}
-                for name, actual, expected in zip(names, (self.y, *self.grads), (y.detach(), *grads), strict=True)}
+        names, expected = ["y"], [y.detach()]
+        if self.grads:
+            names += [f"grad {name}" for name in leaves]
+            expected += torch.autograd.grad(y, list(leaves.values()), self.grad_y.double())
+        return {name: {"err_ratio": err_ratio(actual, right), "max": float((actual - right).abs().max())}
+                for name, actual, right in zip(names, (self.y, *self.grads), expected, strict=True)}
 
     def ranges(self) -> dict[str, list[float]]:
         """The minimum and maximum of each input."""
@@ -249,10 +255,12 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
     task = cast(Any, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
     wrapped = Wrapped(task, lambda operator, layer: records[layer])
+    gpus = [task.device] if task.device.type == "cuda" else []
     try:
-        with torch.enable_grad(), trainer.precision_plugin.train_step_context():
-            loss = task.loss(*_half(batch))
-        torch.autograd.grad(loss, [weight for weight in task.parameters() if weight.requires_grad], allow_unused=True)
+        with torch.random.fork_rng(gpus):
+            with torch.enable_grad(), trainer.precision_plugin.train_step_context():
+                loss = task.loss(*_half(batch))
+            torch.autograd.grad(loss, [weight for weight in task.parameters() if weight.requires_grad], allow_unused=True)
     finally:
         wrapped.restore()
     dtype = records[0].y.dtype

@@ -55,7 +55,7 @@ class Metrics(Callback):
                            batch: Any, batch_idx: int) -> None:
         tokens = batch[0].numel() * world_size()
         self._interval_tokens += tokens
-        self._interval_counted += getattr(batch, "counted", tokens)
+        self._interval_counted += getattr(batch, "tokens", tokens)
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -93,17 +93,31 @@ class Metrics(Callback):
         self._interval_counted = 0
 
 
-def peak_memory_mib(device: torch.device) -> float:
-    """The peak memory so far in MiB: allocated on the GPU, or for the CPU the resident set of this process; NaN on Windows."""
+def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
+    """The peak memory so far in MiB: allocated on the GPU, or for the CPU the resident set of this process; NaN on Windows.
+
+    `root`: where proc lies.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
-    if sys.platform == "linux":          # getrusage includes the parent's peak from before exec
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 2 ** 10
     if sys.platform == "win32":
         return float("nan")              # the standard library has no measure of it there
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "linux":
+        return peak / 2 ** 20            # bytes on macOS, KiB on Linux
+    own = _peak_kib(root / "proc/self/status")       # getrusage includes the parent's peak from before exec
+    return (peak if own is None else own) / 2 ** 10
+
+
+def _peak_kib(status: Path) -> int | None:
+    """VmHWM of /proc/self/status; None where there is no such file or line, as in some sandboxes."""
+    try:
+        lines = status.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
 def gradient_norms(model: Model) -> dict[str, float]:

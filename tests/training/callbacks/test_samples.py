@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,13 @@ def test_peak_memory_is_at_least_what_is_used_now() -> None:
         pytest.skip("/proc is Linux's")
     used = int(status.read_text().partition("VmRSS:")[2].split()[0]) / 1024
     assert used <= peak_memory_mib(CPU) < 100 * used
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("status", [None, "Name:\tpython\nVmRSS:\t100 kB\n"])
+def test_peak_memory_without_what_proc_says(tmp_path: Path, status: str | None) -> None:
+    """In a sandbox there may be no /proc, or a status without VmHWM."""
+    if status is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/status").write_text(status)
+    assert 0.9 < peak_memory_mib(CPU, tmp_path) / peak_memory_mib(CPU) < 100
