@@ -52,6 +52,7 @@ def _bind(config: ServeConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen()                # another server can still bind the port until somebody listens
     except OSError as error:
         listener.close()
         raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None

@@ -16,7 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_runs import Running, post, reset, wait_until
 
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
 from rwkv.serving.http import UNREAD_S
+from rwkv.serving.server import _bind
 
 pytestmark = pytest.mark.programs
 
@@ -371,6 +374,12 @@ def test_smaller_dtypes_are_served(start: Callable[..., Running], dtype: str) ->
     assert f"on cpu, {dtype}" in server.log
     answer = httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": False, "max_tokens": 5}, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+def test_a_port_is_taken_before_the_model_is_loaded() -> None:
+    """Two servers that load at the same time cannot both have it."""
+    with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError, match="cannot listen"):
+        _bind(ServeConfig(port=first.getsockname()[1]))
 
 
 @pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),
