@@ -56,6 +56,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("prompts=utf16.txt",), "UTF-16"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompts="),
     (("num_samples=2", "save_state=x"), "save_state="),
+    (("prompt=a", "out=x", "save_state=./x"), "same file"),
 ])
 def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
     Path("empty.txt").write_text("\n")
