@@ -1,7 +1,9 @@
 """Conversations: each turn reads its new words alone, and what is said equals the whole conversation read at once."""
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rwkv.generation import chat as chat_module
 from rwkv.generation.chat import Chat
 from rwkv.generation.engine import generate
 from rwkv.generation.sampling import Sampling
+from rwkv.io.unread import abandon
 from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.chat import Terminal
@@ -123,6 +126,21 @@ def test_the_system_message_stays_at_a_reset() -> None:
     assert not chat.messages
 
 
+def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not Terminal(talk()).turn(f"/save {tmp_path}")
+    assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no mistake of the turn, which the next could do without."""
+    with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            Terminal(talk()).turn("Hi")
+        abandon(full)
+
+
 @pytest.mark.programs
 def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +151,7 @@ def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
              "/undo", "/load talk.json", "/system Be brief.", "Again"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(turns).encode())))
     status, output, error = run("chat", "checkpoint=model.safetensors", "device=cpu", "max_new_tokens=5")
-    assert status == 0
+    assert status == 2, "some commands have failed"
     assert output.count("\n") >= 3
     assert "first token after" in error
     assert "error: /set takes NAME=VALUE; the names are temperature" in error
