@@ -152,13 +152,14 @@ class Terminal:
             raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
         try:
             number = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):             # ValueError: of a date such as 2026-02-30
             raise UserError(f"{name} is a number, or true or false; got {value!r}") from None
         if name in OF_SAMPLING:
             self.talk.sampling = replace(self.talk.sampling, **{name: number})
         elif type(number) is not type(getattr(self.talk, name)):
             raise UserError(f"{name} is a {'true or false' if name == 'think' else 'a whole number'}; got {value!r}")
         else:
+            ChatConfig(**{name: number})                 # which checks its range
             if name == "think":
                 self.talk.template.answer_start(number)
             setattr(self.talk, name, number)

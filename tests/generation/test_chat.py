@@ -126,6 +126,27 @@ def test_the_system_message_stays_at_a_reset() -> None:
     assert not chat.messages
 
 
+@pytest.mark.parametrize(("setting", "said"), [
+    ("seed=2026-02-30", "seed is a number, or true or false; got '2026-02-30'"),
+    ("max_new_tokens=0", "max_new_tokens is at least 1; got 0"),
+    ("seed=-1", "seed is at least 0; got -1"),
+    ("temperature=-1", "temperature"),
+])
+def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, said: str) -> None:
+    chat = talk()
+    before = chat.sampling, chat.max_new_tokens, chat.seed
+    assert not Terminal(chat).turn(f"/set {setting}")
+    assert said in capsys.readouterr().err
+    assert (chat.sampling, chat.max_new_tokens, chat.seed) == before
+
+
+def test_an_answer_without_a_token_has_no_time_of_a_first_one() -> None:
+    chat = talk()
+    chat.max_new_tokens = 0
+    assert not list(chat.say("Hi"))
+    assert (chat.stats.written, chat.stats.first_s) == (0, 0.0)
+
+
 def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Terminal(talk()).turn(f"/save {tmp_path}")
     assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
