@@ -42,6 +42,8 @@ def serve(config: ServeConfig, load: "Load") -> None:
         for subject, text in ready.plan:
             _say(subject, text)
         _run(config, engine, ready, listener)
+        if engine.failed is not None:
+            sys.exit(1)                  # the reason was told when it failed
     finally:
         engine.close()
 
