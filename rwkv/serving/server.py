@@ -1,6 +1,7 @@
 """Binds the address, starts the engine, shows the plan, and serves until a signal comes."""
 
 import asyncio
+import signal
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ import uvicorn
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+from rwkv.io.signals import StopRequest
 from rwkv.serving.api import Service, application
 from rwkv.serving.http import Protocol, Server
 from rwkv.serving.messages import Ready
@@ -36,16 +38,22 @@ def serve(config: ServeConfig, load: "Load") -> None:
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
-    engine = RemoteEngine(config, load)
-    try:
-        ready = engine.wait_until_ready()
-        for subject, text in ready.plan:
-            _say(subject, text)
-        _run(config, engine, ready, listener)
-        if engine.failed is not None:
-            sys.exit(1)                  # the reason was told when it failed
-    finally:
-        engine.close()
+    with StopRequest((signal.SIGTERM,), _exit):
+        engine = RemoteEngine(config, load)
+        try:
+            ready = engine.wait_until_ready()
+            for subject, text in ready.plan:
+                _say(subject, text)
+            _run(config, engine, ready, listener)
+            if engine.failed is not None:
+                sys.exit(1)              # the reason was told when it failed
+        finally:
+            engine.close()
+
+
+def _exit(number: int) -> None:
+    """Until uvicorn takes the signal: so that the engine's process is ended too."""
+    sys.exit(128 + number)
 
 
 def _bind(config: ServeConfig) -> socket.socket:

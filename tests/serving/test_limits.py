@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_runs import Running, post, reset, wait_until
+from serving_runs import ROOT, Running, post, reset, wait_until
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -324,6 +326,18 @@ def test_an_idle_server_ends_at_once(start: Callable[..., Running]) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 0
     assert time.monotonic() - began < 8, "the engine had to be killed"
+
+
+def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) -> None:
+    command = [sys.executable, str(ROOT / "serve.py"), "port=0", f"checkpoint={checkpoint}", "tokenizer=byte"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2)           # multiprocessing's own, and then the engine
+        time.sleep(0.3)
+        engine = max(map(int, children.read_text().split()))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert not Path(f"/proc/{engine}").exists()
 
 
 def test_a_signal_lets_running_texts_end(start: Callable[..., Running]) -> None:
