@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+import uvloop
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -76,7 +77,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
     engine.observe, engine.report = service.metrics.observe, lambda reason: _say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
-    options = uvicorn.Config(application(service), http=Protocol, loop="uvloop", lifespan="off", log_config=None,
+    options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
                              timeout_graceful_shutdown=int(config.grace_s + AFTER_GRACE))
 
@@ -91,7 +92,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
         _say("chat", f"template {template.name}")
         await Server(options, lambda: _say("ready", service.model), stop).serve(sockets=[listener])
 
-    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
 
 

@@ -396,6 +396,12 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
         _bind(ServeConfig(port=first.getsockname()[1]))
 
 
+def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
+    code = "import sys; sys.modules['uvloop'] = None; from rwkv.tools import serve; serve.main()"
+    run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (2, "error: serving needs the package uvloop: pip install '.[serve]'\n")
+
+
 @pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),
                                                (("template=nothing.jinja",), "nothing.jinja"), (("port=70000",), "port"),
                                                (("cors=*", "api_key=x"), "cors")])
