@@ -38,7 +38,8 @@ def serve(config: ServeConfig, load: "Load") -> None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
-    _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    _say("address", f"http://{host}:{listener.getsockname()[1]}{warning}")
     with StopRequest((signal.SIGTERM,), _exit):
         engine = RemoteEngine(config, load)
         try:

@@ -148,6 +148,14 @@ def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -
     assert server.exchange(many + last).count(b" 405 ") == 1500
 
 
+def test_too_many_connections_are_told_when_to_come_again(start: Callable[..., Running]) -> None:
+    server = start("max_connections=1")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        head = server.exchange(b"").partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in head
+
+
 def test_many_half_requests_stop_nobody(server: Running) -> None:
     before = server.open_files()
     halves = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
@@ -394,6 +402,14 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
     """Two servers that load at the same time cannot both have it."""
     with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError, match="cannot listen"):
         _bind(ServeConfig(port=first.getsockname()[1]))
+
+
+def test_the_address_is_a_url_with_ipv6_too(start: Callable[..., Running]) -> None:
+    try:
+        _bind(ServeConfig(host="::1", port=0)).close()
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    assert "address    http://[::1]:" in start("host=::1", "checkpoint=nothing.pth").log
 
 
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
