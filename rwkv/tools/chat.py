@@ -114,7 +114,9 @@ class Terminal:
         from rwkv.io.signals import StopRequest
 
         with StopRequest((signal.SIGINT,), every_signal=True) as stop:
-            begun = False
+            prompted = self.talk.template.answer_start(self.talk.think)
+            print(prompted, end="", flush=True)
+            begun = bool(prompted)
             for piece in pieces:
                 print(piece if begun else piece.lstrip(), end="", flush=True)
                 begun = begun or bool(piece.strip())

@@ -126,6 +126,16 @@ def test_the_system_message_stays_at_a_reset() -> None:
     assert not chat.messages
 
 
+def test_thoughts_are_shown_from_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt holds it already."""
+    chat = talk(template="g1")
+    chat.think = True
+    assert Terminal(chat).turn("Hi")
+    shown = capsys.readouterr().out
+    assert shown.startswith("<think")
+    assert shown.strip() == chat.messages[-1]["content"]
+
+
 @pytest.mark.parametrize(("setting", "said"), [
     ("seed=2026-02-30", "seed is a number, or true or false; got '2026-02-30'"),
     ("max_new_tokens=0", "max_new_tokens is at least 1; got 0"),
