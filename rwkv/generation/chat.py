@@ -89,14 +89,14 @@ class Chat:
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
         """The answer to the messages. Where they cannot be read, there are those of before again."""
         try:
-            engine, prompt = self._prepared()
+            engine, prompt, started = self._prepared()
         except BaseException:
             self.messages = before
             raise
-        return self._answer(engine, prompt)
+        return self._answer(engine, prompt, started)
 
-    def _prepared(self) -> tuple[Engine, str]:
-        """An engine that has read the conversation up to the answer, and the text of it."""
+    def _prepared(self) -> tuple[Engine, str, float]:
+        """An engine that has read the conversation up to the answer, the text of it, and when the reading began."""
         started = time.perf_counter()
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
@@ -104,12 +104,12 @@ class Chat:
         engine = Engine(self.model, self.tokenizer, [prompt[len(read):]], [self.seed],
                         StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
         self.seed += 1
-        self.stats = Stats(engine.prompt_tokens, first_s=started, all_s=started)
+        self.stats = Stats(engine.prompt_tokens)
         self._keep(prompt, engine.context())
-        return engine, prompt
+        return engine, prompt, started
 
-    def _answer(self, engine: Engine, prompt: str) -> Iterator[str]:
-        sample, started, stats = engine.samples[0], self.stats.all_s, self.stats
+    def _answer(self, engine: Engine, prompt: str, started: float) -> Iterator[str]:
+        sample, stats = engine.samples[0], self.stats
         begun = False
         try:
             for _, piece in engine:

@@ -43,6 +43,8 @@ def check_config(config: GenerateConfig) -> None:
     read = config.checkpoint, config.tokenizer, config.prompts
     require_writable("out", config.out, (*read, config.state))
     require_writable("save_state", config.save_state, read)
+    if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():
+        raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     stopping_from(config)
     sampling_from(config)

@@ -1,7 +1,7 @@
 """Atomic writes: a file is written beside its target, flushed to the disk, and then renamed to the target.
 
 After a crash the target is the whole old file or the whole new one. If the target is a symbolic link, the file it points to is
-replaced.
+replaced. A device or a pipe is written to directly.
 """
 
 import os
@@ -14,6 +14,10 @@ from typing import BinaryIO
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes `path` by write(file), atomically: if that fails, the old file stays. Missing parent folders are made."""
+    if path.exists() and not path.is_file():             # renaming would remove the machine's /dev/null
+        with path.open("wb") as file:
+            write(file)
+        return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

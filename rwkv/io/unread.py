@@ -5,9 +5,9 @@ from typing import Any, TextIO, cast
 
 
 def unread(stream: TextIO | None) -> TextIO:
-    """A stream that writes to `stream`, and drops its output without an error once the reader has closed its end.
+    """A stream that writes to `stream`, and drops its output without an error once it cannot be written.
 
-    stream: None if the program was started without one; then all output is dropped.
+    raise_unwritten raises the error later. stream: None if the program was started without one; then all output is dropped.
     """
     if stream is None:
         null = os.open(os.devnull, os.O_WRONLY)          # never closed, like the standard stream that it replaces
@@ -18,22 +18,34 @@ def unread(stream: TextIO | None) -> TextIO:
 class _Unread:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.problem: OSError | None = None              # why output was dropped, unless the reader has closed its end
 
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError:
-            abandon(self._stream)
+        except OSError as error:
+            self._drop(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            abandon(self._stream)
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        if not isinstance(error, BrokenPipeError):
+            self.problem = error
+        abandon(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def raise_unwritten(stream: TextIO) -> None:
+    """Raises OSError where unread() has dropped output for another reason than that nobody reads it, as a full disk."""
+    if isinstance(stream, _Unread) and stream.problem is not None:
+        raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 
 
 def abandon(stream: TextIO) -> None:

@@ -34,7 +34,6 @@ from rwkv.serving.schema import (
     DetokenizeRequest,
     Options,
     TokenizeRequest,
-    no_surrogates,
     read,
 )
 from rwkv.serving.tools import END, START
@@ -268,7 +267,6 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
-        no_surrogates(prompt, param)
         try:
             ids = list(service.tokenizer.encode(prompt))
         except UserError as error:
@@ -328,7 +326,7 @@ def _tokens(service: Service, sent: bytes) -> Response:
     body = read(sent, TokenizeRequest)
     _check_model(service, body.model)
     try:
-        ids = list(service.tokenizer.encode(no_surrogates(body.prompt, "prompt")))
+        ids = list(service.tokenizer.encode(body.prompt))
     except UserError as error:
         raise ApiError(400, str(error), "prompt") from None
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}

@@ -156,8 +156,9 @@ class Protocol(HttpToolsProtocol):
         between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
         if self.cycle is None or between_requests or not self.cycle.response_started:
             content = msgspec.json.encode(error.body)
+            retry = f"retry-after: {error.retry_after}\r\n" if error.retry_after else ""
             head = f"HTTP/1.1 {error.status} {REASONS[error.status]}\r\ncontent-type: application/json\r\n" \
-                   f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+                   f"content-length: {len(content)}\r\n{retry}connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
         self.transport.close()
 

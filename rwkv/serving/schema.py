@@ -160,13 +160,3 @@ def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
     """The JSON schema of a request, for /openapi.json: (a reference to it, the components)."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema, components
-
-
-def no_surrogates(text: str, param: str) -> str:
-    """`text`. Raises ApiError where it holds half of a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiError(400, f"{param} holds half of a surrogate pair (a \\uD800 to \\uDFFF alone), which is no character",
-                       param) from None
-    return text

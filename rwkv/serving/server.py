@@ -1,6 +1,7 @@
 """Binds the address, starts the engine, shows the plan, and serves until a signal comes."""
 
 import asyncio
+import signal
 import socket
 import sys
 import time
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+import uvloop
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+from rwkv.io.signals import StopRequest
 from rwkv.serving.api import Service, application
 from rwkv.serving.http import Protocol, Server
 from rwkv.serving.messages import Ready
@@ -35,15 +38,24 @@ def serve(config: ServeConfig, load: "Load") -> None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
-    _say("address", f"http://{config.host}:{listener.getsockname()[1]}{warning}")
-    engine = RemoteEngine(config, load)
-    try:
-        ready = engine.wait_until_ready()
-        for subject, text in ready.plan:
-            _say(subject, text)
-        _run(config, engine, ready, listener)
-    finally:
-        engine.close()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    _say("address", f"http://{host}:{listener.getsockname()[1]}{warning}")
+    with StopRequest((signal.SIGTERM,), _exit):
+        engine = RemoteEngine(config, load)
+        try:
+            ready = engine.wait_until_ready()
+            for subject, text in ready.plan:
+                _say(subject, text)
+            _run(config, engine, ready, listener)
+            if engine.failed is not None:
+                sys.exit(1)              # the reason was told when it failed
+        finally:
+            engine.close()
+
+
+def _exit(number: int) -> None:
+    """Until uvicorn takes the signal: so that the engine's process is ended too."""
+    sys.exit(128 + number)
 
 
 def _bind(config: ServeConfig) -> socket.socket:
@@ -52,6 +64,7 @@ def _bind(config: ServeConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen()                # another server can still bind the port until somebody listens
     except OSError as error:
         listener.close()
         raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
@@ -65,7 +78,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
     engine.observe, engine.report = service.metrics.observe, lambda reason: _say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
-    options = uvicorn.Config(application(service), http=Protocol, loop="uvloop", lifespan="off", log_config=None,
+    options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
                              timeout_graceful_shutdown=int(config.grace_s + AFTER_GRACE))
 
@@ -80,7 +93,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
         _say("chat", f"template {template.name}")
         await Server(options, lambda: _say("ready", service.model), stop).serve(sockets=[listener])
 
-    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
 
 

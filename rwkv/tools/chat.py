@@ -45,12 +45,14 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
     talk = _open(config)
     session = Terminal(talk)
-    turns = _typed() if sys.stdin.isatty() else _piped()
-    for text in turns:
+    typed, failed = sys.stdin.isatty(), False
+    for text in _typed() if typed else _piped():
         if text in ("/quit", "/exit"):
             break
-        if text:
-            session.turn(text)
+        if text and not session.turn(text):
+            failed = True
+    if failed and not typed:             # a script looks at the exit status
+        sys.exit(cli.USER_ERROR)
 
 
 @uncollected()
@@ -88,8 +90,8 @@ class Terminal:
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "set": self._set,
             "stats": self._stats}
 
-    def turn(self, text: str) -> None:
-        """A command or a turn of the user. A mistake is one sentence on standard error."""
+    def turn(self, text: str) -> bool:
+        """A command or a turn of the user. A mistake is one sentence on standard error, and False comes back."""
         try:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
@@ -98,10 +100,12 @@ class Terminal:
                 self._commands[name](rest.strip())
             else:
                 self._show(self.talk.say(text))
-        except (UserError, OSError) as error:
+            return True
+        except UserError as error:
             _say(f"error: {error}")
         except KeyboardInterrupt:        # while the turn is read
             _say("stopped; the turn is not part of the conversation")
+        return False
 
     def _show(self, pieces: Iterator[str]) -> None:
         """Streams an answer, until it ends or Ctrl-C stops it."""
@@ -110,7 +114,9 @@ class Terminal:
         from rwkv.io.signals import StopRequest
 
         with StopRequest((signal.SIGINT,), every_signal=True) as stop:
-            begun = False
+            prompted = self.talk.template.answer_start(self.talk.think)
+            print(prompted, end="", flush=True)
+            begun = bool(prompted)
             for piece in pieces:
                 print(piece if begun else piece.lstrip(), end="", flush=True)
                 begun = begun or bool(piece.strip())
@@ -125,15 +131,22 @@ class Terminal:
     def _save(self, path: str) -> None:
         if not path:
             raise UserError("/save needs the name of a file")
-        with Path(path).open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
+        try:
+            with Path(path).open("w", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
 
     def _load(self, path: str) -> None:
         from rwkv.io.json_lines import parse
 
         if not Path(path).is_file():
             raise UserError(f"no conversation at {path or 'no name'}: /load needs the name of a file that /save wrote")
-        self.talk.load(parse(Path(path).read_bytes().split(b"\n")[0], path).get("messages"))
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        self.talk.load(parse(content.split(b"\n")[0], path).get("messages"))
 
     def _set(self, text: str) -> None:
         name, equals, value = text.partition("=")
@@ -141,13 +154,14 @@ class Terminal:
             raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
         try:
             number = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):             # ValueError: of a date such as 2026-02-30
             raise UserError(f"{name} is a number, or true or false; got {value!r}") from None
         if name in OF_SAMPLING:
             self.talk.sampling = replace(self.talk.sampling, **{name: number})
         elif type(number) is not type(getattr(self.talk, name)):
             raise UserError(f"{name} is a {'true or false' if name == 'think' else 'a whole number'}; got {value!r}")
         else:
+            ChatConfig(**{name: number})                 # which checks its range
             if name == "think":
                 self.talk.template.answer_start(number)
             setattr(self.talk, name, number)

@@ -13,14 +13,14 @@ escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from typing import Any
 
 from kernels.backends import allocator, threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected
-from rwkv.io.unread import abandon, unread
+from rwkv.io.unread import abandon, raise_unwritten, unread
 
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
@@ -31,7 +31,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.model.decoding.program import decoding_line
 
     files = config.out or config.save_state
-    with redirect_stdout(unread(sys.stdout)) if files else nullcontext():        # these are to be whole, whoever reads
+    output = unread(sys.stdout) if files else sys.stdout         # the files are to be whole, whoever reads
+    with redirect_stdout(output):
         try:
             whole = run_generation(model, tokenizer, config, prompts, context)
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
@@ -40,6 +41,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
+    raise_unwritten(output)
     if not whole:
         sys.exit(cli.INTERRUPTED)
 

@@ -17,6 +17,7 @@ it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from kernels.backends import allocator, threads
@@ -34,6 +35,8 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
+        if sys.platform == "win32":
+            raise UserError("serving needs uvloop, which Windows lacks: serve from Linux, as in WSL, or from macOS") from None
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     server.serve(config, load)
 

@@ -1,7 +1,9 @@
 """Conversations: each turn reads its new words alone, and what is said equals the whole conversation read at once."""
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rwkv.generation import chat as chat_module
 from rwkv.generation.chat import Chat
 from rwkv.generation.engine import generate
 from rwkv.generation.sampling import Sampling
+from rwkv.io.unread import abandon
 from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.chat import Terminal
@@ -123,6 +126,52 @@ def test_the_system_message_stays_at_a_reset() -> None:
     assert not chat.messages
 
 
+def test_thoughts_are_shown_from_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prompt holds it already."""
+    chat = talk(template="g1")
+    chat.think = True
+    assert Terminal(chat).turn("Hi")
+    shown = capsys.readouterr().out
+    assert shown.startswith("<think")
+    assert shown.strip() == chat.messages[-1]["content"]
+
+
+@pytest.mark.parametrize(("setting", "said"), [
+    ("seed=2026-02-30", "seed is a number, or true or false; got '2026-02-30'"),
+    ("max_new_tokens=0", "max_new_tokens is at least 1; got 0"),
+    ("seed=-1", "seed is at least 0; got -1"),
+    ("temperature=-1", "temperature"),
+])
+def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, said: str) -> None:
+    chat = talk()
+    before = chat.sampling, chat.max_new_tokens, chat.seed
+    assert not Terminal(chat).turn(f"/set {setting}")
+    assert said in capsys.readouterr().err
+    assert (chat.sampling, chat.max_new_tokens, chat.seed) == before
+
+
+def test_an_answer_without_a_token_has_no_time_of_a_first_one() -> None:
+    chat = talk()
+    chat.max_new_tokens = 0
+    assert not list(chat.say("Hi"))
+    assert (chat.stats.written, chat.stats.first_s) == (0, 0.0)
+
+
+def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not Terminal(talk()).turn(f"/save {tmp_path}")
+    assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no mistake of the turn, which the next could do without."""
+    with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            Terminal(talk()).turn("Hi")
+        abandon(full)
+
+
 @pytest.mark.programs
 def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +182,7 @@ def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
              "/undo", "/load talk.json", "/system Be brief.", "Again"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(turns).encode())))
     status, output, error = run("chat", "checkpoint=model.safetensors", "device=cpu", "max_new_tokens=5")
-    assert status == 0
+    assert status == 2, "some commands have failed"
     assert output.count("\n") >= 3
     assert "first token after" in error
     assert "error: /set takes NAME=VALUE; the names are temperature" in error

@@ -1,5 +1,6 @@
 """generate.py as a user calls it: text on standard output, a mistake as one sentence, states that are continued later."""
 
+import errno
 import io
 import itertools
 import json
@@ -56,6 +57,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("prompts=utf16.txt",), "UTF-16"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompts="),
     (("num_samples=2", "save_state=x"), "save_state="),
+    (("prompt=a", "out=x", "save_state=./x"), "same file"),
 ])
 def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
     Path("empty.txt").write_text("\n")
@@ -193,3 +195,16 @@ def test_the_end_of_the_reader_is_not_an_error(run: Run, monkeypatch: pytest.Mon
     if files:
         assert len(json.loads(Path("text.jsonl").read_text())["tokens"]) == 10
         assert Path("kept.safetensors").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_told_after_the_files_are_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the program ends its use
+    monkeypatch.setattr(sys, "stdout", full)
+    files = ("out=text.jsonl", "save_state=kept.safetensors")
+    status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=10", "banned=[0]", *files)
+    full.close()
+    assert status == 2
+    assert error.splitlines()[-1] == f"error: standard output: {os.strerror(errno.ENOSPC)}"
+    assert len(json.loads(Path("text.jsonl").read_text())["tokens"]) == 10
+    assert Path("kept.safetensors").exists()

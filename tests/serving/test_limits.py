@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +16,12 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_runs import Running, post, reset, wait_until
+from serving_runs import ROOT, Running, post, reset, wait_until
 
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
 from rwkv.serving.http import UNREAD_S
+from rwkv.serving.server import _bind
 
 pytestmark = pytest.mark.programs
 
@@ -143,6 +148,14 @@ def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -
     assert server.exchange(many + last).count(b" 405 ") == 1500
 
 
+def test_too_many_connections_are_told_when_to_come_again(start: Callable[..., Running]) -> None:
+    server = start("max_connections=1")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        head = server.exchange(b"").partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in head
+
+
 def test_many_half_requests_stop_nobody(server: Running) -> None:
     before = server.open_files()
     halves = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
@@ -233,7 +246,7 @@ def test_an_engine_that_ends_is_told(start: Callable[..., Running]) -> None:
     assert httpx.post(f"{server.url}/v1/completions", json=OK).json()["error"]["code"] == "engine_ended"
     assert "engine     it has ended: its process ended with exit code -9" in server.log
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(20) == 1, "what watches the server sees that it failed"
 
 
 def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
@@ -323,6 +336,18 @@ def test_an_idle_server_ends_at_once(start: Callable[..., Running]) -> None:
     assert time.monotonic() - began < 8, "the engine had to be killed"
 
 
+def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) -> None:
+    command = [sys.executable, str(ROOT / "serve.py"), "port=0", f"checkpoint={checkpoint}", "tokenizer=byte"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2)           # multiprocessing's own, and then the engine
+        time.sleep(0.3)
+        engine = max(map(int, children.read_text().split()))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert not Path(f"/proc/{engine}").exists()
+
+
 def test_a_signal_lets_running_texts_end(start: Callable[..., Running]) -> None:
     server = start("grace_s=2", "max_tokens=100000")
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
@@ -371,6 +396,26 @@ def test_smaller_dtypes_are_served(start: Callable[..., Running], dtype: str) ->
     assert f"on cpu, {dtype}" in server.log
     answer = httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": False, "max_tokens": 5}, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+def test_a_port_is_taken_before_the_model_is_loaded() -> None:
+    """Two servers that load at the same time cannot both have it."""
+    with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError, match="cannot listen"):
+        _bind(ServeConfig(port=first.getsockname()[1]))
+
+
+def test_the_address_is_a_url_with_ipv6_too(start: Callable[..., Running]) -> None:
+    try:
+        _bind(ServeConfig(host="::1", port=0)).close()
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    assert "address    http://[::1]:" in start("host=::1", "checkpoint=nothing.pth").log
+
+
+def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
+    code = "import sys; sys.modules['uvloop'] = None; from rwkv.tools import serve; serve.main()"
+    run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stderr) == (2, "error: serving needs the package uvloop: pip install '.[serve]'\n")
 
 
 @pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),

@@ -76,6 +76,15 @@ def test_a_template_shows_tools_if_it_names_them(tmp_path: Path, chatml: str) ->
             chat_template(name).render(TALK[1:2], tools=[{"name": "f"}])
 
 
+@pytest.mark.parametrize(("style", "shown"), [
+    ("", '{"b": "ü", "a": 1}'), ("(ensure_ascii=False)", '{"b": "ü", "a": 1}'), ("(true)", '{"b": "\\u00fc", "a": 1}'),
+    ("(separators=(',', ':'), sort_keys=true)", '{"a":1,"b":"ü"}'), ("(indent=1)", '{\n "b": "ü",\n "a": 1\n}')])
+def test_tojson_takes_what_transformers_takes(tmp_path: Path, style: str, shown: str) -> None:
+    (tmp_path / "tools.jinja").write_text("{{ tools | tojson" + style + " if tools }}{{ messages[0].content }}")
+    template = chat_template(str(tmp_path / "tools.jinja"))
+    assert template.render(TALK[1:2], tools={"b": "ü", "a": 1}) == f"{shown}Hi"                  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("{% if %}", "not a jinja2 template"),
     ("{{ raise_exception('no such role') if messages }}", "refuses the conversation: no such role"),
