@@ -29,6 +29,12 @@ def said(folder):
     return json.loads((folder / "model.json").read_text(encoding="utf-8"))
 
 
+def limit_threads():
+    import torch
+
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
+
+
 class Rwkv:
     """PyPI's rwkv, one row at a time."""
 
@@ -37,6 +43,7 @@ class Rwkv:
         os.environ["RWKV_V7_ON"] = str(int(generation7))
         from rwkv.model import RWKV
 
+        limit_threads()
         strategy = {"float32": "cpu fp32", "bfloat16": "cpu bf16", "int8": "cpu fp32i8"}[dtype]
         if generation7:                  # that form adds the suffix itself
             self.model = RWKV(model=str(folder / "model"), strategy=strategy)
@@ -59,6 +66,7 @@ class Transformers:
         import torch
         from transformers import RwkvForCausalLM
 
+        limit_threads()
         torch.set_grad_enabled(False)
         self.batches = batches
         self.model = RwkvForCausalLM.from_pretrained(folder / "huggingface", dtype=getattr(torch, dtype)).eval()

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from benchmarks._matmuls import seconds_per_step
 from kernels.backends.allocator import keep_large_blocks
+from kernels.backends.memory import resident_memory
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.model.base import generation
@@ -51,7 +51,7 @@ def head(loss: str) -> None:
     losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
     task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
     task.zero_grad(set_to_none=True)
-    before = _resident()
+    before = resident_memory()
     start = time.perf_counter()
     with _watched() as peak:
         losses[loss]().backward()
@@ -92,18 +92,14 @@ def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) ->
 @contextmanager
 def _watched() -> Iterator[Callable[[], int]]:
     """Yields a function that returns the largest resident set so far, in bytes, sampled every millisecond."""
-    seen, done = [_resident()], threading.Event()
-    watcher = threading.Thread(target=lambda: [seen.append(_resident()) for _ in iter(lambda: done.wait(0.001), True)])
+    seen, done = [resident_memory()], threading.Event()
+    watcher = threading.Thread(target=lambda: [seen.append(resident_memory()) for _ in iter(lambda: done.wait(0.001), True)])
     watcher.start()
     try:
         yield lambda: max(seen)
     finally:
         done.set()
         watcher.join()
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
 if __name__ == "__main__":

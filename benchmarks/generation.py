@@ -60,6 +60,7 @@ GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
 ROUNDS = 5                               # in each the programs take turns, and each its works
+THREADS = 2                              # of each program
 TURN_S = 0.6                             # seconds of a work
 LIMIT = "limit of "                      # before a work's name: its matrix products alone
 READ = "read"                            # the work that measures the bandwidth
@@ -179,6 +180,7 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
 def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
     """A Worker's side for this project: its header, and then mean seconds for each line "SECONDS WORK" of standard input."""
     keep_large_blocks()
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     began = time.perf_counter()
     model = RWKV.from_pretrained(checkpoint, dtype=dtype)
     load_s = time.perf_counter() - began

@@ -78,7 +78,8 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "serve.py"), f"checkpoint={checkpoint}", f"dtype={dtype}", "port=0",
              f"tokenizer={checkpoint.with_name(VOCABULARY)}",
-             "max_tokens=1000000", *options], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+             "max_tokens=1000000", *options], stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))})
         assert self.process.stderr is not None
         for line in self.process.stderr:
             print(line, end="", flush=True)

@@ -9,6 +9,7 @@ every 20 ms. The last line of standard output is the result as JSON; shards that
 import argparse
 import hashlib
 import json
+import mmap
 import random
 import signal
 import subprocess
@@ -37,10 +38,11 @@ import json, resource, sys, time
 from rwkv.config import DataConfig
 from rwkv.data.prepare import prepare
 path, tokenizer, cache, workers = sys.argv[1:]
-since = time.perf_counter()
+since, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
 corpus = prepare(DataConfig(name="text", path=path, tokenizer=tokenizer, cache_dir=cache, tokenize_workers=int(workers)), 512)
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps({"seconds": time.perf_counter() - since, "cpu_seconds": used.ru_utime + used.ru_stime,
+print(json.dumps({"seconds": time.perf_counter() - since,
+                  "cpu_seconds": used.ru_utime - before.ru_utime + used.ru_stime - before.ru_stime,
                   "tokens": corpus.sizes.train_tokens + corpus.sizes.val_tokens}))
 """
 
@@ -124,7 +126,7 @@ def _resident(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return 0
-    return pages * 4096 + sum(_resident(int(child)) for child in children)
+    return pages * mmap.PAGESIZE + sum(_resident(int(child)) for child in children)
 
 
 def _shards(cache: Path) -> dict[str, Any]:

@@ -425,6 +425,10 @@ class ServeConfig(SavedModelConfig):
             raise UserError(f"port is from 0 to 65535; got {self.port}")
         if self.api_key == "":
             raise UserError("api_key is empty, as where a variable of the shell is not set: give a key, or leave api_key= out")
+        if not self.host:
+            raise UserError("host is empty: give an address, or leave host= out")
+        if "" in self.cors:
+            raise UserError("cors is empty: give an origin, as in https://example.org, or leave cors= out")
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:

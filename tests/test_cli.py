@@ -389,3 +389,12 @@ def test_the_whole_configuration_as_yaml(run: Run, flags: tuple[str, ...]) -> No
     status, output, _ = run("train", *flags, "seed=7")
     assert status == 0
     assert yaml.safe_load(output)["seed"] == 7
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    ("api_key=", "api_key is empty"), ("host=", "host is empty"), ("cors=", "cors is empty"),
+    ("host=null", "host cannot be null"), ("checkpoint=null", "checkpoint cannot be null")])
+def test_an_address_or_a_key_that_is_empty_is_refused(option: str, said: str) -> None:
+    """An empty key would open the server to whoever sends an empty one."""
+    with pytest.raises(UserError, match=said):
+        compose("serve", option)

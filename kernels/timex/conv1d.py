@@ -47,9 +47,10 @@ def _causal(k: Tensor, w: Tensor) -> Tensor:
 @contextmanager
 def _full_precision() -> Iterator[None]:
     """Switches off TF32, cuDNN's default for convolutions, which has errors of about 1e-3."""
-    allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+    convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = allowed
+        convolutions.fp32_precision = before

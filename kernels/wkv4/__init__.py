@@ -102,6 +102,8 @@ class WKV4(Operator):
             raise ValueError(f"WKV4 expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
+        if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
+            raise ValueError(f"WKV4 computes in float64 if k is float64, and k is {k.dtype}: cast all inputs to one of the two")
         self.check_device(k.device)
 
     @staticmethod

@@ -111,7 +111,11 @@ class WKV7(Operator):
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
             raise ValueError(f"WKV7 expects all tensors and the state on one device, that of v, which is {v.device}: move the "
                              "others there")
-        self.check_dtype(*(tensor.dtype for tensor in sequences))
+        dtypes = [tensor.dtype for tensor in sequences]
+        self.check_dtype(*dtypes)
+        if torch.float64 in dtypes and dtypes[0] != torch.float64:
+            raise ValueError(f"WKV7 computes in float64 if r is float64, and r is {dtypes[0]}: cast all inputs to one of "
+                             "the two")
         self.check_device(v.device)
 
     @staticmethod

@@ -340,12 +340,19 @@ def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:
 
     config = OmegaConf.to_object(composed)
     known = options(type(config))
+    changed = {}
     for key, value in verbatim.items():
         *parents, last = key.split(".")
         target = config
         for parent in parents:
             target = getattr(target, parent)
-        setattr(target, last, None if value == "null" and known[key].metadata["verbatim"] != TEXT else value)
+        is_null = value == "null" and known[key].metadata["verbatim"] != TEXT
+        if is_null and type(None) not in get_args(known[key].type):
+            raise UserError(f"{key} cannot be null: give a value, or leave {key}= out")
+        setattr(target, last, None if is_null else value)
+        changed[id(target)] = target
+    for target in changed.values():
+        getattr(target, "__post_init__", lambda: None)()         # its checks have not seen these values yet
     return config
 
 

@@ -16,6 +16,7 @@ from kernels.registry import KernelUnavailable
 from kernels.softmax import Softmax
 from kernels.timex import TimeX, cases, formula
 from kernels.wkv4 import WKV4
+from kernels.wkv7 import WKV7
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -77,6 +78,14 @@ def test_float64_is_refused_by_what_computes_in_float32() -> None:
             TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64))
         with pytest.raises(ValueError, match=f"{name} does not compute in float64"):
             WKV4("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
+
+
+def test_float64_beside_float32_is_not_rounded_in_silence() -> None:
+    wide, narrow = (torch.zeros(1, 2, 3, 4, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    with pytest.raises(ValueError, match="cast all inputs"):
+        WKV7("reference")(narrow, *(wide,) * 5)
+    with pytest.raises(ValueError, match="cast all inputs"):
+        WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0])
 
 
 def test_what_computes_in_float64_is_named() -> None:

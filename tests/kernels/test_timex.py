@@ -90,3 +90,16 @@ def test_one_compilation_serves_every_size(device: str) -> None:
     for shape in ((1, 1, 1), (1, 4, 9), (5, 5, 5), (2, 1, 64)):
         cases.results(TimeX("torch_compile"), *cases.inputs(*shape, device=device))
     assert counters["stats"]["unique_graphs"] == before > 0
+
+
+def test_conv1d_takes_torchs_settings_of_tf32_as_they_are() -> None:
+    """A process that has used the newer one may not ask for the older one any more."""
+    convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    try:
+        for setting in ("ieee", "tf32"):
+            convolutions.fp32_precision = setting
+            TimeX("conv1d")(*cases.inputs(2, 3, 4))
+            assert convolutions.fp32_precision == setting
+    finally:
+        convolutions.fp32_precision = before

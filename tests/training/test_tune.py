@@ -160,8 +160,9 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("options", "allowed"), [(("tune=lora", "tune.rank=2", "trainer.tbptt=2"), 1e-5), (("tune=state",), 1e-5),
-                                                  (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), 5e-3)])
+@pytest.mark.parametrize(("options", "allowed"), [
+    (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), 1e-5), (("tune=state",), 1e-5),
+    (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), 5e-3)])
 def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], allowed: float) -> None:
     """In int8 a last bit may round an input to its other neighbour, 1/63 of its row's largest."""
     arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
