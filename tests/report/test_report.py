@@ -170,7 +170,7 @@ def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start:
     assert not Path("new").exists()
 
 
-@pytest.mark.programs
+@pytest.mark.soak                        # a quarter of a minute: four runs, one after the other
 def test_a_sweep_computes_the_operator_of_the_file_that_it_begins_with(start: Callable[..., int]) -> None:
     """The file is RWKV-7, and the command line's sizes are those of RWKV-4. A begun run goes on without the file."""
     small_model("reference", 256, generation="rwkv7").save_pretrained("seven.safetensors", ByteTokenizer())
