@@ -19,6 +19,7 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
+LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 AVX2 = ("avx2", "fma3")                  # as torch calls the instructions of a CPU
 AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
 LEVELS = {"avx512bf16": (*AVX512, "avx512_bf16"), "avx512": AVX512, "avx2": AVX2}          # C is compiled for; the best first
@@ -152,6 +153,9 @@ def _installed(package: str) -> bool:
 
 
 def _package_missing(name: str, package: str) -> str:
+    last = LAST_PYTHON.get(package, sys.version_info[:2])
+    if sys.version_info[:2] > last:
+        return f"{name} needs the package {package}, which has none for Python later than {last[0]}.{last[1]} (use that one)"
     return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
 
 
