@@ -164,6 +164,8 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
 
     if requires.scripted and not hasattr(torch.jit, "script"):
         return f"{name} needs torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
+    if requires.scripted and sys.version_info >= (3, 14):
+        return f"{name} needs torch.jit.script, which does not support Python 3.14 (use an earlier one)"
     compiler = missing_compiler()
     if not requires.compiled or compiler is None:
         return None

@@ -6,6 +6,7 @@ reach Hydra's grammar: commas, quotes, equals signs and newlines need no escapin
 are imported.
 """
 
+import argparse
 import io
 import itertools
 import re
@@ -272,6 +273,8 @@ def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config
         with exit_on_user_error():
             task(build(composed, line.verbatim), line)
 
+    if sys.version_info >= (3, 14):      # whose argparse checks helps as strings; Hydra 1.3 has another object among its own
+        argparse.ArgumentParser._check_help = lambda self, action: None       # type: ignore[attr-defined]
     sys.argv[1:] = line.flags + line.overrides
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
 
