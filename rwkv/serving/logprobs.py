@@ -1,4 +1,4 @@
-"""Log-probabilities of the text that is shown: the white space before a chat's answer, calls of tools and stop strings are not."""
+"""Log-probabilities of the text that is shown: without white space before a chat's answer, calls of tools and stop strings."""
 
 from collections import deque
 from collections.abc import Sequence

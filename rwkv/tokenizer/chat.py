@@ -131,7 +131,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_arguments(written: str) -> Mapping[str, Any] | None:
-    """The arguments that a model wrote. What is no JSON object comes back as the only argument: a conversation with it goes on."""
+    """The arguments that a model wrote. What is no JSON object becomes the only argument, and the conversation can go on."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(written or "{}")
         if arguments is None or isinstance(arguments, Mapping):

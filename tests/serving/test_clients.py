@@ -1,7 +1,7 @@
 """The bodies that clients of OpenAI's interface send: each field, and what becomes of it here.
 
-The fields are those of the official client, and what LangChain, LiteLLM, Continue, Open WebUI, aider, Cline, Vercel's AI SDK and
-vLLM's clients send beside them.
+The fields are those of the official client, and what LangChain, LiteLLM, Continue, Open WebUI, aider, Cline, Vercel's AI SDK
+and vLLM's clients send beside them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ SAME: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "refusal": "hello"},
     {"role": "assistant", "content": "hello", "name": "a", "refusal": None, "audio": None, "annotations": [],
      "function_call": None, "tool_calls": None, "reasoning_content": None}]
-EMPTY: list[dict[str, Any]] = [{"role": "assistant", "content": None}, {"role": "assistant"}, {"role": "assistant", "content": []}]
+EMPTY: list[dict[str, Any]] = [{"role": "assistant", "content": None}, {"role": "assistant"},
+                               {"role": "assistant", "content": []}]
 TOOL: list[dict[str, Any]] = [{"role": "tool", "content": [TEXT]}, {"role": "function", "name": "f", "content": "hi"}]
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": "data:"}}]}, "messages[1].content[1]"),
@@ -69,7 +70,8 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}, "messages[1].content[0]"),
     ({"role": "user", "content": None}, "messages[1].content"), ({"role": "tool", "content": None}, "messages[1].content"),
     ({"role": "assistant", "content": 3}, "messages[1].content"),
-    ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "a", "input": "b"}}]}, "messages[1].tool_calls"),
+    ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "a", "input": "b"}}]},
+     "messages[1].tool_calls"),
     ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "messages[1]"),
     ({"role": "robot", "content": "x"}, "messages[1].role")]
 

@@ -146,7 +146,7 @@ def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI
 
 @pytest.mark.programs
 @pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
-def test_a_call_with_arguments_that_cannot_be_read_does_not_end_the_talk(client: "openai.OpenAI", arguments: str | None) -> None:
+def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(client: "openai.OpenAI", arguments: str | None) -> None:
     """The model sees them and what the tool said of them. A template may iterate over arguments, as Qwen3-Coder's does."""
     messages: list[Any] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]},
