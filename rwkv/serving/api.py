@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -24,6 +25,7 @@ from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.conversation import template_messages
 from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.log import say_refused
 from rwkv.serving.messages import Generate
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import check_origin
@@ -68,12 +70,26 @@ Result = TypeVar("Result")
 Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
-def application(service: Service) -> Starlette:
+def application(service: Service) -> ASGIApp:
     routes = [Route(path, _endpoint(service, handler), methods=[method]) for path, method, handler in ROUTES]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST"],
-                       allow_headers=["*"])] if service.config.cors else []
-    return Starlette(routes=routes, middleware=cors,
-                     exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+                       allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
+    return _logged(Starlette(routes=routes, middleware=cors,
+                             exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
+
+
+def _logged(app: ASGIApp) -> ASGIApp:
+    """With a line in the log for each error."""
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # not decoded further: no line ends
+                say_refused(message["status"], request, scope["state"]["request_id"])
+            await send(message)
+
+        await app(scope, receive, noted)
+
+    return logged
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
