@@ -113,7 +113,6 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", self._name_request().encode())]
 
-
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return

@@ -9,4 +9,4 @@ def say(subject: str, text: str) -> None:
 
 def say_refused(status: int, request: str, request_id: str) -> None:
     """request: its method and path."""
-    say("refused", f"{status} {request[:200]} {request_id}")
+    say("refused" if status < 500 else "failed", f"{status} {request[:200]} {request_id}")

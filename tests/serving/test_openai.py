@@ -34,7 +34,9 @@ def expected(model: RWKV, prompt: str, n: int, seed: int = 0, **options: Any) ->
 def test_models(client: "openai.OpenAI") -> None:
     import openai
 
-    assert [each.id for each in client.models.list()] == [MODEL]
+    models = client.models.list()
+    assert [each.id for each in models] == [MODEL]
+    assert models._request_id.startswith("req_")
     assert client.models.retrieve(MODEL).id == client.models.retrieve(f"gateway/{MODEL}").id == MODEL
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("other")
