@@ -35,7 +35,7 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
     "a whole address without Host": (b"GET http://localhost/health HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
     "a whole address without a path": (b"GET http://localhost HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 200),
     "a whole address of others": (b"GET http://evil.example/v1/models HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 403),
-    "a whole address beside another Host": (b"GET http://localhost/ready HTTP/1.1\r\nhost: evil.org\r\n" + CLOSE + b"\r\n", 200),
+    "a whole address and another Host": (b"GET http://localhost/ready HTTP/1.1\r\nhost: evil.org\r\n" + CLOSE + b"\r\n", 200),
     "a method in small letters": (b"get /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 400),
     "an unknown method": (b"FOO /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 400),
     "a method of another kind": (b"PROPFIND /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 405),
