@@ -4,15 +4,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from models import following
 from serving_runs import Running
 
-from rwkv.tokenizer.tokenizers import WorldTokenizer
+from rwkv.serving.logprobs import ShownTokens
+from rwkv.tokenizer.tokenizers import ByteTokenizer, WorldTokenizer
 
 if TYPE_CHECKING:
     import openai
-
-pytestmark = pytest.mark.programs
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}{{ '' if tools }}"
 CALLED = '{"name": "f", "arguments": {}}</tool_call>'
@@ -57,6 +58,7 @@ def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
         "logprobs": True, "top_logprobs": 2, **options})
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("question", "options", "content", "tokens"), [
     ("1", {}, "#___", ["#", "___"]),
     ("1", {"n": 2}, "#___", ["#", "___"]),
@@ -91,6 +93,7 @@ def test_a_chats_tokens_add_up_to_its_content(client: "openai.OpenAI", question:
         assert all(entry.token in [other.token for other in entry.top_logprobs] for entry in entries), "the likeliest was drawn"
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(("prompt", "options", "text"), [
     ("1", {}, " #___"), ("1", {"echo": True}, "1 #___"), ("5", {"stop": "STOP"}, "xy"), ("5", {"stop": "x"}, ""),
     ("5", {"stop": "STOP", "echo": True}, "5xy"), ("4", {"stop": ["nd>", "o<"]}, "one tw"), ("8", {"stop": "STOP"}, "ш")],
@@ -110,3 +113,21 @@ def test_a_completions_tokens_add_up_to_its_text(client: "openai.OpenAI", prompt
     parts = [choice.logprobs for choice in streamed if choice.logprobs]
     assert [token for part in parts for token in part.tokens] == found.tokens
     assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+
+
+@given(st.text("aé\u3000", max_size=12), st.lists(st.integers(0, 13), max_size=6), st.lists(st.integers(0, 13), max_size=3))
+def test_tokens_are_cut_to_what_is_shown_however_it_comes(text: str, edges: list[int], steps: list[int]) -> None:
+    """Tokens of one byte; the shown parts are every other one between the edges."""
+    edges = sorted({min(edge, len(text)) for edge in edges})
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    tokens = ShownTokens(ByteTokenizer().decoder())
+    tokens.add([{"token": value, "text": "", "logprob": 0.0, "top": []} for value in text.encode()])
+    found = []
+    done = 0
+    for decided in sorted(min(step, len(text)) for step in steps):
+        tokens.show([(max(start, done), min(end, decided)) for start, end in spans if start < decided and end > done])
+        found += tokens.take(decided)
+        done = decided
+    tokens.show([(max(start, done), end) for start, end in spans if end > done])
+    found += tokens.take_rest()
+    assert bytes(entry["token"] for entry in found).decode() == "".join(text[start:end] for start, end in spans)

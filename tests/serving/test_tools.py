@@ -213,11 +213,13 @@ def test_a_template_without_tools_refuses_them(server: Running) -> None:
 def test_a_text_is_parsed_alike_however_it_is_cut(written: str) -> None:
     def parsed(size: int) -> tuple[str, list[Any]]:
         parser, text, calls = CallParser(["weather", "time_of_day"]), "", []
-        for start in range(0, len(written), size):
-            piece, more = parser.push(written[start:start + size])
+        for start in (*range(0, len(written), size), None):
+            piece, more = parser.push("" if start is None else written[start:start + size], last=start is None)
+            assert piece == "".join(written[begin:end] for begin, end in parser.spans)
+            assert all(end <= parser.decided for _, end in parser.spans)
             text, calls = text + piece, calls + more
-        piece, more = parser.push("", last=True)
-        return text + piece, [call["function"] for call in calls + more]
+        assert parser.decided == len(written)
+        return text, [call["function"] for call in calls]
 
     whole = parsed(1000)
     assert all(parsed(size) == whole for size in (1, 2, 3, 7))
