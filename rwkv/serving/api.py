@@ -17,12 +17,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
+from rwkv.serving.conversation import template_messages
 from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.log import say_refused
 from rwkv.serving.messages import Generate
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import check_origin
@@ -34,6 +37,7 @@ from rwkv.serving.schema import (
     DetokenizeRequest,
     Options,
     TokenizeRequest,
+    Tool,
     read,
 )
 from rwkv.serving.tools import END, START
@@ -66,12 +70,26 @@ Result = TypeVar("Result")
 Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
-def application(service: Service) -> Starlette:
+def application(service: Service) -> ASGIApp:
     routes = [Route(path, _endpoint(service, handler), methods=[method]) for path, method, handler in ROUTES]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST"],
-                       allow_headers=["*"])] if service.config.cors else []
-    return Starlette(routes=routes, middleware=cors,
-                     exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+                       allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
+    return _logged(Starlette(routes=routes, middleware=cors,
+                             exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
+
+
+def _logged(app: ASGIApp) -> ASGIApp:
+    """With a line in the log for each error."""
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # not decoded further: no line ends
+                say_refused(message["status"], request, scope["state"]["request_id"])
+            await send(message)
+
+        await app(scope, receive, noted)
+
+    return logged
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
@@ -180,10 +198,11 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
+    answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
+    messages = template_messages(body.messages)
     try:
-        prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
+        prompt = service.template.render(messages, tools=tools, think=body.think) + call_start
     except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
         raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
     limit, maximum = "max_tokens", body.max_tokens
@@ -196,8 +215,17 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [service.template.answer_start(think)] * n, n, service.tokenizer, functions=functions, call_start=call_start)
+                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start)
     return texts, shape, body
+
+
+def _answer_start(service: Service, body: ChatRequest) -> str:
+    try:
+        return service.template.answer_start(body.think)
+    except UserError:
+        field = "enable_thinking" if body.enable_thinking else "chat_template_kwargs.enable_thinking"
+        raise ApiError(400, f"{field} is false with the chat template {service.template.name}: it has no thoughts",
+                       field) from None
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
@@ -215,7 +243,7 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
                             "that has one", "tools")
     if choice == "none":
         return None, ""
-    tools = [msgspec.to_builtins(tool) for tool in body.tools]
+    tools = [_for_template(tool) for tool in body.tools]
     if choice in (None, "auto"):
         return tools, ""
     if template.call_start is None:
@@ -228,6 +256,15 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
     if choice.function.name not in names:
         raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
     return tools, f"{before}{choice.function.name}{after}"
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    """With parameters, which templates expect; for OpenAI a tool without them is one with an empty list of them."""
+    shown: dict[str, Any] = msgspec.to_builtins(tool)
+    parameters = shown["function"].setdefault("parameters", {})
+    parameters.setdefault("type", "object")
+    parameters.setdefault("properties", {})
+    return shown
 
 
 def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:

@@ -123,12 +123,20 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
                         f"{_shown(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+        arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.arguments is a JSON object; got {_shown(arguments)}")
     known = {**function, "arguments": arguments or {}}
     return {**call, "function": known} if "function" in call else known
+
+
+def _read_arguments(written: str) -> Mapping[str, Any] | None:
+    """The arguments that a model wrote. What is no JSON object becomes the only argument, and the conversation can go on."""
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(written or "{}")
+        if arguments is None or isinstance(arguments, Mapping):
+            return arguments
+    return {"arguments": written}
 
 
 def _content(message: Message, where: str) -> str:

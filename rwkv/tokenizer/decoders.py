@@ -24,6 +24,9 @@ class Decoder(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The whole text of `ids`: what push and flush of a new decoder return. Raises UserError as push does."""
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """A token's bytes, which may be a part of a character; None where the vocabulary's tokens are not bytes."""
+
 
 class BytesDecoder:
     """A Decoder for a vocabulary whose tokens are bytes: table[id]."""
@@ -45,6 +48,9 @@ class BytesDecoder:
         require_id(min(ids, default=0), len(self._table))
         require_id(max(ids, default=0), len(self._table))
         return b"".join(map(self._table.__getitem__, ids)).decode("utf-8", "replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._table[require_id(token, len(self._table))]
 
 
 class TextDecoder:
@@ -80,6 +86,9 @@ class TextDecoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join([self.push(token) for token in ids]) + self.flush()
+
+    def bytes_of(self, token: int) -> None:
+        return None
 
     def _new_text(self) -> str:
         before = self._decode(self._shown) if self._shown else ""
