@@ -37,7 +37,7 @@ from rwkv.serving.schema import (
     read,
 )
 from rwkv.serving.tools import END, START
-from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.chat import ChatTemplate, encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
@@ -268,7 +268,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
         try:
-            ids = list(service.tokenizer.encode(prompt))
+            ids, = encode(service.tokenizer, [prompt])
         except UserError as error:
             raise ApiError(400, str(error), param) from None
     else:
