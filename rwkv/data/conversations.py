@@ -4,11 +4,13 @@
     row 1   [ conversation 5 ................................. ] padding
 
 A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued; then
-end_of_text, unless the chat template has written it. Each id predicts the next one; what is not learnt is no target. end_of_text after an answer is learnt: a tuned
-model stops. No end_of_text stands before a conversation, as none stands before a prompt.
+end_of_text, unless the chat template has written it. Each id predicts the next one; what is not learnt is no target.
+end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a conversation, as none stands before a
+prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
-trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py).
+trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py); its validation reads them
+whole too where one is longer than a row.
 
 The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (one byte), and where conversations begin.
 """
@@ -69,6 +71,14 @@ class Packed(NamedTuple):
     weight: float = 1.0
 
 
+class Whole(NamedTuple):
+    """A batch of whole conversations, one in each row: x, y (B,L) int64. It is read slice by slice, of T positions each."""
+
+    x: Tensor
+    y: Tensor
+    T: int
+
+
 class Rows(NamedTuple):
     """The numbers of a batch's rows, and Packed.weight."""
 
@@ -124,7 +134,8 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
         write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
-    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out, "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
+    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
+                "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
                 "files": {name: _checksum(folder / name) for name in names}}
     write_json(folder / "manifest.json", manifest)
     return manifest
@@ -214,7 +225,7 @@ class ConversationRows(Dataset[Packed]):
         self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
         self._bounds = np.append(tokens.starts, len(tokens))
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is a target alone
-        self.cut = int((lengths > ctx_len).sum())
+        self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
         before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
@@ -223,7 +234,8 @@ class ConversationRows(Dataset[Packed]):
         self.counts = np.array([targets[row].sum() for row in self._rows])
         if not self.counts.any():
             raise UserError(f"in no conversation does an answer begin within model.ctx_len={ctx_len} tokens, so that there is "
-                            "nothing to learn or to validate: raise model.ctx_len")
+                            "nothing to learn or to validate: raise model.ctx_len, or read conversations whole with "
+                            "trainer.tbptt")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -256,6 +268,34 @@ class ConversationRows(Dataset[Packed]):
                if self.cut else "")
         return (f"{len(self._lengths):,} conversations in {len(self):,} rows, {100 * self.padding():.1f} % of positions padding"
                 f"{cut}; only the answers' {self.counts.sum():,} tokens are learnt")
+
+
+class WholeConversations(Dataset[Whole]):
+    """The conversations of a split, the longest first, so that those of a batch are of similar length. None is cut."""
+
+    def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
+        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self._bounds = np.append(tokens.starts, len(tokens))
+        self._order = np.argsort(-np.diff(self._bounds), kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitems__(self, numbers: list[int]) -> Whole:
+        """The batch. Missing inputs are 0, missing targets IGNORED."""
+        texts = [slice(self._bounds[text], self._bounds[text + 1]) for text in self._order[numbers]]
+        x = np.zeros((len(texts), max(text.stop - text.start for text in texts) - 1), np.int64)
+        y = np.full_like(x, IGNORED)
+        for row, text in enumerate(texts):
+            ids, learnt = self.tokens[text], self.learnt[text]
+            x[row, :len(ids) - 1] = ids[:-1]
+            y[row, :len(ids) - 1] = np.where(learnt[1:], ids[1:].astype(np.int64), IGNORED)
+        return Whole(torch.from_numpy(x), torch.from_numpy(y), self.ctx_len)
+
+
+def longer_than(tokens: TokenArray, ctx_len: int) -> int:
+    """The number of conversations that a row of ctx_len positions does not hold."""
+    return int((np.diff(np.append(tokens.starts, len(tokens))) - 1 > ctx_len).sum())
 
 
 class RowSampler(ShuffleSampler):

@@ -84,7 +84,7 @@ class Engine:
     """Continues texts together, one row for each, which join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    The constructor checks the options, adds a row for each of `prompts`, which are texts or their ids, and reads them; it raises
+    The constructor checks the options, adds a row for each of `prompts`, texts or lists of ids, and reads them; it raises
     ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
     later; its prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache: also gets what

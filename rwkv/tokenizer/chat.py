@@ -16,10 +16,9 @@ FILE: a jinja2 file with the conventions of the transformers library (apply_chat
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 END = f"\ufdd0{uuid4().hex}\ufdd0"      # end_of_text in a rendered text; random, so that no message can contain it
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer name, and its older one
-EMPTY = (None, "", [], {})               # a field with such a value counts as missing
+EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with such a value counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
 THINK = "<think"                         # without ">", as in the model card: the model writes the rest
 _G1 = re.compile(r"(?<![a-z0-9])g[01][a-z]?\d*(?![a-z0-9])")
@@ -221,20 +220,24 @@ class TurnTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
-        text = "".join(piece for piece, _ in self.parts(messages, tools))
+        text = "".join(head + body for head, body, _ in self._turns(messages, tools))
         return f"{text}Assistant:{self._thought(think)}" if add_generation_prompt else text
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        found: list[Part] = []
+        for i, (head, body, message) in enumerate(self._turns(messages, tools)):
+            found += [(head, False), (body, is_learnt(message, f"messages[{i}]"))]
+        return found
+
+    def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
+        """Of each message its "Role:", the rest of its turn, and itself."""
         if tools:
             raise UserError(f"tools: the chat template {self.name} has no form for tools; use a jinja2 file that has one")
-        found: list[Part] = []
         for i, message in enumerate(check_messages(messages)):
             if message.get("tool_calls"):
                 raise UserError(f"messages[{i}].tool_calls: the chat template {self.name} has no form for them; use a jinja2 "
                                 "file that has one")
-            body = f" {self._body(message)}\n\n"
-            found += [(f"{ROLES[message['role']]}:", False), (body, is_learnt(message, f"messages[{i}]"))]
-        return found
+            yield f"{ROLES[message['role']]}:", f" {self._body(message)}\n\n", message
 
     def answer_start(self, think: bool = False) -> str:
         return self._thought(think).lstrip()
@@ -343,13 +346,22 @@ class JinjaTemplate(ChatTemplate):
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt, tools=tools or None, bos_token="",
                                          eos_token=END, enable_thinking=think)
-        except (TemplateError, TypeError, ValueError) as error:              # the template's own raise_exception is one
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # of the template's own, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
     def _find_ending(self) -> Ending:
+        try:
+            return self._ending_after([])
+        except UserError:
+            with suppress(UserError):    # some templates demand a system prompt
+                return self._ending_after([{"role": "system", "content": "Answer."}])
+            raise
+
+    def _ending_after(self, talk: list[Message]) -> Ending:
         """From a small conversation: what follows its answer at its end, before a prompt, and before another question."""
         answer, question = "An answer that no template contains.", "Another question."
-        talk: list[Message] = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         text = self._render(talk, False, None)
         closed = text.partition(answer)[2]
         prompted = between = ""
@@ -388,7 +400,8 @@ def _end(text: str, closed: str, prompted: str, between: str) -> str:
             return end
     if not between:
         return closed
-    common = commonprefix([prompted, between])
+    same = next((n for n, (one, other) in enumerate(zip(prompted, between, strict=False)) if one != other), None)
+    common = prompted[:same] if same is not None else min(prompted, between, key=len)
     # What a prompt and a question both begin with is no end: a turn begins with it, as the first one of the text does.
     opening = next((n for n in range(len(common), 0, -1) if text.startswith(common[-n:])), 0)
     return common[:len(common) - opening] or (common if common.isspace() else "")

@@ -5,8 +5,8 @@
     {"prompt": "...", "completion": "..."}                      texts, or lists of messages
     {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
 
-The list is also called conversation, items or interactions, and its fields may be of either form. A list, `tools` or the value of
-the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
+The list is also called conversation, items or interactions, and its fields may be of either form. A list, `tools` or the value
+of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction are for
 validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/tokenizer/chat.py): the answer is
@@ -160,6 +160,8 @@ def _one(role: str, said: Any, name: str) -> list[dict[str, Any]]:
     """A message, or the list of messages that `said` is already."""
     if isinstance(said, str):
         return [{"role": role, "content": said}]
+    if not isinstance(said, list):
+        raise UserError(f"{name} is a string, or a list of messages; got {_shown(said)}")
     return _turns(said, name)
 
 
@@ -169,7 +171,8 @@ def _unlearnt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{name} is a list of at least one object with role and content, or from and value; got {_shown(turns)}")
+        raise UserError(f"{name} is a list of at least one object with role and content, or from and value; got "
+                        f"{_shown(turns)}")
     return [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
 
 
@@ -183,6 +186,8 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
                       "value" if role_field == "from" else "content")
     role, said = given.get(role_field), given.get(said_field)
     known = role.strip().lower() if isinstance(role, str) else ""
+    if role is None:
+        raise UserError(f"{where} has no role, and no from: there is {', '.join(turn)[:60] or 'nothing'}")
     if known not in ROLES:
         raise UserError(f"{where}.{role_field} is one of {', '.join(ROLES)}; got {_shown(role)}")
     names = {role_field: "role", said_field: "content"}

@@ -20,8 +20,9 @@ from rwkv.io.utf8 import decode
 
 ENDINGS = (".jsonl", ".jsonl.gz")
 BLOCK = 1 << 16                          # bytes at a file's beginning in which a list is looked for
-OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive", b"BZh": "compressed with bzip2",
-               b"\x28\xb5\x2f\xfd": "compressed with zstandard", b"\xfd7zXZ": "compressed with xz"}
+OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
+               b"BZh": "compressed with bzip2", b"\x28\xb5\x2f\xfd": "compressed with zstandard",
+               b"\xfd7zXZ": "compressed with xz"}
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -57,8 +58,8 @@ def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
     beginning = _beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:
-        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, as a text or in .gz; `datasets` and "
-                        "pandas write JSON lines with to_json")
+        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, as a text or in .gz; `datasets` "
+                        "and pandas write JSON lines with to_json")
     if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _of_list(path)
     else:
@@ -84,7 +85,8 @@ def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
     try:
         found = json.loads(decode(content, str(path)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each line") from None
+        raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each "
+                        "line") from None
     for number, entry in enumerate(found, start=1):
         where = f"{path}, entry {number}"
         if not isinstance(entry, dict):
