@@ -117,8 +117,8 @@ def turns(user: str, answer: str, prompt: str = "", before: str = "", after: str
 
 
 FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {          # the template, its stops, and the answers learnt
-    "llama 3": (turns("'<|start|>user<|head|>\\n\\n' + m.content | trim + '<|eot|>'",
-                      "'<|start|>assistant<|head|>\\n\\n' + m.content | trim + '<|eot|>'", "'<|start|>assistant<|head|>\\n\\n'"),
+    "llama 3": (turns("'<|s|>user<|h|>\\n\\n' + m.content | trim + '<|eot|>'",
+                      "'<|s|>assistant<|h|>\\n\\n' + m.content | trim + '<|eot|>'", "'<|s|>assistant<|h|>\\n\\n'"),
                 ("<|eot|>",), ["yes<|eot|>", "no<|eot|>"]),
     "gemma": (turns("'<turn>user\\n' + m.content | trim + '<end>\\n'", "'<turn>model\\n' + m.content | trim + '<end>\\n'",
                     "'<turn>model\\n'", before="{{ bos_token }}"), ("<end>",), ["yes<end>\n", "no<end>\n"]),
@@ -136,7 +136,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {          # the t
               ("<|end|>",), ["yes<|end|>\n", f"no<|end|>\n{END}"]),
     "deepseek": (turns("'User: ' + m.content + '\\n\\n'", "'Assistant: ' + m.content + eos_token", "'Assistant:'"),
                  (), [f" yes{END}", f" no{END}"]),
-    "command r": (turns("'<s><|user|>' + m.content.strip() + '<e>'", "'<s><|bot|>' + m.content.strip() + '<e>'", "'<s><|bot|>'"),
+    "command r": (turns("'<s><user>' + m.content.strip() + '<e>'", "'<s><bot>' + m.content.strip() + '<e>'", "'<s><bot>'"),
                   ("<e>",), ["yes<e>", "no<e>"]),
     "an end between turns": (turns("'@user\\n' + m.content", "'@assistant\\n' + m.content", "'@end\\n@assistant\\n'").replace(
         "{% endfor %}", "{% if not loop.last %}{{ '@end\\n' }}{% endif %}{% endfor %}"), ("@end",), ["yes@end\n", "no"]),
@@ -174,8 +174,9 @@ QWEN = """{% set ns = namespace(asked=0) %}
 {% for m in messages if m.role == 'user' %}{% set ns.asked = ns.asked + 1 %}{% endfor %}
 {% set at = namespace(n=0) %}
 {% for m in messages %}{% if m.role == 'user' %}{% set at.n = at.n + 1 %}{{ '<s>user\n' + m.content + '<e>\n' }}{% else %}
-{{ '<s>assistant\n' }}{% if at.n == ns.asked %}{{ '<think>\n' + m.reasoning_content | default('') + '\n</think>\n\n' }}{% endif %}
-{{ m.content + '<e>\n' }}{% endif %}{% endfor %}
+{{ '<s>assistant\n' }}
+{%- if at.n == ns.asked %}{{ '<think>\n' + m.reasoning_content | default('') + '\n</think>\n\n' }}{% endif %}
+{{- m.content + '<e>\n' }}{% endif %}{% endfor %}
 {% if add_generation_prompt %}{{ '<s>assistant\n' }}{% if not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {% endif %}"""
 
@@ -223,7 +224,8 @@ def test_openai_s_older_calls_are_calls(tmp_path: Path) -> None:
     template = template_file(tmp_path, CALLS)
     call = {"name": "f", "arguments": "{\"x\": 1}"}
     old = [TWO[0], {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "content": "3"}]
-    new = [TWO[0], {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]}, {"role": "tool", "content": "3"}]
+    calls = [{"type": "function", "function": call}]
+    new = [TWO[0], {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "3"}]
     assert template.render(old) == template.render(new)
     assert "calls" in template.render(new)
 
