@@ -373,7 +373,7 @@ class JinjaTemplate(ChatTemplate):
         end = _end(text, closed, prompted, between)
         missing = end.removeprefix(closed) if end.startswith(closed) else ""
         last = closed.removeprefix(end) if closed.startswith(end) else ""
-        return Ending(missing, last, bool(last) and closed == prompted, _stop(end, between))
+        return Ending(missing, last, bool(last) and last != END and closed == prompted, _stop(end, between))
 
     def _find_call_start(self) -> tuple[str, str] | None:
         call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
@@ -402,9 +402,29 @@ def _end(text: str, closed: str, prompted: str, between: str) -> str:
         return closed
     same = next((n for n, (one, other) in enumerate(zip(prompted, between, strict=False)) if one != other), None)
     common = prompted[:same] if same is not None else min(prompted, between, key=len)
-    # What a prompt and a question both begin with is no end: a turn begins with it, as the first one of the text does.
-    opening = next((n for n in range(len(common), 0, -1) if text.startswith(common[-n:])), 0)
-    return common[:len(common) - opening] or (common if common.isspace() else "")
+    return common[:len(common) - _opening(common, text)]
+
+
+def _opening(common: str, text: str) -> int:
+    """How many of the last characters of `common` begin the next turn, whoever speaks, instead of ending the answer.
+
+    They are found in the text before the first end, and an end has no bracket that is not closed: "<|end|><|" ends with
+    "<|end|>". common: an end with what all turns begin with. White space is an end.
+    """
+    for n in range(len(common) - 1, 0, -1):
+        opening, end = text.find(common[-n:]), text.find(common[:-n])
+        if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
+            return n
+    unclosed = _unclosed(common)
+    if unclosed is not None:
+        return len(common) - unclosed
+    return len(common) if not common.isspace() and text.startswith(common) else 0
+
+
+def _unclosed(text: str) -> int | None:
+    """The place of the last bracket, if it is not closed."""
+    place = max(text.rfind("<"), text.rfind("["))
+    return None if place < 0 or re.search("[>\\]]", text[place:]) else place
 
 
 def _stop(end: str, between: str) -> tuple[str, ...]:

@@ -1,12 +1,24 @@
 """Chat templates: the published forms, what is learnt, jinja2 files, and messages that are wrong."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import END, ChatTemplate, chat_template, check_messages, default_template, encode, is_learnt
+from rwkv.tokenizer.chat import (
+    END,
+    ChatTemplate,
+    JinjaTemplate,
+    chat_template,
+    check_messages,
+    default_template,
+    encode,
+    is_learnt,
+)
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
@@ -145,6 +157,19 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {          # the t
     "blank lines": (turns("'Q: ' + m.content + '\\n\\n'", "'A: ' + m.content + '\\n\\n'", "'A:'"),
                     ("\n\nQ:",), [" yes\n\n", " no\n\n"]),
     "no end": (turns("'<user>' + m.content", "'<assistant>' + m.content", "'<assistant>'"), ("<user>",), ["yes", "no"]),
+    "no end, after something": (turns("'<|user|>' + m.content", "'<|bot|>' + m.content", "'<|bot|>'", before="[sop]"),
+                                ("<|user|>",), ["yes", "no"]),
+    "a prompt always, after a system prompt": (
+        turns("'@user\\n' + m.content + '@end\\n'", "'@assistant\\n' + m.content + '@end\\n'",
+              before="{{ '<bos>@system\\nBe kind.@end\\n' }}", after="{{ '@assistant\\n' }}"),
+        ("@end",), ["yes@end\n", "no@end\n"]),
+    "an end of the whole text": (
+        turns("'<|user|>' + m.content + '<|end|>\\n'", "'<|assistant|>' + m.content + '<|end|>\\n'", "'<|assistant|>'",
+              before="{{ '<bos>\\n' }}", after="{% if not add_generation_prompt %}{{ '<last>' }}{% endif %}"),
+        ("<|end|>",), ["yes<|end|>", "no<|end|>\n<last>"]),
+    "a system prompt demanded": ("{{ messages[0].content if messages[0].role == 'system' else raise_exception('no system') }}"
+                                 "{% for m in messages[1:] %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endfor %}" +
+                                 PROMPT.replace("PROMPT", "<assistant>"), ("<e>",), ["yes<e>", "no<e>"]),
 }
 TWO = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"},
        {"role": "user", "content": "b"}, {"role": "assistant", "content": "no"}]
@@ -156,18 +181,42 @@ def template_file(folder: Path, text: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_end_of_an_answer_is_found(tmp_path: Path, family: str) -> None:
+def test_the_end_of_an_answer_is_found(family: str) -> None:
     """It stops an answer and is learnt; and a prompt is the beginning of the text in which its answer is learnt."""
     text, stop, answers = FAMILIES[family]
-    template = template_file(tmp_path, text)
-    parts = template.parts(TWO)
+    template = JinjaTemplate(text, family)
+    system = [{"role": "system", "content": "Be kind."}] if "no system" in text else []
+    parts = template.parts([*system, *TWO])
     assert template.stop == stop
     assert [part for part, learnt in parts if learnt] == answers
     whole = "".join(part for part, _ in parts)
-    assert whole == template.render(TWO, add_generation_prompt=False)
+    assert whole == template.render([*system, *TWO], add_generation_prompt=False)
     for i in (1, 3):
-        prompt = template.render(TWO[:i])
+        prompt = template.render([*system, *TWO[:i]])
         assert whole.startswith(prompt + answers[i // 2])
+
+
+TEXTS = st.text("ab \n<|>@[]:", max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3))
+def test_parts_are_the_text_and_follow_their_prompts(talk: list[tuple[str, str, bool]]) -> None:
+    messages: list[dict[str, Any]] = []
+    for asked, answered, weight in talk:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered, "weight": int(weight)}]
+    for template in _families():
+        prompts = [template.render(messages[:i]) for i in range(1, len(messages), 2)]
+        text = ""
+        for part, learnt in template.parts(messages):
+            assert not learnt or text in prompts
+            text += part
+        assert text == template.render(messages, add_generation_prompt=False)
+
+
+@cache
+def _families() -> list[ChatTemplate]:
+    return [JinjaTemplate(text, name) for name, (text, _, _) in FAMILIES.items() if "no system" not in text]
 
 
 QWEN = """{% set ns = namespace(asked=0) %}
