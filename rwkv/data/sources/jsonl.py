@@ -82,8 +82,9 @@ def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
     """The entries of a list, which is in memory as a whole."""
     with open_file(path) as raw:
         content = b"".join(_lines(gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, path))
+    text = decode(content, str(path))
     try:
-        found = json.loads(decode(content, str(path)))
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each "
                         "line") from None
