@@ -106,7 +106,7 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb)
-    about = f"{source.about}, {train.left_out:,} left out without an answer to learn" if train.left_out else source.about
+    about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
     return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val))
 
 

@@ -163,7 +163,7 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
     assert found.conversations is not None
     assert found.conversations[0].left_out == 2
-    assert "2 left out" in found.describe()
+    assert "2 others left out" in found.describe()
     with pytest.raises(UserError, match="1 conversations with an answer to learn, and 2 without"):
         corpus(tmp_path, [bad, lines[0], bad])
 
