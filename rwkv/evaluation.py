@@ -23,12 +23,12 @@ from torch import Tensor
 
 from rwkv.data.sources.chat import parts_of
 from rwkv.data.sources.files import chunks, open_file
-from rwkv.data.sources.jsonl import lines
+from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.chat import END, ChatTemplate, encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
@@ -148,19 +148,22 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     """
     _require_file(path)
     found = []
-    for line, where, _ in lines(path):
-        parts = parts_of(line, where, template)
+    for entry, where, _ in entries(path):
+        parts = parts_of(entry, where, template)
+        if not any(learnt for _, learnt in parts):
+            continue
         try:
             pieces = [(ids, learnt) for ids, (_, learnt) in
-                      zip(tokenizer.encode_batch([text for text, _ in parts]), parts, strict=True)]
+                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
-        pieces.append(([tokenizer.end_of_text], parts[-1][1]))
+        if not parts[-1][0].endswith(END):
+            pieces.append(([tokenizer.end_of_text], parts[-1][1]))
         ids = [token for piece, _ in pieces for token in piece]
         counts = [learnt for piece, learnt in pieces for _ in piece]
         found.append(Scored(ids, [False, *counts[1:]]))
     if not found:
-        raise UserError(f"data.path={path} is empty: expected a conversation on each line")
+        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
     return found
 
 

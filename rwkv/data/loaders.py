@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
-from rwkv.data.conversations import ConversationRows, RowSampler
+from rwkv.data.conversations import ConversationRows, RowSampler, WholeConversations, longer_than
 from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
@@ -51,10 +51,14 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_ignore_interrupts, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed, the last one smaller: every token but the first is a target once."""
+        """Batches (x, y), each (B,T), or Packed, the last one smaller: every token but the first is a target once.
+
+        With tbptt, conversations come as Whole where one is longer than ctx_len: their answers may begin after it.
+        """
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
-            windows = ConversationRows(*self.corpus.conversations[1][:2], self.ctx_len)
+            whole = self.tbptt and longer_than(self.corpus.val, self.ctx_len)
+            windows = (WholeConversations if whole else ConversationRows)(*self.corpus.conversations[1][:2], self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, str]:

@@ -106,7 +106,8 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb)
-    return Corpus(tokenizer, train.tokens, val.tokens, sizes, source.about, source.sha256, (train, val))
+    about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
+    return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val))
 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:

@@ -16,7 +16,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
-from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages
+from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages, encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are dropped first
@@ -101,7 +101,7 @@ class Chat:
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
-        engine = Engine(self.model, self.tokenizer, [prompt[len(read):]], [self.seed],
+        engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]]), [self.seed],
                         StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
         self.seed += 1
         self.stats = Stats(engine.prompt_tokens)

@@ -84,16 +84,18 @@ class Engine:
     """Continues texts together, one row for each, which join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as generate does.
+    The constructor checks the options, adds a row for each of `prompts`, texts or lists of ids, and reads them; it raises
+    ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
     later; its prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache: also gets what
     each row has read and written when it ends. Not for several threads.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] = (), seeds: Sequence[int] = (),
-                 stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]] = (),
+                 seeds: Sequence[int] = (), stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
                  context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0) -> None:
-        prompts = strings("prompts", prompts)
+        if not (isinstance(prompts, list) and prompts and all(isinstance(prompt, list) for prompt in prompts)):
+            prompts = strings("prompts", prompts)        # type: ignore[arg-type]
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(prompts) != len(seeds):
             raise UserError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")

@@ -23,7 +23,6 @@ from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
-from rwkv.serving.conversation import template_messages
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
 from rwkv.serving.messages import Generate
@@ -41,7 +40,7 @@ from rwkv.serving.schema import (
     read,
 )
 from rwkv.serving.tools import END, START
-from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.chat import ChatTemplate, encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
@@ -200,11 +199,7 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
-    messages = template_messages(body.messages)
-    try:
-        prompt = service.template.render(messages, tools=tools, think=body.think) + call_start
-    except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
-        raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
+    prompt = service.template.render(body.messages, tools=tools, think=body.think) + call_start
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
@@ -305,7 +300,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
         try:
-            ids = list(service.tokenizer.encode(prompt))
+            ids, = encode(service.tokenizer, [prompt])
         except UserError as error:
             raise ApiError(400, str(error), param) from None
     else:

@@ -1,7 +1,7 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
-split in windows, each from the empty state.
+split in windows, each from the empty state, or conversations: packed into rows, or whole.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY
 from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
-from rwkv.data.conversations import Packed
+from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
@@ -50,7 +50,7 @@ class LanguageModel(lightning.LightningModule):
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self._nats, self._tokens = 0.0, 0
-        self._own: tuple[Tensor, Tensor] | Packed | None = None       # this process's batch of the next round of validation
+        self._own: tuple[Tensor, Tensor] | Packed | Whole | None = None       # this process's batch of the next round
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
         """Sets the entry that every checkpoint carries beside the weights, so that generate.py needs nothing else."""
@@ -74,6 +74,15 @@ class LanguageModel(lightning.LightningModule):
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
+    def loss_of_whole(self, batch: Whole) -> Tensor:
+        """The mean loss of whole conversations, each read from the empty state; memory is that of one slice."""
+        state = self.model.empty_state(len(batch.x))
+        nats = torch.zeros((), device=batch.x.device)
+        for x, y in zip(batch.x.split(batch.T, 1), batch.y.split(batch.T, 1), strict=True):
+            hidden, state = self.model.hidden(x, state)
+            nats = nats + self._head_loss(hidden, y) * (y != IGNORED).sum()
+        return nats / (batch.y != IGNORED).sum().clamp(min=1)
+
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
         """l2_wrap and confidence_penalty change the gradient alone, not the value."""
         optim = self.optim
@@ -82,7 +91,7 @@ class LanguageModel(lightning.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self._nats, self._tokens, self._own = 0.0, 0, None
 
-    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed, batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
@@ -93,7 +102,8 @@ class LanguageModel(lightning.LightningModule):
             self._own = batch
         if turn + 1 < world_size() and not last:
             return
-        loss = self.loss(*(self._own or batch)[:3]).item()
+        read = self._own or batch
+        loss = (self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*read[:3])).item()
         if self._own is not None:
             n_tokens = int((self._own[1] != IGNORED).sum())
             self._nats += loss * n_tokens

@@ -13,10 +13,11 @@ from programs import Run, caller
 from rwkv.errors import UserError
 from rwkv.generation import chat as chat_module
 from rwkv.generation.chat import Chat
-from rwkv.generation.engine import generate
+from rwkv.generation.engine import Engine, generate
 from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
-from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.chat import chat_template, encode
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.chat import Terminal
 
@@ -41,6 +42,18 @@ def test_answers_are_those_after_the_whole_conversation(generation: str, templat
                          banned=chat.sampling.banned)
         assert answer == "".join(alone)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.strip()}
+
+
+def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_path: Path) -> None:
+    (tmp_path / "eos.jinja").write_text("{% for m in messages %}{% if m.role == 'user' %}{{ '[Q]' + m.content + '[/Q]' }}"
+                                        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}")
+    chat = talk(template=str(tmp_path / "eos.jinja"))
+    for turn, text in enumerate(TURNS):
+        answer = "".join(chat.say(text))
+        ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
+        assert ids.count(chat.tokenizer.end_of_text) == turn
+        alone = Engine(chat.model, chat.tokenizer, [ids], [0], StoppingCriteria(12), chat.sampling)
+        assert answer == "".join(piece for _, piece in alone)
 
 
 def test_a_turn_reads_its_new_words_alone() -> None:
