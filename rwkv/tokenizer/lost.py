@@ -24,6 +24,8 @@ from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
 WITHHELD = 0.01                          # the share of lost bytes above which no number per byte or per word is given
 WINDOW = 1024                            # bytes of a text that are aligned at a time with what was decoded
+AHEAD = 1 << 16                          # bytes in which places with the same text are looked for, after a passage that is lost
+ANCHOR = 32                              # bytes that are the same at such places
 UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
 CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only cut a text
 Condition = Callable[[str], bool]        # on a text of which nothing is lost
@@ -190,18 +192,51 @@ def _missing(text: str, decoded: str) -> int:
 def missing_bytes(before: bytes, after: bytes) -> int:
     """len(before) less the length of the longest common subsequence, which is searched window by window.
 
-    Where much is lost at once, it may be some bytes more: the next window then begins too late in `after`.
+    Where much is lost at once, it may be more: the next window then begins at a wrong place in `after`.
     """
-    missing = at = place = 0
+    missing = at = place = searched = 0
     while at < len(before):
         window = before[at:at + WINDOW]
+        is_last = at + len(window) == len(before)
+        kept, length = len(window), len(window)
+        if not after.startswith(window, place):
+            kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last)
+        if 4 * kept < len(window) and not is_last and at >= searched:
+            searched = at + AHEAD
+            anchor = _next_in_common(before, at, after, place)
+            if anchor is not None:
+                missing += _missing_between(before[at:anchor[0]], after[place:anchor[1]])
+                at, place = anchor[0] + ANCHOR, anchor[1] + ANCHOR
+                searched = at
+                continue
+        missing += len(window) - kept
         at += len(window)
-        if after.startswith(window, place):
-            place += len(window)
-        else:
-            kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last=at == len(before))
-            missing += len(window) - kept
-            place += length
+        place += length
+    return missing
+
+
+def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
+    """The nearest places from `at` and `place` on, within AHEAD bytes, where both have the same ANCHOR bytes; None for none."""
+    found = None
+    nearest = 2 * AHEAD
+    for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
+        if candidate - at >= nearest:
+            break
+        other = after.find(before[candidate:candidate + ANCHOR], place, place + AHEAD)
+        distance = candidate - at + other - place
+        if other >= 0 and distance < nearest:
+            nearest = distance
+            found = candidate, other
+    return found
+
+
+def _missing_between(before: bytes, after: bytes) -> int:
+    """As missing_bytes, where little is in common: each window is searched in as great a part of `after`."""
+    missing = 0
+    for start in range(0, len(before), WINDOW):
+        window = before[start:start + WINDOW]
+        first, last = (place * len(after) // len(before) for place in (start, start + len(window)))
+        missing += len(window) - _aligned(window, after[first:last], is_last=True)[0]
     return missing
 
 
