@@ -18,7 +18,8 @@ def dropping(characters: Iterable[str]) -> JsonTokenizer:
 
 def with_unknown(characters: Iterable[str], special: bool = True) -> JsonTokenizer:
     """A token for each of the characters, and an unknown token for any other."""
-    library = tokenizers.Tokenizer(models.BPE(vocab=_numbered([END_OF_TEXT, "[UNK]", *characters]), merges=[], unk_token="[UNK]"))
+    vocabulary = _numbered([END_OF_TEXT, "[UNK]", *characters])
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="[UNK]"))
     library.decoder = decoders.Fuse()
     library.add_special_tokens([END_OF_TEXT, *["[UNK]"] * special])
     return JsonTokenizer(library.to_str())

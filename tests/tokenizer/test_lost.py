@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from test_tokenizer import BPE, FALLBACK, NEOX, SAMPLE
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from rwkv.tokenizer import lost
-from rwkv.tokenizer.lost import WITHHELD, Lost, LossCounter, missing_bytes
+from rwkv.tokenizer.lost import WITHHELD, LossCounter, Lost, missing_bytes
 from rwkv.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 ASCII = [chr(code) for code in (10, *range(32, 127))]
@@ -126,7 +127,7 @@ def test_characters_left_out_are_counted_whatever_the_windows(text: str, gone: s
     assert found == exact if len(text.encode()) <= window else exact <= found
 
 
-LINES = [f"{number * number}: {ENGLISH}" for number in range(40)]
+LINES = Path(lost.__file__).read_text(encoding="utf-8").splitlines(keepends=True)[:100]
 LONG = "".join(LINES)
 PASSAGES = {
     "no capitals": "".join(letter for letter in LONG if not letter.isupper()),
@@ -134,8 +135,8 @@ PASSAGES = {
     "spaces between all": " ".join(LONG),
     "no lines": " ".join(LONG.split()),
     "no words": LONG.replace("quick ", "").replace("however, ", ""),
-    "a passage gone": "".join(LINES[:10] + LINES[20:]),
-    "a passage in capitals": "".join([*LINES[:15], *(line.upper() for line in LINES[15:25]), *LINES[25:]]),
+    "a passage gone": "".join(LINES[:30] + LINES[50:]),
+    "a passage in capitals": "".join([*LINES[:30], *(line.upper() for line in LINES[30:50]), *LINES[50:]]),
     "more": f"naïve {LONG}",
     "nothing": "",
 }
