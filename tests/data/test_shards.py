@@ -163,7 +163,7 @@ def without_counts(cache: Path) -> None:
     """The cache as a version made it that did not count."""
     for path in cache.glob("tokens-*/*.json"):
         content = read_json(path)
-        for entry in content["shards"] if "shards" in content else [content]:
+        for entry in content.get("shards", [content]):
             for split in ("train", "val"):
                 del entry[split]["lost"], entry[split]["unknown"]
         write_json(path, content)
