@@ -10,9 +10,9 @@ of each, as in LAMBADA. With data.template=, lines of conversations as for
 data=chat of train.py: loss and perplexity of the answers alone. Any other file:
 loss in nats per token, perplexity per token and bits per byte of its text, with
 the state carried along. Where the tokenizer loses more than 1 % of the text,
-numbers per byte and per word are null. The last line of standard output is the result as JSON,
-which out=FILE gets too. Texts and paths are taken verbatim: commas, quotes and
-equals signs need no escaping.
+numbers per byte and per word are null. The last line of standard output is the
+result as JSON, which out=FILE gets too. Texts and paths are taken verbatim:
+commas, quotes and equals signs need no escaping.
 """
 
 import json
