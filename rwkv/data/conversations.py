@@ -18,6 +18,7 @@ The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (on
 import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
@@ -38,6 +39,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.chat import END, encode
+from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = 2                              # of the files in the cache
@@ -49,12 +51,15 @@ class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 where a model learns it. bytes: of its text; learnt_bytes: of what is learnt.
 
     left_out: the conversations that are in neither split, because none of their answers is learnt.
+    lost: what the tokenizer has lost of its text; learnt_lost: of what is learnt.
     """
 
     tokens: TokenArray
     learnt: TokenArray
     bytes: int
     learnt_bytes: int
+    lost: Lost
+    learnt_lost: Lost
     left_out: int = 0
 
 
@@ -93,19 +98,22 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer,
     identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
     """
     folder = cache / f"chat-{sha256([*identity, tokenizer.hash, str(VERSION)])[:16]}"
+    counter = LossCounter(tokenizer)
     manifest = read_json(folder / "manifest.json")
-    if not manifest or not all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items()):
-        manifest = _make(config, tokenizer, folder)
+    intact = manifest and all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items())
+    if not intact or not (counter.never or "lost" in manifest):      # an earlier version did not count what is lost
+        manifest = _make(config, tokenizer, counter, folder)
     train, val = (_tokenised(folder, manifest, split) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
 
 
-def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of what is not learnt, and of what is
     packer, packed = zlib.compressobj(9, wbits=31), 0
     left_out = 0
     for conversation, of_parts in _encoded(config, tokenizer):
@@ -113,8 +121,10 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
             left_out += 1
             continue
         split = SPLITS[conversation.val]
-        for (text, is_learnt), _ in zip(conversation.parts, of_parts, strict=True):
-            content = text.replace(END, "").encode()
+        for (text, is_learnt), part in zip(conversation.parts, of_parts, strict=True):
+            written = text.replace(END, "")
+            lost[split][is_learnt] += counter.count([written], [part])
+            content = written.encode()
             sizes[split]["bytes"] += len(content)
             sizes[split]["learnt_bytes"] += len(content) * is_learnt
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
@@ -136,7 +146,8 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
     manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
-                "files": {name: _checksum(folder / name) for name in names}}
+                "files": {name: _checksum(folder / name) for name in names},
+                "lost": {split: [asdict(one) for one in lost[split]] for split in SPLITS}}
     write_json(folder / "manifest.json", manifest)
     return manifest
 
@@ -171,7 +182,9 @@ def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
     offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
     tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)
                       for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
-    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], manifest["left_out"])
+    other, learnt_lost = (Lost(**one) for one in manifest["lost"][split]) if "lost" in manifest else (NOTHING, NOTHING)
+    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], other + learnt_lost, learnt_lost,
+                     manifest["left_out"])
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:

@@ -67,9 +67,13 @@ class Tokenizer(ABC):
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
+        return (ids for _, ids in self.encode_pieces(texts))
+
+    def encode_pieces(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+        """As encode_stream, with the text of each piece."""
         before = 0
         for piece in pieces(texts, safe_split(self)):
-            yield self.encode(piece, before)
+            yield piece, self.encode(piece, before)
             before += len(piece)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -19,6 +19,7 @@ from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV, tokenizer_of
+from rwkv.tokenizer.lost import LossCounter
 
 MAX_NEW_TOKENS = 256                     # where a task does not say: the harness's default
 Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context and of the continuation
@@ -72,6 +73,9 @@ class Timemix(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
         pairs = [((text,), [self.eot_token_id], self._tokenizer.encode(text)) for text in texts]
+        lost = LossCounter(self._tokenizer).count(texts, [ids for _, _, ids in pairs])
+        if lost.too_much:
+            raise UserError(f"{lost.describe('the texts')}: numbers per byte and per word would leave that out")
         found: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):

@@ -59,7 +59,7 @@ def train(run: Run) -> None:
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token, data.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)
     if config.tune.method != "full" and run.init_checkpoint is not None:
@@ -81,6 +81,6 @@ def train(run: Run) -> None:
     if distributed.rank() == 0:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
-    say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
+    say_result(trainer.callback_metrics, data)
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

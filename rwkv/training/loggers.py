@@ -17,7 +17,7 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import METRICS, read_metrics
 
-COLUMNS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "peak_mem")
+COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 Mode = Literal["online", "offline", "disabled"]
 SAMPLE_COLUMNS = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whole table each time

@@ -66,6 +66,9 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
     programs = resident_memory() if device.type == "cpu" else 0       # before the data's pages, which are read below, count too
     yield "data", data.describe()
+    lost = data.describe_lost()
+    if lost:
+        yield "WARNING", lost
     if data.val_share > config.data.val_fraction + EXCESS:
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "

@@ -1,7 +1,8 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
-Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
-split in windows, each from the empty state, or conversations: packed into rows, or whole.
+Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
+too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split
+in windows, each from the empty state, or conversations: packed into rows, or whole.
 """
 
 import math
@@ -38,12 +39,14 @@ class LanguageModel(lightning.LightningModule):
     conversations are Packed.
     """
 
-    def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
+    def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
+                 val_lost: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self.optim = optim
         self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
+        self.val_lost = val_lost
         self.entry: dict[str, Any] = {}
         self.carried = Carried()
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
@@ -115,7 +118,10 @@ class LanguageModel(lightning.LightningModule):
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         self.log("val/loss", loss)
-        self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
+        if self.val_bytes_per_token is not None:
+            self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
+        if self.val_lost:
+            self.log("val/lost", self.val_lost)
 
     def configure_optimizers(self) -> Any:
         optim = self.optim

@@ -25,6 +25,7 @@ from kernels.registry import missing_compiler
 from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
@@ -130,9 +131,12 @@ def leave_report(out_dir: Path) -> None:
         log(f"no report: {error!r}")
 
 
-def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
-    log(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
-        f"(gzip -9 of the same text: {gzip_bpb:.4f})")
+def say_result(metrics: Mapping[str, Any], data: Corpus) -> None:
+    loss = f"val/loss {metrics['val/loss']:.4f} nats per token"
+    if "val/bpb" in metrics:
+        loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
+    lost = data.describe_lost()
+    log(f"{loss}; {lost}" if lost else loss)
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from losing import dropping
 from models import each_generation, small_model
 
 from rwkv.config import DataConfig, OptimConfig, TrainerConfig
@@ -18,6 +19,7 @@ from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, 
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.errors import UserError
+from rwkv.io.cache import read_json, write_json
 from rwkv.model.loss import IGNORED
 from rwkv.training.callbacks.metrics import Metrics
 from rwkv.training.task import LanguageModel
@@ -246,6 +248,28 @@ def test_the_cache_is_read_again_and_a_damaged_one_made_anew(tmp_path: Path) -> 
     assert ids.stat().st_mtime_ns == made
     ids.write_bytes(b"")
     assert corpus(tmp_path, lines).train[:].tolist() == first
+
+
+def test_what_the_tokenizer_loses_is_counted_and_bits_of_lost_answers_are_withheld(tmp_path: Path) -> None:
+    """Also of a cache that an earlier version made, which did not count."""
+    letters = sorted({letter for question, answer in TALKS for letter in f"User: {question} Assistant: {answer}\n"} - set("äÄ"))
+    (tmp_path / "letters.json").write_text(dropping(letters).definition)
+    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    found = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
+    assert found.conversations is not None
+    both = [found.conversations[split].lost.bytes for split in (0, 1)]
+    answers = [found.conversations[split].learnt_lost.bytes for split in (0, 1)]
+    assert (sum(both), sum(answers)) == (4, 2)
+    assert [found.conversations[split].lost.of for split in (0, 1)] == [found.sizes.train_bytes, found.sizes.val_bytes]
+    assert (found.val_bytes_per_token is None) == (answers[1] > 0)
+    assert found.describe_lost()
+    manifest, = (tmp_path / "cache").glob("chat-*/manifest.json")
+    content = read_json(manifest)
+    del content["lost"]
+    write_json(manifest, content)
+    again = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
+    assert again.sizes == found.sizes
+    assert again.train[:].tolist() == found.train[:].tolist()
 
 
 def test_rows_hold_every_text_once_and_little_padding() -> None:

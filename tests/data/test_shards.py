@@ -12,6 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from losing import dropping, with_unknown
+from tokenizers import Tokenizer as Definition
+from tokenizers import normalizers
 
 from rwkv.config import DataConfig
 from rwkv.data import shards
@@ -19,7 +22,9 @@ from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.errors import UserError
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.io.cache import read_json, write_json
+from rwkv.tokenizer.lost import Lost
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
 ROOT = Path(__file__).parent.parent.parent
@@ -115,6 +120,79 @@ def test_a_bpe_tokenizer_of_much_text_is_made_from_all_over_it(config: DataConfi
     assert 0.15 < sum(map(len, seen)) / len(TEXT) < 0.3
     assert seen[0] in TEXT[:300]
     assert seen[-1] in TEXT[int(0.85 * len(TEXT)):]
+
+
+# What the tokenizer loses
+
+LOSING = {"dropping": dropping(sorted(set(TEXT) - set("—q"))), "unknown": with_unknown(sorted(set(TEXT) - set("—q")))}
+
+
+@pytest.mark.parametrize("tokenizer", LOSING.values(), ids=LOSING)
+def test_what_the_tokenizer_loses_is_counted(library: DataConfig, tokenizer: JsonTokenizer) -> None:
+    prepared = prepare(library, 16, tokenizer)
+    sizes = prepared.sizes
+    for texts, size, lost in zip(splits_of(library), (sizes.train_bytes, sizes.val_bytes), (sizes.train_lost, sizes.val_lost),
+                                 strict=True):
+        gone = "".join(character for text in texts for character in text if character in "—q")
+        assert lost == Lost(len(gone.encode()), size, len(gone) * (tokenizer is LOSING["unknown"]))
+    assert sizes.val_lost.share > 0.05
+    assert prepared.val_bytes_per_token is None
+    assert "validation text" in str(prepared.describe_lost())
+
+
+def test_little_that_is_lost_is_said_and_the_bits_are_given(config: DataConfig) -> None:
+    with_text(config, TEXT * 3 + "ä" + TEXT[-300:])
+    prepared = prepare(config, 16, dropping(sorted(set(TEXT))))
+    assert prepared.sizes.train_lost == Lost(0, prepared.sizes.train_bytes)
+    assert prepared.sizes.val_lost.bytes == 2
+    assert prepared.val_bytes_per_token == prepared.sizes.val_bytes / (prepared.sizes.val_tokens - 1)
+    assert prepared.describe_lost()
+
+
+def test_nothing_lost_is_not_mentioned(config: DataConfig) -> None:
+    prepared = prepare(config, 16)
+    assert (prepared.sizes.val_lost.bytes, prepared.describe_lost()) == (0, None)
+
+
+def test_a_text_of_which_hardly_anything_is_left_is_refused_with_the_reason(config: DataConfig) -> None:
+    with pytest.raises(UserError, match=r"shorter than one context.* loses .*%"):
+        prepare(config, 16, dropping("z"))
+
+
+def without_counts(cache: Path) -> None:
+    """The cache as a version made it that did not count."""
+    for path in cache.glob("tokens-*/*.json"):
+        content = read_json(path)
+        for entry in content.get("shards", [content]):
+            for split in ("train", "val"):
+                del entry[split]["lost"], entry[split]["unknown"]
+        write_json(path, content)
+
+
+def composing() -> JsonTokenizer:
+    library = Definition.from_str(JsonTokenizer.train([TEXT], 300).definition)
+    library.normalizer = normalizers.NFC()
+    return JsonTokenizer(library.to_str())
+
+
+@pytest.mark.parametrize(("tokenizer", "again"), [(ByteTokenizer(), False), (composing(), False), (LOSING["unknown"], True)],
+                         ids=["byte", "nfc", "unknown"])
+def test_data_of_an_earlier_version_are_counted_where_that_is_needed(library: DataConfig, tokenizer: Tokenizer, again: bool,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being tokenised again where the definition and the text tell that nothing is lost."""
+    first = prepare(library, 16, tokenizer)
+    before = shards_in(Path(library.cache_dir))
+    without_counts(Path(library.cache_dir))
+    encoded: list[str] = []
+    encode = type(tokenizer).encode_batch
+    monkeypatch.setattr(type(tokenizer), "encode_batch", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+    second = prepare(library, 16, tokenizer)
+    assert second.sizes == first.sizes
+    assert bool(encoded) == again
+    assert shards_in(Path(library.cache_dir)) == before
+    encoded.clear()
+    assert prepare(library, 16, tokenizer).sizes == second.sizes
+    assert not encoded
 
 
 # Made once, and again if anything has changed
