@@ -25,6 +25,7 @@ from kernels.registry import KernelUnavailable, UnknownKernel, all_names, operat
 from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, options
 from rwkv.errors import UserError
+from rwkv.io import signals
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, unread
 
@@ -106,9 +107,16 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback."""
+    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback.
+
+    The signals of rwkv/io/signals.py end the block as Ctrl-C does, with exit status 130.
+    """
     try:
-        yield
+        with signals.raising():
+            yield
+    except signals.Signalled as signalled:
+        print(f"interrupted by {signalled.name}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

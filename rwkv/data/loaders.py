@@ -12,6 +12,7 @@ rows: rwkv/data/conversations.py.
 """
 
 import os
+import signal
 import warnings
 from typing import Any
 
@@ -26,6 +27,7 @@ from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, 
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
 from rwkv.errors import UserError
+from rwkv.io.signals import STOPPING
 
 
 class DataModule(LightningDataModule):
@@ -102,10 +104,13 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Puts a worker into its own process group, which the terminal's Ctrl-C does not reach: training ends its workers itself,
-    after it has saved a checkpoint."""
+    """Keeps signals that ask for a stop from a worker: training ends its workers itself, after it has saved a checkpoint. By
+    SIGTERM, which stays; a process group of its own keeps that of the group from it."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    for number in STOPPING:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _own_generator(seed: int) -> torch.Generator:

@@ -12,6 +12,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rwkv.io.signals import heeded
 from rwkv.serving.errors import ApiError
 
 UNREAD_S = 30                            # seconds after which a client that has taken none of an answer is cut off
@@ -164,7 +165,8 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends at the first SIGINT or SIGTERM within the grace time, at the second at once. on_stop is called at the first.
+    """Ends at the first signal that asks for it within the grace time, at a second SIGINT or SIGTERM at once. on_stop is called
+    at the first.
 
     on_start is called when connections are accepted.
     """
@@ -180,12 +182,12 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop)
+        for number in {*heeded(), signal.SIGINT}:
+            loop.add_signal_handler(number, self._stop, number)
         yield
 
-    def _stop(self) -> None:
-        if self.should_exit:
+    def _stop(self, number: int) -> None:
+        if self.should_exit and number in (signal.SIGINT, signal.SIGTERM):       # a closing terminal sends two SIGHUP
             self.force_exit = True
         self.should_exit = True
         self._on_stop()

@@ -4,6 +4,7 @@ import sys
 from itertools import islice
 
 import lightning
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rwkv import cli, distributed
 from rwkv.checkpoint.tuned import identity
@@ -47,8 +48,20 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         train(run)
 
 
+def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
+    """Lightning's fit. Raises KeyboardInterrupt as it comes, for which Lightning exits with status 1."""
+    try:
+        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):
+            raise ended.__context__ from None
+        raise
+
+
 def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
+    # Lightning takes it from the variables of a batch system, set or inherited
+    rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -70,11 +83,15 @@ def train(run: Run) -> None:
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, data.tokenizer, logs)
     loaders = DataModule(data, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
+    continue_with = f"continue with: python train.py resume=auto out_dir={run.out_dir}"
     try:
-        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
+        fit(trainer, task, loaders, run)
     except Interrupted:
-        log(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
-        sys.exit(130)
+        log(f"\nstopped at step {trainer.global_step}; {continue_with}")
+        sys.exit(cli.INTERRUPTED)
+    except KeyboardInterrupt:
+        log(f"\nended at once, without a checkpoint of step {trainer.global_step}; {continue_with}")
+        raise
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)

@@ -29,7 +29,7 @@ from rwkv.training.memory import (
     readable,
     with_options,
 )
-from rwkv.training.run import Run
+from rwkv.training.run import Run, folder_apart
 from rwkv.training.task import LanguageModel
 
 TIMED_STEPS = 2                          # after one that warms up
@@ -42,8 +42,8 @@ def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) ->
     """Prints on standard error what the run is and the memory and disk that it needs, before its model is built."""
     if rank() > 0:
         return
-    if run.config.resume == "auto" and run.resume_from is None:
-        log("resume=auto: no run to continue, starting a new one")
+    if run.config.resume is not None and run.resume_from is None:
+        log(_why_from_the_start(run))
     _show(_needs(run, kernel, device, data))
 
 
@@ -54,6 +54,14 @@ def announce_training(run: Run, device: torch.device, task: LanguageModel, data:
                ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
     if run.config.plan:
         sys.exit(0)
+
+
+def _why_from_the_start(run: Run) -> str:
+    if not run.exists:
+        return "resume=auto: no run to continue, starting a new one"
+    apart = folder_apart(run)
+    return (f"WARNING    the run in {run.out_dir} ended before it saved a checkpoint: it begins again at step 0"
+            + (f", and what it had written goes to {apart}" if apart else ""))
 
 
 def _show(lines: Iterable[tuple[str, str]]) -> None:

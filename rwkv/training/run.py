@@ -4,7 +4,9 @@ runs/latest points to the newest run. A resumed run has its own configuration; o
 values, and those that would make it another run (FIXED) are refused.
 """
 
+import itertools
 import os
+import shutil
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -15,11 +17,12 @@ from typing import Any
 
 import yaml
 
+from rwkv import report
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
 from rwkv.config import SCALED, TrainConfig, require_effect
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
-from rwkv.report.reading import SWEEP, is_finished
+from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, is_finished, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import AUTO, with_precision
@@ -129,8 +132,31 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
     run.lock.hold(run.out_dir)
     if not run.exists:
         require_unused(run.out_dir)      # again: another process may have begun and ended a run since open_run
+    apart = folder_apart(run)
+    if apart is not None:
+        _set_apart(run.out_dir, apart)
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
+
+
+def folder_apart(run: Run) -> Path | None:
+    """Where the rows and samples go of a run that begins again because it had saved no checkpoint: out_dir/unsaved-1, or the
+    next free number. None where there is nothing to keep.
+    """
+    if not run.exists or run.resume_from is not None:
+        return None
+    if not read_metrics(run.out_dir / METRICS, []) and not read_samples(run.out_dir / SAMPLES, []):
+        return None
+    return next(folder for number in itertools.count(1) if not (folder := run.out_dir / f"unsaved-{number}").exists())
+
+
+def _set_apart(out_dir: Path, folder: Path) -> None:
+    """Moves what a run writes into `folder`, with a copy of its configuration."""
+    folder.mkdir()
+    shutil.copy(out_dir / CONFIG_FILE, folder)
+    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, report.PAGE, report.TABLE, "wandb")):
+        if path.exists():
+            path.rename(folder / path.name)
 
 
 def as_plain(config: TrainConfig) -> dict[str, Any]:
@@ -196,7 +222,7 @@ def _continue(config: TrainConfig, given: Collection[str], chosen: Collection[st
 
 
 def _restart(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path) -> Run:
-    """A run that was killed before its first checkpoint, from step 0 and with its own configuration."""
+    """A run that ended before its first checkpoint, from step 0 and with its own configuration."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     merged = _merged(config, given, chosen, out_dir, saved)
     if merged.init_from is None:
