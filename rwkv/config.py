@@ -189,6 +189,8 @@ class TrainerConfig:
     max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
     max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1, most=1e18)
     val_every: int = option(500, "steps between two validations", least=1)
+    val_tokens: int | None = option(None, "tokens that each validation reads, the first of the validation split; null: all",
+                                    least=1)
     checkpoint_every: int = option(500, "steps between two checkpoints", least=1)
     keep_last: int = option(2, "number of checkpoints kept beside the best", least=1)
     log_every: int = option(10, "steps between two rows of metrics", least=1)

@@ -75,8 +75,8 @@ def connected() -> Iterator[None]:
     try:
         distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except ValueError as error:          # such as "environment variable RANK expected, but not set"
-        raise UserError(f"TORCHELASTIC_RUN_ID is set, as torchrun sets it for its processes, but not what belongs to it ({error}): start "
-                        "the processes with torchrun, or unset it") from None
+        raise UserError(f"TORCHELASTIC_RUN_ID is set, as torchrun sets it for its processes, but not all that belongs to it "
+                        f"({error}): start the processes with torchrun, or unset it") from None
     _waiting_group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
     _share_cores()
     try:

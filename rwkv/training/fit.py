@@ -12,13 +12,14 @@ from rwkv.config import TrainConfig
 from rwkv.data.conversations import marked
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus
+from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, process_count, share
 from rwkv.training.loggers import loggers, require
-from rwkv.training.plan import announce_needs, announce_training
+from rwkv.training.plan import announce_needs, announce_training, validated_part
 from rwkv.training.run import Run, as_plain, create, open_run
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
@@ -69,10 +70,11 @@ def train(run: Run) -> None:
     if config.data.preview:
         show_conversations(data)
     announce_needs(run, kernel, device, data)
+    validated = with_part(data, config.trainer.val_tokens, config.model.ctx_len)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)
     if config.tune.method != "full" and run.init_checkpoint is not None:
@@ -82,7 +84,7 @@ def train(run: Run) -> None:
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, data.tokenizer, logs)
-    loaders = DataModule(data, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
+    loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
     continue_with = f"continue with: python train.py resume=auto out_dir={run.out_dir}"
     try:
         fit(trainer, task, loaders, run)
@@ -98,6 +100,6 @@ def train(run: Run) -> None:
     if distributed.rank() == 0:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
-    say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
+    say_result(trainer.callback_metrics, validated.sizes.gzip_bpb, validated_part(config, data))
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

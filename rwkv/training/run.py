@@ -34,7 +34,8 @@ RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 FIXED = ("model", "data", "tune", "seed",    # options and groups that may not change when a run is resumed
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
-         "trainer.accumulate")           # the position in the data is counted in batches
+         "trainer.accumulate",           # the position in the data is counted in batches
+         "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
 
@@ -271,10 +272,11 @@ def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: s
     """The options that groups set, without those that were replaced when the run was new.
 
     They are an experiment's max_steps if the user gives max_tokens, its max_tokens if the user gives max_steps, and its sizes
-    if init_from's file gave them.
+    if init_from's file gave them. Runs begun before debug= set val_tokens read the whole split, and go on doing so.
     """
     lengths = {"trainer.max_steps", "trainer.max_tokens"}
-    kept = [option for option in chosen if option not in lengths or lengths.isdisjoint(given)]
+    kept = [option for option in chosen
+            if (option not in lengths or lengths.isdisjoint(given)) and option != "trainer.val_tokens"]
     if init_from is None or "model" in given:
         return kept
     return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]

@@ -1,7 +1,7 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
-split in windows, each from the empty state.
+split, or the part of trainer.val_tokens, in windows, each from the empty state.
 """
 
 import math

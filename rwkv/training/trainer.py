@@ -48,7 +48,7 @@ UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not ha
 
 
 def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers: list[Logger]) -> lightning.Trainer:
-    """A Trainer that counts optimiser steps, validates on the whole split and after the last step, and stops cleanly.
+    """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
     tokenizer: for the samples during training. Raises UserError if their prompt cannot be encoded.
     """
@@ -132,7 +132,10 @@ def leave_report(out_dir: Path) -> None:
         log(f"no report: {error!r}")
 
 
-def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
+def say_result(metrics: Mapping[str, Any], gzip_bpb: float, part: str | None = None) -> None:
+    """part: which tokens of the validation split were read; None for all."""
+    if part is not None:
+        log(f"validation was of {part}")
     log(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
         f"(gzip -9 of the same text: {gzip_bpb:.4f})")
 
