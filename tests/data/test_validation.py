@@ -32,8 +32,8 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     talks = [{"messages": [{"role": "user", "content": "hi " * (90 if number == 0 else 3)},
                            {"role": "assistant", "content": f"answer ü {number}"}]} for number in range(20)]
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
-    return prepare(DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", val_fraction=0.5, template="world",
-                              cache_dir=str(folder / "cache")), 64)
+    return prepare(DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", val_fraction=0.5,
+                              template="world", cache_dir=str(folder / "cache")), 64)
 
 
 @given(st.integers(1, 6000), st.integers(1, 70))
