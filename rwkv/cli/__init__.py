@@ -6,6 +6,7 @@ reach Hydra's grammar: commas, quotes, equals signs and newlines need no escapin
 are imported.
 """
 
+import ast
 import io
 import itertools
 import json
@@ -91,7 +92,7 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
         if any(flag in HELP_FLAGS for flag in line.flags):
-            print(help_page(line, schema, config_name, about or ""), flush=True)
+            print(help_page(line, schema, config_name, about or _docstring(task)), flush=True)
             return
         check(line, schema)
         if not several and any(flag in SWEEP_FLAGS for flag in line.flags):
@@ -134,6 +135,11 @@ def exit_on_user_error() -> Iterator[None]:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"error: {said}", file=sys.stderr)
         sys.exit(USER_ERROR)
+
+
+def _docstring(task: Callable[..., None]) -> str:
+    """That of the task's file, read from it: python -OO leaves docstrings out."""
+    return ast.get_docstring(ast.parse(Path(task.__code__.co_filename).read_text(encoding="utf-8"))) or ""
 
 
 def _say_what_is_not_split(line: CommandLine) -> None:
