@@ -84,7 +84,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     def stop() -> None:
         if not service.stopping:
-            _say("stopping", f"running texts have {config.grace_s:g} seconds; another signal ends them at once")
+            _say("stopping", f"running texts have {config.grace_s:g} seconds; a second Ctrl-C or SIGTERM ends them at once")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 
