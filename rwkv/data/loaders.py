@@ -13,6 +13,7 @@ rows: rwkv/data/conversations.py.
 
 import os
 import signal
+import threading
 import warnings
 from typing import Any
 
@@ -104,13 +105,25 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Keeps signals that ask for a stop from a worker: training ends its workers itself, after it has saved a checkpoint. By
-    SIGTERM, which stays; a process group of its own keeps that of the group from it."""
+    """Keeps signals that ask for a stop from a worker: training ends its workers itself, after it has saved a checkpoint.
+
+    They come to every process of a job that systemd or SLURM ends, and the terminal's Ctrl-C to the process group.
+    """
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     for number in STOPPING:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):           # on Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_for(parent: int) -> None:
+    """Ends this process at a SIGTERM from its parent alone."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _own_generator(seed: int) -> torch.Generator:

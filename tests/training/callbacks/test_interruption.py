@@ -2,6 +2,7 @@
 batch system changes a run."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -58,6 +59,22 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Pat
     for path in (folder / name / "checkpoints").glob("last-*"):          # of the stop
         path.unlink()
     assert_same_training(folder / name, whole)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: Path) -> None:
+    """As systemd and SLURM send it, to the workers that load data too."""
+    process = start(folder, "train", *RUN, "data.num_workers=2", "out_dir=all")
+    wait_for(process, folder / "all", 5)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    for pid in (*workers, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    stopped = finish(process)
+    assert (len(workers), stopped.status) == (2, 130), stopped.error
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    done = finish(start(folder, "train", "resume=auto", "out_dir=all"))
+    assert done.status == 0, done.error
+    assert losses(folder / "all") == losses(whole)
 
 
 @pytest.mark.parametrize("environment", [SLURM, LSF, OTHERS], ids=["slurm", "lsf", "others"])
