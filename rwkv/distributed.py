@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -24,7 +24,6 @@ import torch
 from torch import distributed
 
 from rwkv.errors import UserError
-from rwkv.io.signals import heeded
 
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
@@ -41,10 +40,10 @@ def launched() -> bool:
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
-def launch(count: int) -> int:
+def launch(count: int, signals: Iterable[int]) -> int:
     """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
 
-    Ctrl-C, SIGTERM and the like are passed on to the processes, which then have half a minute to save; the status is STOPPED.
+    signals: they are passed on to the processes, which then have half a minute to save; the status is STOPPED.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,7 +52,7 @@ def launch(count: int) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)        # each process prints its own error
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
                           rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                          signals_to_handle=",".join(signal.Signals(number).name for number in heeded()))
+                          signals_to_handle=",".join(signal.Signals(number).name for number in signals))
     try:
         elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:

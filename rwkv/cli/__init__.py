@@ -99,7 +99,7 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
             raise UserError("-m runs a program once for each of several values, and this one goes on until it is ended: leave "
                             "-m out")
         if any(flag in SWEEP_FLAGS for flag in line.flags):
-            _say_what_is_not_split(line)
+            _say_what_is_not_split(line, schema)
         if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
@@ -142,10 +142,10 @@ def _docstring(task: Callable[..., None]) -> str:
     return ast.get_docstring(ast.parse(Path(task.__code__.co_filename).read_text(encoding="utf-8"))) or ""
 
 
-def _say_what_is_not_split(line: CommandLine) -> None:
+def _say_what_is_not_split(line: CommandLine, schema: type) -> None:
     for key, value in line.verbatim.items():
-        if isinstance(value, str) and "," in value:
-            print(f"{key}={value} is one value, also with -m: paths, names and texts are taken verbatim", file=sys.stderr)
+        if "," in value and free_text(options(schema)[key]) != PATH and isinstance(value, str):
+            print(f"{key}={value} is one value, also with -m: names and texts are taken verbatim", file=sys.stderr)
 
 
 def split(arguments: list[str], schema: type) -> CommandLine:

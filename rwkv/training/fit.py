@@ -15,6 +15,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
+from rwkv.io.signals import heeded
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, process_count, share
@@ -45,7 +46,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         count = process_count(run.config)
         if count > 1:
             run.lock.release()           # the first of the processes takes it
-            sys.exit(distributed.launch(count))
+            sys.exit(distributed.launch(count, heeded()))
         train(run)
 
 
