@@ -12,6 +12,8 @@ rows: rwkv/data/conversations.py.
 """
 
 import os
+import signal
+import threading
 import warnings
 from typing import Any
 
@@ -26,6 +28,7 @@ from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, 
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
 from rwkv.errors import UserError
+from rwkv.io.signals import STOPPING
 
 
 class DataModule(LightningDataModule):
@@ -106,10 +109,25 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Puts a worker into its own process group, which the terminal's Ctrl-C does not reach: training ends its workers itself,
-    after it has saved a checkpoint."""
+    """Keeps signals that ask for a stop from a worker: training ends its workers itself, after it has saved a checkpoint.
+
+    They come to every process of a job that systemd or SLURM ends, and the terminal's Ctrl-C to the process group.
+    """
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    for number in STOPPING:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):           # on Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_for(parent: int) -> None:
+    """Ends this process at a SIGTERM from its parent alone."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _own_generator(seed: int) -> torch.Generator:

@@ -17,6 +17,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rwkv.io.signals import heeded
 from rwkv.serving.errors import ApiError
 from rwkv.serving.log import say_refused
 
@@ -217,7 +218,8 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Ends at the first SIGINT or SIGTERM within the grace time, at the second at once. on_stop is called at the first.
+    """Ends at the first signal that asks for it within the grace time, at a second SIGINT or SIGTERM at once. on_stop is called
+    at the first.
 
     on_start is called when connections are accepted.
     """
@@ -233,12 +235,12 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop)
+        for number in {*heeded(), signal.SIGINT}:
+            loop.add_signal_handler(number, self._stop, number)
         yield
 
-    def _stop(self) -> None:
-        if self.should_exit:
+    def _stop(self, number: int) -> None:
+        if self.should_exit and number in (signal.SIGINT, signal.SIGTERM):       # a closing terminal sends two SIGHUP
             self.force_exit = True
         self.should_exit = True
         self._on_stop()

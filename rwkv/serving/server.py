@@ -13,7 +13,7 @@ import uvloop
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.io.signals import StopRequest
+from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
 from rwkv.serving.http import Protocol, Server
 from rwkv.serving.log import say
@@ -31,7 +31,7 @@ AFTER_GRACE = 10                         # seconds for the last events to be wri
 
 
 def serve(config: ServeConfig, load: "Load") -> None:
-    """Serves what `load` gives in the engine's process, until SIGINT or SIGTERM.
+    """Serves what `load` gives in the engine's process, until SIGINT, SIGTERM or the like.
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
@@ -41,7 +41,7 @@ def serve(config: ServeConfig, load: "Load") -> None:
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     host = f"[{config.host}]" if ":" in config.host else config.host
     say("address", f"http://{host}:{listener.getsockname()[1]}{warning}")
-    with StopRequest((signal.SIGTERM,), _exit):
+    with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), _exit):
         engine = RemoteEngine(config, load)
         try:
             ready = engine.wait_until_ready()
@@ -85,7 +85,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     def stop() -> None:
         if not service.stopping:
-            say("stopping", f"running texts have {config.grace_s:g} seconds; another signal ends them at once")
+            say("stopping", f"running texts have {config.grace_s:g} seconds; a second Ctrl-C or SIGTERM ends them at once")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 

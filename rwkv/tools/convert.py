@@ -66,7 +66,7 @@ def _description(checkpoint: Checkpoint) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").split(": ", 1)[1],
+    parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").partition(": ")[2],
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", type=Path, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=Path, help="the file or the directory to write")

@@ -14,7 +14,7 @@ function begins the answer with a call; the arguments are not held to a schema.
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
-at once. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
+at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 import sys

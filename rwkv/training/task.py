@@ -1,8 +1,8 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
-too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split
-in windows, each from the empty state, or conversations: packed into rows, or whole.
+too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split,
+or the part of trainer.val_tokens: in windows, each from the empty state, or conversations, packed into rows or whole.
 """
 
 import math
