@@ -34,8 +34,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     _, T, _, N = v.shape
     matrices = 1 + (T + CHUNK - 1) // CHUNK
     gradients = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
-    _run("backward", (matrices * N + (CHUNK + 1) * LANES + CHUNK * STAGED + 1 + T) * N, r, log_w, k, v, a, b, state, sa, grad_y, grad_state,
-         *gradients)
+    _run("backward", (matrices * N + (CHUNK + 1) * LANES + CHUNK * STAGED + 1 + T) * N, r, log_w, k, v, a, b, state, sa, grad_y,
+         grad_state, *gradients)
     return gradients
 
 
