@@ -22,7 +22,7 @@ CHUNK = 64                           # steps between two states that forward kee
 GROUP = 4                            # steps between two states that keys store, as written in _keys
 PROGRAMS = 2048                      # of keys, at most: each has (CHUNK / GROUP) N SHARE numbers for its states
 SHARE = 16                           # rows or columns of a program, a power of 2
-WARPS = 2
+WARPS, KEYS_WARPS = 2, 4              # with 2, keys would need more than 255 registers
 
 
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
@@ -56,7 +56,8 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
     _, T, H, N = v.shape
     with torch.cuda.device_of(v):
         grid = blocks, triton.cdiv(N, SHARE)
-        kernel[grid](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N), num_warps=WARPS)
+        kernel[grid](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N),
+                     num_warps=KEYS_WARPS if kernel is _keys else WARPS)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+import test_conformance
 import test_wkv4 as conformance
 import torch
 
@@ -147,6 +148,13 @@ def test_wkv7_with_zeros(zeros: tuple[str, ...]) -> None:
                    for name, tensor in zip(wkv7_cases.NAMES, wkv7_cases.inputs(1, 6, 1, 4), strict=True))
     expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
     assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance())
+
+
+@pytest.mark.parametrize("profile", ["value: quiet, loud", "loss: loud, quiet", "two parts are read"])
+def test_wkv7_where_the_scale_changes_along_time(profile: str) -> None:
+    of, T = test_conformance.OfWKV7(), 14
+    inputs = of.inputs((1, T, 1, 4), torch.float32, "cpu")
+    assert not test_conformance.wrong_steps(of, WKV7("triton_v0"), inputs, *test_conformance.profiles(T)[profile])
 
 
 def test_wkv7_is_causal_and_nan_stays_in_its_head() -> None:
