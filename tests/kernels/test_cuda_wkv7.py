@@ -12,7 +12,7 @@ import torch
 from cuda_host import ORDERS, Host, on_the_cpu
 
 from kernels.compare import errors, misses
-from kernels.registry import KernelUnavailable, names
+from kernels.registry import KernelUnavailable, load, names
 from kernels.wkv7 import WKV7, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
@@ -28,6 +28,12 @@ class OfWKV7(conformance.OfWKV7):
 
 
 OF = OfWKV7()
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of cuda_v3 takes several chunks, of one head and of another."""
+    monkeypatch.setattr(load("wkv7", "cuda_v3"), "BLOCKS", 4)
 
 
 @pytest.fixture(params=CUDA)

@@ -30,12 +30,15 @@ EPS = 0.25
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks and chunks: the interpreter takes its time for each element, and C = 5, T = 20 are to be several."""
+    """Small blocks and chunks, and few programs: the interpreter takes its time for each element, and there are to be several
+    blocks of C = 5, several chunks of T = 20, and several of these for a program.
+    """
     monkeypatch.setattr("kernels.operator.check", lambda *args: None)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "STEPS", 4)
     monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "CHUNK", 4)
     monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "SHARE", 4)
+    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "PROGRAMS", 2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)
