@@ -38,6 +38,8 @@ from rwkv.serving.schema import (
 )
 from rwkv.serving.tools import END, START
 from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.decoders import LAST_IDS
+from rwkv.tokenizer.rendered import Rendered
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
@@ -60,6 +62,9 @@ class Service:
     model: str
     created: int
     stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.rendered = Rendered(self.tokenizer)
 
 
 Result = TypeVar("Result")
@@ -165,7 +170,7 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
                             "request, each prompt counted n times", "echo")
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
-    before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
+    before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed)
     return texts, shape, body
@@ -183,7 +188,7 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
     tools, call_start = _tools(service, body)
     try:
-        prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
+        prompt = service.rendered.render(service.template, body.messages, tools=tools, think=think) + call_start
     except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
         raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
     limit, maximum = "max_tokens", body.max_tokens
@@ -193,7 +198,8 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops, n = (*service.template.stop, *body.stops(), *((END,) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False, limit)
+    ids = _ids(service, _encoded(service.rendered.encode, prompt, "messages"), "messages")
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [service.template.answer_start(think)] * n, n, service.tokenizer, functions=functions, call_start=call_start)
@@ -267,10 +273,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
-        try:
-            ids = list(service.tokenizer.encode(prompt))
-        except UserError as error:
-            raise ApiError(400, str(error), param) from None
+        ids = _encoded(service.tokenizer.encode, prompt, param)
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
@@ -279,6 +282,13 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> li
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
     return ids or [service.tokenizer.end_of_text]
+
+
+def _encoded(encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+    try:
+        return encode(text)
+    except UserError as error:
+        raise ApiError(400, str(error), param) from None
 
 
 def _include_usage(body: Options) -> bool:
@@ -325,14 +335,12 @@ async def tokenize(service: Service, request: Request) -> Response:
 def _tokens(service: Service, sent: bytes) -> Response:
     body = read(sent, TokenizeRequest)
     _check_model(service, body.model)
-    try:
-        ids = list(service.tokenizer.encode(body.prompt))
-    except UserError as error:
-        raise ApiError(400, str(error), "prompt") from None
+    ids = _encoded(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
     if body.return_token_strs:
-        names = {token: token_string({"token": token, "text": service.tokenizer.decode([token])}) for token in {*ids}}
-        content["token_strs"] = [names[token] for token in ids]
+        content["token_strs"] = [token_string({"token": token, "text": name})
+                                 for place, token in enumerate(ids)
+                                 for name in service.tokenizer.names([token], ids[max(0, place - LAST_IDS):place])]
     return json_response(content)
 
 
