@@ -29,6 +29,7 @@ from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.model.state import State
 from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.rendered import encode, for_tokenizer
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
@@ -147,12 +148,13 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     Raises UserError with the number of the first line that is wrong.
     """
     _require_file(path)
+    template = for_tokenizer(template, tokenizer)
     found = []
     for line, where, _ in lines(path):
         parts = parts_of(line, where, template)
         try:
             pieces = [(ids, learnt) for ids, (_, learnt) in
-                      zip(tokenizer.encode_batch([text for text, _ in parts]), parts, strict=True)]
+                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
         pieces.append(([tokenizer.end_of_text], parts[-1][1]))
@@ -243,7 +245,9 @@ def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[in
     if not context.strip():
         raise UserError(f"{where} has no word before its last one: nothing to predict it from")
     try:
-        return LastWord([*start, *tokenizer.encode(context)], tokenizer.encode(f" {word}"))
+        before, whole = tokenizer.encode(context), tokenizer.encode(f"{context} {word}")
+        goes_on = whole[:len(before)] == before          # else a token spans the two, or the vocabulary reads them as one
+        return LastWord([*start, *before], whole[len(before):] if goes_on else tokenizer.encode(f" {word}"))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 

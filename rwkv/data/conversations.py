@@ -28,16 +28,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.chat import Conversation, conversations
+from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
+from rwkv.tokenizer.rendered import encode, for_tokenizer, shown, without_marks
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 1                              # of the files in the cache
+VERSION = 2                              # of the files in the cache
 AT_ONCE = 1000                           # conversations given to the tokenizer at a time
 SPLITS = ("train", "val")
 
@@ -77,7 +78,7 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer,
 
     identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
     """
-    folder = cache / f"chat-{sha256([*identity, tokenizer.hash, str(VERSION)])[:16]}"
+    folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION)])[:16]}"
     manifest = read_json(folder / "manifest.json")
     if not manifest or not all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items()):
         manifest = _make(config, tokenizer, folder)
@@ -95,7 +96,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
     for conversation, of_parts in _encoded(config, tokenizer):
         split = SPLITS[conversation.val]
         for (text, is_learnt), _ in zip(conversation.parts, of_parts, strict=True):
-            content = text.encode()
+            content = without_marks(text).encode()
             sizes[split]["bytes"] += len(content)
             sizes[split]["learnt_bytes"] += len(content) * is_learnt
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
@@ -119,10 +120,10 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
 
 def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Conversation, list[list[int]]]]:
     """Each conversation with the ids of each of its parts."""
-    found = conversations(config)
+    found = conversations(config, for_tokenizer(template_of(config), tokenizer))
     while batch := list(islice(found, AT_ONCE)):
         try:
-            ids = iter(tokenizer.encode_batch([text for conversation in batch for text, _ in conversation.parts]))
+            ids = iter(encode(tokenizer, [text for conversation in batch for text, _ in conversation.parts]))
         except ValueError:
             _name_wrong(batch, tokenizer)
             raise
@@ -133,7 +134,7 @@ def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Convers
 def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
     for conversation in batch:
         try:
-            tokenizer.encode("".join(text for text, _ in conversation.parts))
+            encode(tokenizer, ["".join(text for text, _ in conversation.parts)])
         except ValueError as error:
             raise UserError(f"{conversation.where}: {error}") from None
 
@@ -155,12 +156,13 @@ def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
     bounds = [*split.tokens.starts.tolist(), len(split.tokens)]
     for begin, end in pairwise(bounds):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
-        shown = []
+        pieces = []
         for is_learnt, run in groupby(pairs, itemgetter(0)):
             ids = [token for _, token in run]
-            text = tokenizer.decode(ids) + "<end of text>" * (ids[-1] == tokenizer.end_of_text)
-            shown.append(f"[[{text}]]" if is_learnt else text)
-        yield "".join(shown)
+            ended = ids[-1] == tokenizer.end_of_text
+            text = shown(tokenizer, ids[:len(ids) - ended]) + "<end of text>" * ended
+            pieces.append(f"[[{text}]]" if is_learnt else text)
+        yield "".join(pieces)
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages
-from rwkv.tokenizer.rendered import Rendered
+from rwkv.tokenizer.rendered import encode, for_tokenizer, marked
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are dropped first
@@ -53,7 +53,7 @@ class Chat:
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rendered = Rendered(self.tokenizer)
+        self.template = for_tokenizer(self.template, self.tokenizer)
 
     def say(self, text: str) -> Iterator[str]:
         """Adds a turn of the user, and yields the answer piece by piece.
@@ -102,10 +102,10 @@ class Chat:
     def _prepared(self) -> tuple[Engine, str, float]:
         """An engine that has read the conversation up to the answer, the text of it with marks, and when the reading began."""
         started = time.perf_counter()
-        prompt = self._rendered.render(self.template, self.messages, think=self.think)
+        prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
-        engine = Engine(self.model, self.tokenizer, [self._rendered.encode(prompt[len(read):])], [self.seed],
+        engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]]), [self.seed],
                         StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
         self.seed += 1
         self.stats = Stats(engine.prompt_tokens)
@@ -124,7 +124,7 @@ class Chat:
                     yield piece
         finally:
             answer = self.tokenizer.decode(sample.tokens, before)
-            self._keep(prompt + self._rendered.marked(answer), engine.context())
+            self._keep(prompt + marked(self.tokenizer, answer), engine.context())
             content = f"{self.template.answer_start(self.think)}{sample.text}".strip()
             self.messages.append({"role": "assistant", "content": content})
             stats.written, stats.all_s = len(sample.tokens), time.perf_counter() - started

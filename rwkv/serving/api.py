@@ -39,7 +39,7 @@ from rwkv.serving.schema import (
 from rwkv.serving.tools import END, START
 from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.decoders import LAST_IDS
-from rwkv.tokenizer.rendered import Rendered
+from rwkv.tokenizer.rendered import encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
@@ -62,9 +62,6 @@ class Service:
     model: str
     created: int
     stopping: bool = False
-
-    def __post_init__(self) -> None:
-        self.rendered = Rendered(self.tokenizer)
 
 
 Result = TypeVar("Result")
@@ -188,7 +185,7 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
     tools, call_start = _tools(service, body)
     try:
-        prompt = service.rendered.render(service.template, body.messages, tools=tools, think=think) + call_start
+        prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
     except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
         raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
     limit, maximum = "max_tokens", body.max_tokens
@@ -198,7 +195,7 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops, n = (*service.template.stop, *body.stops(), *((END,) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ids = _ids(service, _encoded(service.rendered.encode, prompt, "messages"), "messages")
+    ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
@@ -284,9 +281,9 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> li
     return ids or [service.tokenizer.end_of_text]
 
 
-def _encoded(encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+def _encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
     try:
-        return encode(text)
+        return encoder(text)
     except UserError as error:
         raise ApiError(400, str(error), param) from None
 

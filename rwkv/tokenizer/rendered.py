@@ -1,92 +1,58 @@
 """A rendered conversation as ids: special tokens that the chat template writes are tokens; their names in a message are text.
 
-    rendered = Rendered(tokenizer)
-    ids = rendered.encode(rendered.render(template, messages))
+    template = for_tokenizer(template, tokenizer)
+    ids, = encode(tokenizer, [template.render(messages)])
 
-A template cannot tell its own text from a message's, so the names in messages are marked before it renders them: with other
-characters, which nobody can have typed, and which `encode` and `text` turn back. Only messages that hold the name of a special
-token are changed by that, or that begin or end with a part of one, which could become whole beside another part.
+A template cannot tell its own text from a message's, so for_tokenizer's marks names in messages before it renders them: with
+other characters, which nobody can have typed, and which `encode` and `without_marks` turn back. Only messages with the name
+of a special token are changed by that, or that begin or end with a part of one, which could become whole beside another part.
 """
 
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import ChatTemplate, Part
+from rwkv.tokenizer.chat import ChatTemplate, Message, Part
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SECRET = secrets.token_hex(16)           # of this process
-MARK = re.compile(rf"{SECRET}((?:[0-9a-f]{{6}})+)z")
+MARK = re.compile(rf"{SECRET}((?:[0-9a-f]{{6}})+)z")     # the characters of a text in hexadecimal
 ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
-class Rendered:
-    """For one tokenizer. With one that has no special tokens that a template may write, nothing is marked."""
+def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template, whose texts have marks for `encode` where that tokenizer has special tokens."""
+    return MarkingTemplate(template, tokenizer) if tokenizer.special else template
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        names = [*tokenizer.special]
-        self._name = re.compile(_either(names))
-        self._start = re.compile(rf"\s*(?!{SECRET})({_either(name[cut:] for name in names for cut in range(1, len(name)))})")
-        self._end = re.compile(rf"({_either(name[:cut] for name in names for cut in range(1, len(name)))})\s*\Z")
-        self._mark_or_name = re.compile(f"{MARK.pattern}|{_either(names)}")
 
-    def render(self, template: ChatTemplate, messages: Any, **options: Any) -> str:
-        """template.render(messages, **options) with marks. Raises UserError as it does."""
-        with self._errors_without_marks():
-            return template.render(self.marked(messages), **self.marked(options))
+def encode(tokenizer: Tokenizer, rendered: Sequence[str]) -> list[list[int]]:
+    """The ids of texts that for_tokenizer's template rendered, each encoded apart. Raises UserError as the tokenizer does."""
+    private = tokenizer.private
+    if not private:
+        return tokenizer.encode_batch(rendered)
+    pattern = _patterns(tuple(private)).mark_or_name
+    return tokenizer.encode_batch([
+        pattern.sub(lambda found: _unmarked(found) if found[1] else private[found[0]], text) for text in rendered])
 
-    def parts(self, template: ChatTemplate, messages: Any, tools: Any = None) -> list[Part]:
-        """template.parts(messages, tools) with marks. Raises UserError as it does."""
-        with self._errors_without_marks():
-            return template.parts(self.marked(messages), self.marked(tools))
 
-    def marked(self, value: Any) -> Any:
-        """`value`, as of JSON, with the names of special tokens in its strings marked as text."""
-        if not self._tokenizer.special:
-            return value
-        if isinstance(value, str):
-            return self._marked(value)
-        if isinstance(value, Mapping):
-            return {self.marked(key): self.marked(item) for key, item in value.items()}
-        return [self.marked(item) for item in value] if isinstance(value, (list, tuple)) else value
+def without_marks(rendered: str) -> str:
+    """The text as people read it."""
+    return MARK.sub(_unmarked, rendered)
 
-    def text(self, rendered: str) -> str:
-        """The rendered text without marks."""
-        return MARK.sub(_unmarked, rendered)
 
-    def encode(self, rendered: str) -> list[int]:
-        """The ids of a rendered text, with its marks. Raises UserError as Tokenizer.encode does."""
-        return self._tokenizer.encode(self._spelt(rendered))
-
-    def encode_batch(self, rendered: Sequence[str]) -> list[list[int]]:
-        """encode() of each text."""
-        return self._tokenizer.encode_batch([self._spelt(text) for text in rendered])
-
-    def _spelt(self, rendered: str) -> str:
-        """The text for the tokenizer, with the private names of the special tokens that the template has written."""
-        private = self._tokenizer.private
-        if not private:
-            return rendered
-        return self._mark_or_name.sub(lambda found: _unmarked(found) if found[1] else private[found[0]], rendered)
-
-    @contextmanager
-    def _errors_without_marks(self) -> Iterator[None]:
-        try:
-            yield
-        except UserError as error:
-            raise type(error)(self.text(str(error))) from None
-
-    def _marked(self, text: str) -> str:
-        text = self._name.sub(lambda found: _mark_of(found[0]), text)
-        if found := self._start.match(text):
-            text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
-        if (found := self._end.search(text)) and not ENDS_MARKED.search(text):
-            text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
-        return text
+def marked(tokenizer: Tokenizer, value: Any) -> Any:
+    """`value`, as of JSON, with the names of special tokens in its strings marked as text."""
+    if not tokenizer.special:
+        return value
+    if isinstance(value, str):
+        return _marked(value, _patterns(tuple(tokenizer.special)))
+    if isinstance(value, Mapping):
+        return {marked(tokenizer, key): marked(tokenizer, item) for key, item in value.items()}
+    return [marked(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -96,8 +62,65 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
 
 
+class MarkingTemplate(ChatTemplate):
+    """`template`, which gets messages with marks."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.name, self.definition, self.stop = template.name, template.definition, template.stop
+        self.supports_tools, self.call_start = template.supports_tools, template.call_start
+        self._template, self._tokenizer = template, tokenizer
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
+               tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
+        with _errors_without_marks():
+            messages, tools = marked(self._tokenizer, messages), marked(self._tokenizer, tools)
+            return self._template.render(messages, add_generation_prompt, tools, think)
+
+    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        with _errors_without_marks():
+            return self._template.parts(marked(self._tokenizer, messages), marked(self._tokenizer, tools))
+
+    def answer_start(self, think: bool = False) -> str:
+        return self._template.answer_start(think)
+
+
+@contextmanager
+def _errors_without_marks() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(without_marks(str(error))) from None
+
+
+class _Patterns(NamedTuple):
+    """Of names: a whole one, a mark or a whole one, a last part at the start of a text, a first part at its end."""
+
+    name: re.Pattern[str]
+    mark_or_name: re.Pattern[str]
+    start: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+@lru_cache
+def _patterns(names: tuple[str, ...]) -> _Patterns:
+    last_parts = _either(name[cut:] for name in names for cut in range(1, len(name)))
+    first_parts = _either(name[:cut] for name in names for cut in range(1, len(name)))
+    return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
+                     re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
+
+
 def _either(texts: Iterable[str]) -> str:
+    """A pattern for any of the texts, the longest that fits; for none of them, one that fits nothing."""
     return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
+
+
+def _marked(text: str, patterns: _Patterns) -> str:
+    text = patterns.name.sub(lambda found: _mark_of(found[0]), text)
+    if found := patterns.start.match(text):
+        text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
+    if (found := patterns.end.search(text)) and not ENDS_MARKED.search(text):
+        text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
+    return text
 
 
 def _mark_of(text: str) -> str:

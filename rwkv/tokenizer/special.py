@@ -107,7 +107,7 @@ def definition(text: str, ends: Sequence[int]) -> dict[str, Any]:
 
 def ends_of(described: Mapping[str, Any]) -> list[int]:
     """The ends of text in a JsonTokenizer's definition; [] where nothing says them."""
-    return list(described.get(KEY) or ends_by_first_rule(json.loads(described["definition"])))
+    return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
 
 
 def _stands_for_nothing(name: str) -> bool:

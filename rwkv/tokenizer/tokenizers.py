@@ -126,7 +126,7 @@ class Tokenizer(ABC):
         """The tokenizer that to_dict described; end_of_text: as in `named`. Raises UserError for any other dictionary."""
         match definition:
             case {"kind": "json", "definition": str(text)}:
-                ends = definition.get(special.KEY) or special.ends_by_first_rule
+                ends = definition.get(special.KEY, special.ends_by_first_rule)
                 return JsonTokenizer(text, end_of_text=end_of_text, ends=ends, option=option)
             case {"kind": "byte"}:
                 tokenizer: Tokenizer = ByteTokenizer()
@@ -366,7 +366,7 @@ def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | 
         same = json.loads(text) == json.loads(like["definition"])
     except (ValueError, RecursionError):
         return None
-    return (like.get(special.KEY) or special.ends_by_first_rule) if same else None
+    return like.get(special.KEY, special.ends_by_first_rule) if same else None
 
 
 def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:

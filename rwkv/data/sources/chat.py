@@ -53,9 +53,12 @@ def template_of(config: DataConfig) -> ChatTemplate:
     return chat_template(config.template or "world")
 
 
-def conversations(config: DataConfig) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError as `source` says, and where there are fewer than two."""
-    template, count = template_of(config), 0
+def conversations(config: DataConfig, template: ChatTemplate | None = None) -> Iterator[Conversation]:
+    """All conversations in the order of the files. Raises UserError as `source` says, and where there are fewer than two.
+
+    template: replaces the one that `config` names.
+    """
+    template, count = template or template_of(config), 0
     found = (line for _, path in files(str(config.path)) for line in lines(path))
     for val, (line, where, weight) in zip(in_validation(config.val_fraction), found, strict=False):
         yield Conversation(parts_of(line, where, template), val, where, weight)
