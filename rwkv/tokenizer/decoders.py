@@ -29,7 +29,7 @@ class Decoder(Protocol):
         """The text still held back at the end: U+FFFD for an incomplete character, else ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The whole text of `ids`: what push and flush of a new decoder return. Raises UserError as push does."""
+        """The whole text of `ids`: what push and flush return for them. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         """The text of each of `tokens` where it alone follows `before`; bytes of a part of a character become U+FFFD."""
@@ -59,7 +59,7 @@ class BytesDecoder:
         ids = list(ids)
         require_id(min(ids, default=0), len(self._table))
         require_id(max(ids, default=0), len(self._table))
-        return b"".join(map(self._table.__getitem__, ids)).decode("utf-8", "replace")
+        return self._utf8.decode(b"".join(map(self._table.__getitem__, ids)), final=True)
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         return [self._table[require_id(token, len(self._table))].decode("utf-8", "replace") for token in tokens]
