@@ -1,4 +1,4 @@
-"""A small file of the `tokenizers` library of each kind that is in use, with its special tokens; all have the letters a to h."""
+"""A small file of the `tokenizers` library of each kind that is in use, with its special tokens; all have letters a to h."""
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers

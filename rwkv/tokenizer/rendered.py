@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import ChatTemplate, Message, Part
+from rwkv.tokenizer.chat import ChatTemplate, Message, Part, check_messages
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SECRET = secrets.token_hex(16)           # of this process
@@ -72,11 +72,13 @@ class MarkingTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
+        messages = check_messages(messages)              # whose errors show what was typed
         with _errors_without_marks():
-            messages, tools = marked(self._tokenizer, messages), marked(self._tokenizer, tools)
-            return self._template.render(messages, add_generation_prompt, tools, think)
+            return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
+                                         marked(self._tokenizer, tools), think)
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        messages = check_messages(messages)
         with _errors_without_marks():
             return self._template.parts(marked(self._tokenizer, messages), marked(self._tokenizer, tools))
 

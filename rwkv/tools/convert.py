@@ -5,6 +5,7 @@ It converts one tensor at a time, in the memory of the largest tensor; OUT is wr
 
 import argparse
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
+from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters
 from rwkv.pretrained import tokenizer_of
 
@@ -48,7 +50,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         chosen = tokenizer_of(checkpoint, tokenizer, end_of_text)
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     _log(f"{checkpoint.path}: {_description(checkpoint)}")
-    if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
+    if end := _end_line(checkpoint):
         _log(f"end of text: {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
@@ -59,6 +61,13 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
+
+
+def _end_line(checkpoint: Checkpoint) -> str | None:
+    """What ends a text with the checkpoint's tokenizer; None where it has none, or where that is open."""
+    with suppress(UserError):
+        return tokenizer_of(checkpoint).end_line() if checkpoint.tokenizer else None
+    return None
 
 
 def _description(checkpoint: Checkpoint) -> str:

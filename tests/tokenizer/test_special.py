@@ -67,8 +67,9 @@ def test_a_first_word_keeps_its_space() -> None:
 # What ends a text
 
 
-ENDS = [(LLAMA, True, "</s>"), (["<pad>", "</s>", "<unk>"], True, "</s>"), (["[UNK]", "[CLS]", "[SEP]", "[PAD]"], True, "[SEP]"),
-        (CHATML, True, "<|endoftext|>"), (["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], False, "<|end_of_text|>"),
+ENDS = [(LLAMA, True, "</s>"), (["<pad>", "</s>", "<unk>"], True, "</s>"), (BERT, True, "[SEP]"),
+        (["[UNK]", "[CLS]", "[SEP]", "[PAD]"], True, "[SEP]"), (CHATML, True, "<|endoftext|>"),
+        (["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], False, "<|end_of_text|>"),
         (["<bos>", "<eos>", "<pad>"], False, "<eos>"), (["<doc>", "<pad>"], True, "<doc>")]
 
 
