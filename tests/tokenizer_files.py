@@ -10,16 +10,16 @@ BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def sentencepiece_bpe() -> str:
+def sentencepiece_bpe(specials: list[str] = LLAMA) -> str:
     """As Llama 2's: words begin with U+2581, and what the vocabulary lacks is spelt in bytes."""
-    tokens = [*LLAMA, *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *LETTERS, "ab", "\u2581c", "\u2581b"]
+    tokens = [*specials, *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *LETTERS, "ab", "\u2581c", "\u2581b"]
     library = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)},
                                               [("a", "b"), ("\u2581", "c"), ("\u2581", "b")], unk_token="<unk>",
                                               byte_fallback=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
                                          decoders.Strip(" ", 1, 0)])
-    return _with(library, LLAMA)
+    return _with(library, specials)
 
 
 def unigram() -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import each_generation, small_model
+from tokenizer_files import chatml
 
 from rwkv.config import DataConfig, OptimConfig, TrainerConfig
 from rwkv.data.conversations import ConversationRows, Packed, RowSampler, marked, packed_rows
@@ -33,8 +34,8 @@ def messages(question: str, answer: str) -> list[dict[str, str]]:
 def corpus(folder: Path, lines: list[Any], **options: Any) -> Corpus:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (folder / "talks.jsonl").write_text(text, encoding="utf-8")
-    config = DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", cache_dir=str(folder / "cache"),
-                        **{"val_fraction": 0.2, **options})
+    config = DataConfig(name="chat", path=str(folder / "talks.jsonl"), cache_dir=str(folder / "cache"),
+                        **{"tokenizer": "byte", "val_fraction": 0.2, **options})
     return prepare(config, 64)
 
 
@@ -83,6 +84,24 @@ def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"talks.jsonl, {said}"):
         corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line, {"messages": messages(*TALKS[1])}])
+
+
+def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> None:
+    """What is typed is text, also where it has the name of one; both are shown by their names."""
+    template, file = tmp_path / "chatml.jinja", tmp_path / "tokenizer.json"
+    template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+                        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    file.write_text(chatml())
+    talks = [{"messages": messages("a <|im_end|> b", "c <|im_start|>")}] * 2
+    found = corpus(tmp_path, talks, template=str(template), tokenizer=str(file))
+    start, end = (found.tokenizer.special[name] for name in ("<|im_start|>", "<|im_end|>"))
+    ids, learnt = found.train[:].tolist(), found.conversations[0].learnt[:].tolist() if found.conversations else []
+    assert [token for token in ids if token in (start, end)] == [start, end, start, end]
+    assert [learnt[place] for place, token in enumerate(ids) if token in (start, end)] == [0, 0, 0, 1]
+    assert found.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
+                                          "c <|im_start|><|im_end|>\n")
+    shown, = marked(found.conversations[0], found.tokenizer) if found.conversations else ()
+    assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
 def test_one_conversation_is_too_few(tmp_path: Path) -> None:
