@@ -99,10 +99,10 @@ def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
                      f"are {_listed(special)}")
 
 
-def definition(text: str, ends: Sequence[int]) -> dict[str, Any]:
+def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> dict[str, Any]:
     """The definition of a JsonTokenizer, which names its ends of text where they are others than those of the first rule."""
     described: dict[str, Any] = {"kind": "json", "definition": text}
-    return described if list(ends) == ends_by_first_rule(json.loads(text)) else {**described, KEY: list(ends)}
+    return described if list(ends) == list(by_first_rule) else {**described, KEY: list(ends)}
 
 
 def ends_of(described: Mapping[str, Any]) -> list[int]:

@@ -250,7 +250,7 @@ class JsonTokenizer(Tokenizer):
         with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
             self._library = _library(json.dumps(hidden.content, ensure_ascii=False))
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
-        self.ends = tuple(chosen)
+        self.ends, self._by_first_rule = tuple(chosen), special.ends_by_first_rule(parsed)
         self.private, self._typed = hidden.private, hidden.typed
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
@@ -291,8 +291,9 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        by_first_rule = special.ends_by_first_rule(json.loads(self.definition))[:1] == [self.end_of_text]
-        return self.hash + ("" if by_first_rule else f" {self.end_of_text}") + " spelt" * self._typed
+        """With a separator that is another than older versions', and whether these encoded typed names otherwise."""
+        same_separator = self._by_first_rule[:1] == [self.end_of_text]
+        return self.hash + ("" if same_separator else f" {self.end_of_text}") + " spelt" * self._typed
 
     def end_line(self) -> str | None:
         names = {index: name for name, index in self.special.items()}
@@ -302,7 +303,7 @@ class JsonTokenizer(Tokenizer):
         return shown[0] + (f", and also {', '.join(shown[1:])}" if shown[1:] else "")
 
     def to_dict(self) -> dict[str, Any]:
-        return special.definition(self.definition, self.ends)
+        return special.definition(self.definition, self.ends, self._by_first_rule)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":

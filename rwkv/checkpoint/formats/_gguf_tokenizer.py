@@ -115,7 +115,7 @@ def _with_ends(definition: str, metadata: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = json.loads(definition)
         ends = special.stated_ends(parsed, [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)])
-        return special.definition(definition, ends or special.ends_by_rule(parsed))
+        return special.definition(definition, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
         return {"kind": "json", "definition": definition}
 

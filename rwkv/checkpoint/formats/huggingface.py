@@ -186,7 +186,7 @@ def _json_tokenizer(folder: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
         ends: list[int] = next(filter(None, (special.stated_ends(parsed, stated) for stated in _stated_ends(folder))), [])
-        return special.definition(text, ends or special.ends_by_rule(parsed))
+        return special.definition(text, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
         return {"kind": "json", "definition": text}
 
