@@ -51,7 +51,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     _log(f"{checkpoint.path}: {_description(checkpoint)}")
     if end := _end_line(checkpoint):
-        _log(f"end of text: {end}")
+        _log(f"texts end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total

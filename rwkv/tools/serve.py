@@ -65,7 +65,7 @@ def load(config: ServeConfig) -> "Loaded":
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
-            *([("end of text", end)] if end else []),
+            *([("texts", f"end with {end}")] if end else []),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     return Loaded(model, opened.tokenizer, template, plan)

@@ -71,7 +71,7 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
                           "longest ones, or change their order or names")
     if end := data.tokenizer.end_line():
-        yield "end of text", end
+        yield "texts", f"end with {end}"
     if config.trainer.tbptt:
         yield "streams", documents.describe(config, data)
     elif data.conversations:

@@ -353,3 +353,7 @@ def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
     task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, BPE)})
     with pytest.raises(UserError, match=rf"{NEOX.hash[:12]}.*data\.tokenizer"):
         task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, NEOX)})
+    ending = JsonTokenizer(FALLBACK.definition, end_of_text="<unk>")
+    task.describe({}, FALLBACK)
+    with pytest.raises(UserError, match=r"<unk>.*</s>.*end_of_text"):
+        task.on_load_checkpoint({"timemix": describe({}, ending.vocab_size, ending)})
