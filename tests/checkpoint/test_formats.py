@@ -172,6 +172,15 @@ def test_a_directory_says_what_ends_a_text(tmp_path: Path, stated: dict[str, Any
     assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_damaged_file_that_says_what_ends_a_text_is_named(tmp_path: Path, name: str) -> None:
+    small_model("reference", 300).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(sentencepiece_bpe())
+    (tmp_path / "model" / name).write_text('{"eos_token')
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(tmp_path / "model")
+
+
 def test_a_directory_that_leaves_the_end_of_a_text_open_needs_the_option(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     definition = chatml(["<x>", "<pad>"], first=False)

@@ -182,10 +182,11 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
 
 
 def _json_tokenizer(folder: Path) -> dict[str, Any]:
-    text = _text(folder / TOKENIZER)
+    """Raises CheckpointError where one of the files beside it is damaged."""
+    text, stated = _text(folder / TOKENIZER), [*_stated_ends(folder)]
     try:
         parsed = json.loads(text)
-        ends: list[int] = next(filter(None, (special.stated_ends(parsed, stated) for stated in _stated_ends(folder))), [])
+        ends: list[int] = next(filter(None, (special.stated_ends(parsed, each) for each in stated)), [])
         return special.definition(text, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
         return {"kind": "json", "definition": text}
