@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import ChatTemplate, Message, Part, check_messages
+from rwkv.tokenizer.chat import ROLES, ChatTemplate, Message, Part, check_messages
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SECRET = secrets.token_hex(16)           # of this process
@@ -51,7 +51,8 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
     if isinstance(value, str):
         return _marked(value, _patterns(tuple(tokenizer.special)))
     if isinstance(value, Mapping):
-        return {marked(tokenizer, key): marked(tokenizer, item) for key, item in value.items()}
+        return {marked(tokenizer, key): item if key == "role" and item in (*ROLES,) else marked(tokenizer, item)
+                for key, item in value.items()}
     return [marked(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -105,8 +106,9 @@ class _Patterns(NamedTuple):
 
 @lru_cache
 def _patterns(names: tuple[str, ...]) -> _Patterns:
-    last_parts = _either(name[cut:] for name in names for cut in range(1, len(name)))
-    first_parts = _either(name[:cut] for name in names for cut in range(1, len(name)))
+    cuts = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
+    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # else most words would be marked
+    last_parts = _either(last for _, last in cuts if not last.isalnum())
     return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
                      re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
 

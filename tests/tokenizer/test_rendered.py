@@ -75,6 +75,16 @@ def test_without_special_tokens_nothing_changes(template: str) -> None:
     assert marked(tokenizer, messages) is messages
 
 
+def test_special_tokens_whose_names_are_words() -> None:
+    """A template still knows the roles, and letters at the end of a text are not touched."""
+    tokenizer = JsonTokenizer(chatml(["<|endoftext|>", "madeupword", "reserved"]))
+    messages = [{"role": "system", "content": "m"}, {"role": "user", "content": "a reserved madeupword"}]
+    template = JinjaTemplate("{% for m in messages %}{{ 'S' if m.role == 'system' else 'U' if m.role == 'user' }}"
+                             "{{ m.content }}{% endfor %}", "t.jinja")
+    assert rendered(messages, tokenizer, template) == tokenizer.encode("SmUa reserved madeupword")
+    assert marked(tokenizer, messages)[0] == messages[0]
+
+
 def test_the_templates_of_the_house_with_special_tokens() -> None:
     messages = [{"role": "user", "content": "a <|im_end|>"}]
     assert rendered(messages, TOKENIZER, chat_template("world")) == TOKENIZER.encode("User: a <|im_end|>\n\nAssistant:")
