@@ -145,6 +145,8 @@ class DataConfig:
     split: str = option("train", "split of a Hugging Face data set", filled=True, needs=("data.name", "hf"))
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257, most=2**24)
+    end_of_text: str | None = option(None, "text of the token of FILE.json that ends a document; null: what FILE.json says",
+                                     verbatim=NAME)
     batch_size: int = option(8, "windows in one backward pass, over all processes", least=1)
     cache_dir: str = option(".cache", "folder where tokenised data are kept for other runs", verbatim=PATH)
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0)
@@ -330,6 +332,8 @@ class SavedModelConfig:
     checkpoint: str = option("runs/latest", "a file, a Hugging Face directory, or a run's directory", heading="Model",
                              verbatim=PATH)
     tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
+    end_of_text: str | None = option(None, "text of the token that ends a text; null: what the checkpoint or FILE.json "
+                                     "says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
     dtype: str = option("float32", "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU)", one_of=DTYPES)

@@ -30,8 +30,9 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.chat import END, ChatTemplate, encode
+from rwkv.tokenizer.chat import END, ChatTemplate
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.rendered import encode, for_tokenizer, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
@@ -190,6 +191,7 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     Raises UserError with the number of the first line that is wrong.
     """
     _require_file(path)
+    template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
     found = []
     for entry, where, _ in entries(path):
@@ -201,7 +203,7 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
                       zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
-        answers = [(text.replace(END, ""), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
+        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
         lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
         if not parts[-1][0].endswith(END):
             pieces.append(([tokenizer.end_of_text], parts[-1][1]))
@@ -293,8 +295,10 @@ def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: s
     if not context.strip():
         raise UserError(f"{where} has no word before its last one: nothing to predict it from")
     try:
-        ids = tokenizer.encode(f" {word}")
-        return LastWord([*start, *tokenizer.encode(context)], ids, counter.count([f" {word}"], [ids]))
+        before, whole = tokenizer.encode(context), tokenizer.encode(f"{context} {word}")
+        goes_on = whole[:len(before)] == before          # else a token spans the two, or the vocabulary reads them as one
+        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
+        return LastWord([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -31,15 +31,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.chat import Conversation, conversations
+from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
-from rwkv.tokenizer.chat import END, encode
+from rwkv.tokenizer.chat import END
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.rendered import encode, for_tokenizer, shown, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = 2                              # of the files in the cache
@@ -97,7 +98,7 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer,
 
     identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
     """
-    folder = cache / f"chat-{sha256([*identity, tokenizer.hash, str(VERSION)])[:16]}"
+    folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION)])[:16]}"
     counter = LossCounter(tokenizer)
     manifest = read_json(folder / "manifest.json")
     intact = manifest and all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items())
@@ -121,10 +122,10 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
             left_out += 1
             continue
         split = SPLITS[conversation.val]
-        for (text, is_learnt), part in zip(conversation.parts, of_parts, strict=True):
-            written = text.replace(END, "")
-            lost[split][is_learnt] += counter.count([written], [part])
-            content = written.encode()
+        for (rendered, is_learnt), part in zip(conversation.parts, of_parts, strict=True):
+            text = written(rendered)
+            lost[split][is_learnt] += counter.count([text], [part])
+            content = text.encode()
             sizes[split]["bytes"] += len(content)
             sizes[split]["learnt_bytes"] += len(content) * is_learnt
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
@@ -154,7 +155,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
 
 def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Conversation, list[list[int]]]]:
     """Each conversation with the ids of each of its parts."""
-    found = conversations(config)
+    found = conversations(config, for_tokenizer(template_of(config), tokenizer))
     while batch := list(islice(found, AT_ONCE)):
         try:
             ids = iter(encode(tokenizer, [text for conversation in batch for text, _ in conversation.parts]))
@@ -192,11 +193,11 @@ def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
     bounds = [*split.tokens.starts.tolist(), len(split.tokens)]
     for begin, end in pairwise(bounds):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
-        shown = []
+        pieces = []
         for is_learnt, run in groupby(pairs, itemgetter(0)):
             text = _shown([token for _, token in run], tokenizer)
-            shown.append(f"[[{text}]]" if is_learnt else text)
-        yield "".join(shown)
+            pieces.append(f"[[{text}]]" if is_learnt else text)
+        yield "".join(pieces)
 
 
 def _shown(ids: list[int], tokenizer: Tokenizer) -> str:
@@ -206,7 +207,7 @@ def _shown(ids: list[int], tokenizer: Tokenizer) -> str:
             pieces.append([])
         else:
             pieces[-1].append(token)
-    return "<end of text>".join(map(tokenizer.decode, pieces))
+    return "<end of text>".join(shown(tokenizer, piece) for piece in pieces)
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:

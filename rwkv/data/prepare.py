@@ -145,7 +145,7 @@ def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cac
     if tokenizer is None and config.tokenizer in FROM_TEXT:
         raise UserError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the tokenizer "
                         "that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
-    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer")
+    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
     found = binidx.read(config.path, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
     train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
@@ -180,7 +180,10 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
 def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
     """The tokenizer that `config` names. char covers both splits and bpe is trained on the training split; both are cached."""
     if config.tokenizer not in FROM_TEXT:
-        return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}")
+        return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}", config.end_of_text)
+    if config.end_of_text is not None:
+        raise UserError(f"data.end_of_text names a token of a tokenizer's .json file, and data.tokenizer={config.tokenizer} "
+                        "makes one from the data: leave it out")
     path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
     definition = read_json(path)
     if definition:

@@ -68,7 +68,7 @@ class Shard(NamedTuple):
 
 def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
     """A hash of the text and its split (`identity`), the tokenizer and the layout, for the folder's name."""
-    return sha256([*identity, tokenizer.hash, str(VERSION), str(SHARD)])[:16]
+    return sha256([*identity, tokenizer.data_key, str(VERSION), str(SHARD)])[:16]
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:

@@ -140,10 +140,11 @@ class _Text:
         self._content, self._logprobs = shape.before[number], list[dict[str, Any]]()
         self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
         self._skipped, self._written = 0, 0      # characters of that space, and of all that came
-        self._tokens = ShownTokens(shape.tokenizer.decoder()) if shape.logprobs else None
+        self._tokens = ShownTokens(shape.tokenizer.decoder(prompt)) if shape.logprobs else None
         self._parser = CallParser(shape.functions, shape.call_start) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
-        self._decoder, self._offset = shape.tokenizer.decoder(), 0       # where the next token's first character begins
+        self._decoder = shape.tokenizer.decoder(prompt if shape.logprobs and not shape.echo_logprobs else ())
+        self._offset = 0                 # where the next token's first character begins
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
@@ -251,7 +252,7 @@ class _Text:
         if not self._shape.echo_logprobs:
             return []
         first = self._prompt[0]
-        text = self._shape.tokenizer.decode([first])
+        text = self._shape.tokenizer.names([first])[0]
         return [{"token": first, "text": text, "logprob": None}, *self.last.prompt_logprobs]
 
 

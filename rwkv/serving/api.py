@@ -40,7 +40,9 @@ from rwkv.serving.schema import (
     read,
 )
 from rwkv.serving.tools import END, START
-from rwkv.tokenizer.chat import ChatTemplate, encode
+from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.decoders import LAST_IDS
+from rwkv.tokenizer.rendered import encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
@@ -182,7 +184,7 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
                             "request, each prompt counted n times", "echo")
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
-    before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
+    before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed)
     return texts, shape, body
@@ -207,7 +209,8 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops, n = (*service.template.stop, *body.stops(), *((END,) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False, limit)
+    ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start)
@@ -299,10 +302,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
-        try:
-            ids, = encode(service.tokenizer, [prompt])
-        except UserError as error:
-            raise ApiError(400, str(error), param) from None
+        ids = _encoded(service.tokenizer.encode, prompt, param)
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
@@ -311,6 +311,13 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> li
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
     return ids or [service.tokenizer.end_of_text]
+
+
+def _encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+    try:
+        return encoder(text)
+    except UserError as error:
+        raise ApiError(400, str(error), param) from None
 
 
 def _include_usage(body: Options) -> bool:
@@ -357,14 +364,12 @@ async def tokenize(service: Service, request: Request) -> Response:
 def _tokens(service: Service, sent: bytes) -> Response:
     body = read(sent, TokenizeRequest)
     _check_model(service, body.model)
-    try:
-        ids = list(service.tokenizer.encode(body.prompt))
-    except UserError as error:
-        raise ApiError(400, str(error), "prompt") from None
+    ids = _encoded(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
     if body.return_token_strs:
-        names = {token: token_string({"token": token, "text": service.tokenizer.decode([token])}) for token in {*ids}}
-        content["token_strs"] = [names[token] for token in ids]
+        content["token_strs"] = [token_string({"token": token, "text": name})
+                                 for place, token in enumerate(ids)
+                                 for name in service.tokenizer.names([token], ids[max(0, place - LAST_IDS):place])]
     return json_response(content)
 
 

@@ -22,6 +22,7 @@ from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.rendered import for_tokenizer
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
-    path, template = Path(config.checkpoint).resolve(), chat_template(ready.template)
-    service = Service(config, engine, Tokenizer.from_dict(ready.tokenizer), template,
+    path, tokenizer = Path(config.checkpoint).resolve(), Tokenizer.from_dict(ready.tokenizer)
+    template = for_tokenizer(chat_template(ready.template), tokenizer)
+    service = Service(config, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
     engine.observe, engine.report = service.metrics.observe, lambda reason: say("engine", f"it has ended: {reason}")

@@ -20,14 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from rwkv.errors import UserError
 from rwkv.io.utf8 import read_text
-
-if TYPE_CHECKING:
-    from rwkv.tokenizer.tokenizers import Tokenizer
 
 END = f"\ufdd0{uuid4().hex}\ufdd0"      # end_of_text in a rendered text; random, so that no message can contain it
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
@@ -45,7 +42,8 @@ Part = tuple[str, bool]
 class ChatTemplate(ABC):
     """Renders conversations.
 
-    A rendered text, and so a part, holds END wherever the template writes eos_token; encode() makes it the id end_of_text.
+    A rendered text, and so a part, holds END wherever the template writes eos_token; encode() in rendered.py makes it the id
+    end_of_text.
 
     stop: texts of which each ends an answer; the end-of-text token ends it too. supports_tools: render() shows `tools` and an
     answer's tool_calls to the model. call_start: what a call of a tool begins with, before its name and between that and its
@@ -79,19 +77,6 @@ class ChatTemplate(ABC):
     def answer_start(self, think: bool = False) -> str:
         """What the prompt of render(..., think=think) already holds of the answer."""
         return ""
-
-
-def encode(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[list[int]]:
-    """The ids of rendered texts, each encoded apart, with end_of_text for END. Raises UserError as the tokenizer does."""
-    pieces = [text.split(END) for text in texts]
-    ids = iter(tokenizer.encode_batch([piece for of_text in pieces for piece in of_text]))
-    found = []
-    for of_text in pieces:
-        joined = [*next(ids)]
-        for _ in of_text[1:]:
-            joined += [tokenizer.end_of_text, *next(ids)]
-        found.append(joined)
-    return found
 
 
 def chat_template(name: str) -> ChatTemplate:

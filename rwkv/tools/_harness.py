@@ -30,10 +30,10 @@ class Timemix(TemplateLM):
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
-                 max_batch_size: int | None = None) -> None:
+                 max_batch_size: int | None = None, end_of_text: str | None = None) -> None:
         super().__init__()
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer)
+        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer, end_of_text)
         self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
         self._chunk_len = int(chunk_len)
         self._rows = _rows(batch_size)

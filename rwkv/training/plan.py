@@ -83,6 +83,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
                           "longest ones, or change their order or names")
+    if end := data.tokenizer.end_line():
+        yield "texts", f"end with {end}"
     if config.trainer.tbptt:
         yield "streams", documents.describe(config, data)
     elif data.conversations:

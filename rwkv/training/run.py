@@ -19,7 +19,7 @@ import yaml
 
 from rwkv import report
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
-from rwkv.config import SCALED, TrainConfig, require_effect
+from rwkv.config import SCALED, DataConfig, TrainConfig, require_effect
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, is_finished, read_metrics, read_samples
@@ -215,11 +215,18 @@ def _continue(config: TrainConfig, given: Collection[str], chosen: Collection[st
         raise UserError(f"the run in {out_dir} is finished at step {step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, checkpoint.path, step)
     if merged.init_from is None:
-        return resumed
+        return replace(resumed, tokenizer=_from_same_file(merged.data, checkpoint))
     if merged.tune.method != "full":     # the checkpoint read as weights has them with what was trained
         return replace(resumed, init_checkpoint=read_checkpoint(merged.init_from),
                        tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
     return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
+
+
+def _from_same_file(data: DataConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer that data.tokenizer=FILE.json names, with the ends of text that the run began with; None for another."""
+    if not data.tokenizer.endswith(".json"):
+        return None
+    return Tokenizer.named(data.tokenizer, "data.tokenizer", end_of_text=data.end_of_text, like=checkpoint.tokenizer)
 
 
 def _restart(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path) -> Run:

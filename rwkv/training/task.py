@@ -169,7 +169,11 @@ class LanguageModel(lightning.LightningModule):
         """Raises UserError if the checkpoint's tokenizer is another one, so that its ids mean other text."""
         before = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and before and before != self.entry["tokenizer"]:
-            hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]
+            was, now = (Tokenizer.from_dict(description) for description in (before, self.entry["tokenizer"]))
+            if was.hash == now.hash:
+                raise UserError(f"the run was trained with texts that end at {was.end_line()}, and now they would end at "
+                                f"{now.end_line()}: leave data.end_of_text out to resume")
+            hashes = [was.hash[:12], now.hash[:12]]
             raise UserError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
                             f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

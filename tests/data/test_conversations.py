@@ -12,6 +12,7 @@ import pytest
 import torch
 from losing import dropping
 from models import each_generation, small_model
+from tokenizer_files import chatml
 
 from rwkv.config import DataConfig, OptimConfig, TrainerConfig
 from rwkv.data.conversations import ConversationRows, Packed, RowSampler, Whole, marked, packed_rows
@@ -232,6 +233,24 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"talks.jsonl, {said}"):
         corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line, {"messages": messages(*TALKS[1])}])
+
+
+def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> None:
+    """What is typed is text, also where it has the name of one; both are shown by their names."""
+    template, file = tmp_path / "chatml.jinja", tmp_path / "tokenizer.json"
+    template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+                        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    file.write_text(chatml())
+    talks = [{"messages": messages("a <|im_end|> b", "c <|im_start|>")}] * 2
+    found = corpus(tmp_path, talks, template=str(template), tokenizer=str(file))
+    start, end = (found.tokenizer.special[name] for name in ("<|im_start|>", "<|im_end|>"))
+    ids, learnt = found.train[:].tolist(), found.conversations[0].learnt[:].tolist() if found.conversations else []
+    assert [token for token in ids if token in (start, end)] == [start, end, start, end]
+    assert [learnt[place] for place, token in enumerate(ids) if token in (start, end)] == [0, 0, 0, 1]
+    assert found.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
+                                          "c <|im_start|><|im_end|>\n")
+    shown, = marked(found.conversations[0], found.tokenizer) if found.conversations else ()
+    assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
 def test_one_conversation_is_too_few(tmp_path: Path) -> None:

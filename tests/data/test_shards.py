@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from losing import dropping, with_unknown
+from tokenizer_files import chatml
 from tokenizers import Tokenizer as Definition
 from tokenizers import normalizers
 
@@ -82,6 +83,20 @@ def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokeniz
         documents = [[0, *prepared.tokenizer.encode(text)] for text in split]
         assert tokens[:].tolist() == [index for document in documents for index in document]
         assert tokens.starts.tolist() == np.cumsum([0, *map(len, documents)])[:-1].tolist()
+
+
+def test_documents_begin_with_the_end_of_text_that_is_named(library: DataConfig, tmp_path: Path) -> None:
+    """Data with another separator are other data, also in the cache; a text with its name has none more."""
+    (tmp_path / "library" / "typed.txt").write_text("a <|eot_id|> b <|end_of_text|>")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(chatml(["<|end_of_text|>", "<|eot_id|>"], first=False))
+    for name in ("<|end_of_text|>", "<|eot_id|>"):
+        found = prepare(dataclasses.replace(library, tokenizer=str(file), end_of_text=name), 8)
+        assert found.tokenizer.ends == (found.tokenizer.special[name],)
+        assert sum(split.count(found.tokenizer.end_of_text) for split in tokens_of(found)) == 51
+        assert {split[0] for split in tokens_of(found)} == {found.tokenizer.end_of_text}
+    with pytest.raises(UserError, match="end_of_text"):
+        prepare(dataclasses.replace(library, end_of_text="<|eot_id|>"), 8)
 
 
 def test_sizes_are_those_of_tokens_and_text(config: DataConfig) -> None:

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from models import each_generation, small_model
+from models import each_generation, following, small_model
 from programs import Run, caller
+from tokenizer_files import chatml
 
 from rwkv.errors import UserError
 from rwkv.generation import chat as chat_module
@@ -17,8 +18,9 @@ from rwkv.generation.engine import Engine, generate
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
-from rwkv.tokenizer.chat import chat_template, encode
-from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.rendered import encode
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 from rwkv.tools.chat import Terminal
 
 TURNS = ("Hi", "Who are you?", "And then?")
@@ -69,6 +71,22 @@ def test_a_turn_reads_its_new_words_alone() -> None:
     assert reads[0] == len("User: Hi\n\nAssistant:")
     assert all(read <= len(f"Assistant: {'x' * 12}\n\nUser: {text}\n\nAssistant:")
                for read, text in zip(reads[1:], TURNS[1:], strict=True))
+
+
+def test_special_tokens_of_the_template(tmp_path: Path) -> None:
+    """A drawn one ends the answer; what the user types is text; the next turn reads its new words alone."""
+    tokenizer = JsonTokenizer(chatml())
+    start, end = tokenizer.special["<|im_start|>"], tokenizer.special["<|im_end|>"]
+    (tmp_path / "chatml.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    model = following(tokenizer.vocab_size, [*tokenizer.encode("\nab"), end, start], n_embd=64)
+    chat = Chat(model, tokenizer, chat_template(str(tmp_path / "chatml.jinja")), Sampling(temperature=0), 12)
+    for text in ("hi<|im_end|>", "<|im_start|>"):
+        assert "".join(chat.say(text)) == "ab"
+        after_answer = [*tokenizer.encode("\n"), start, *tokenizer.encode(f"user\n{text}"), end]
+    assert chat.stats.read == 1 + len([*after_answer, *tokenizer.encode("\n"), start, *tokenizer.encode("assistant\n")])
+    assert chat.messages[-1]["content"] == "ab"
 
 
 def test_undo_goes_back_to_a_kept_state() -> None:

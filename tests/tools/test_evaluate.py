@@ -13,6 +13,7 @@ import torch
 from losing import dropping, with_unknown
 from models import small_model
 from programs import Run, one_sentence
+from tokenizer_files import KINDS
 
 from rwkv import evaluation
 from rwkv.data.sources import files
@@ -52,6 +53,15 @@ def checkpoint(tmp_path: Path) -> None:
     """Files for `run`, which starts programs in tmp_path."""
     small_model("conv1d", SPACED.vocab_size).save_pretrained(tmp_path / "model.ckpt", SPACED)
     (tmp_path / "text.txt").write_text("ab ba aabb " * 9)
+
+
+def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
+    """Its ids are those within the text: no second space before it."""
+    (tmp_path / "words.jsonl").write_text('{"text": "bad fed cab"}\n')
+    for text in KINDS.values():
+        tokenizer = JsonTokenizer(text)
+        word, = read_last_words(tokenizer, tmp_path / "words.jsonl", [])
+        assert [*word.context, *word.word] == tokenizer.encode("bad fed cab")
 
 
 def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:

@@ -83,9 +83,12 @@ def template_of(config: DataConfig) -> ChatTemplate:
     return chat_template(config.template or "world")
 
 
-def conversations(config: DataConfig) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError as `source` says, and where fewer than two are learnt."""
-    template, learnt, others = template_of(config), 0, 0
+def conversations(config: DataConfig, template: ChatTemplate | None = None) -> Iterator[Conversation]:
+    """All conversations in the order of the files. Raises UserError as `source` says, and where fewer than two are learnt.
+
+    template: replaces the one that `config` names.
+    """
+    template, learnt, others = template or template_of(config), 0, 0
     splits = in_validation(config.val_fraction)
     for _, path in _files(str(config.path))[0]:
         for entry, where, weight in entries(path):
