@@ -16,9 +16,9 @@ from rwkv.tokenizer.chat import (
     chat_template,
     check_messages,
     default_template,
-    encode,
     is_learnt,
 )
+from rwkv.tokenizer.rendered import encode
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
