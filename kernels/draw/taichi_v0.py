@@ -30,8 +30,8 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     drawn = uniform.new_empty(rows, dtype=torch.int64)
     addresses = (tensor.data_ptr() for tensor in (taken, logits, uniform, drawn, *bias, scratch))
     top_k = filters.top_k if filters.top_k < V else 0
-    launch(_kernel(threads == 1), taken, *addresses, rows, logits.stride(0), V, n, size, top_k, filters.temperature, filters.top_p,
-           filters.min_p, int(filters.filters_first), threads)
+    launch(_kernel(threads == 1), taken, *addresses, rows, logits.stride(0), V, n, size, top_k, filters.temperature,
+           filters.top_p, filters.min_p, int(filters.filters_first), threads)
     return drawn
 
 

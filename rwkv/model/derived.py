@@ -1,7 +1,7 @@
 """What is computed from a model's weights and kept, and how to know that it still holds.
 
 A weight has changed where another tensor or module is in its place (load_state_dict(assign=True), adapters), where its numbers
-lie elsewhere in memory (`weight.data = ...`, model.to), and where torch has counted a change in place. It counts its operations,
+lie elsewhere in memory (`weight.data = ...`, model.to), and where torch has counted a change in place. It counts its own,
 under no_grad and inference_mode too, but not writes through `weight.data`, NumPy or other programs, not those of its fused
 optimisers, and none in tensors made under inference_mode. Evenly spaced elements are compared for these: a change of a whole
 matrix is seen, and one of a few of its numbers is not. Write `with torch.no_grad(): weight[rows] = ...` in place of
