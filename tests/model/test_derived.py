@@ -19,7 +19,7 @@ from rwkv.model import derived
 from rwkv.model.decoding import program
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.chat import default_template
+from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -90,7 +90,7 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
     """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
     allowed = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}[dtype]
     model = frozen(dtype, generation)
-    engine = Engine(model, BYTES, ["ab"], [0], StoppingCriteria(1000))
+    engine = Engine(model, BYTES, ["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
     for i, name in enumerate(list(dict(model.named_parameters()))):
         engine.step()
         state, before = engine.context().state, model.get_parameter(name).detach().clone()
@@ -121,7 +121,7 @@ def test_a_few_rows_of_the_head_are_decoded_as_they_are(change: Change, generati
 @torch.no_grad()
 def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
     model, cache = frozen(), PrefixCache()
-    chat = Chat(model, BYTES, default_template(BYTES), Sampling(), 3)
+    chat = Chat(model, BYTES, chat_template("world"), Sampling(), 3)
     options = {"prompt": "a prompt", "max_new_tokens": 8, "temperature": 0}
     list(generate(model, BYTES, cache=cache, **options))
     list(chat.say("hello"))
