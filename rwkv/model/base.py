@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kernels.backends.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
+from rwkv.model.derived import Bfloat16Copies
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
@@ -95,8 +97,10 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
         super().__init__()
+        one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised
+        self.bfloat16_copies = Bfloat16Copies()          # of its matrices, for decoding
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)
