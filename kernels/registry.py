@@ -51,7 +51,8 @@ class Requires:
     dtypes are cast to float32 and back.  T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop. native: whether it is C for the instructions of some CPUs, LEVELS.
+    torch.jit.script does, which torch means to drop. native: whether it is C of the library kernels/native. bitcode: whether it
+    is C that Taichi links, for the instructions of some CPUs, LEVELS.
     """
 
     packages: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class Requires:
     compiled: bool = False
     scripted: bool = False
     native: bool = False
+    bitcode: bool = False
 
 
 @cache
@@ -167,7 +169,12 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
 
 
 def _instructions_missing(name: str, requires: Requires) -> str | None:
-    if not requires.native or level():
+    if requires.native:
+        from kernels import native
+
+        reason = native.why_not()
+        return reason and f"{name} cannot run: {reason}"
+    if not requires.bitcode or level():
         return None
     return f"{name} needs a CPU with the instructions of {' or '.join(LEVELS)}, which this one lacks (use another kernel)"
 

@@ -13,7 +13,7 @@ from kernels.decoding import Program, Run
 from kernels.decoding.taichi_v0 import PARTS, WIDTH, Integers, Part, parts_of
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("taichi",), devices=("cpu",), native=True,
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",), bitcode=True,
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
 SOURCE = Path(__file__).parent / "csrc" / "program.c"
 

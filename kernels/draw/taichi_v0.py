@@ -12,7 +12,7 @@ from kernels.backends.taichi import BLOCK, launch, ti
 from kernels.draw import Bias, Filters
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("taichi",), devices=("cpu",), native=True)
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",), bitcode=True)
 SOURCE = Path(__file__).parent / "csrc" / "draw.c"
 SMALL = 2**16                            # up to so many logits, one thread is done before another one is awake
 OF_TOKEN, OF_BLOCK, OF_BIAS = 8, 16, 4   # bytes of scratch: an entry of a list; for 512 tokens; a logit

@@ -15,7 +15,7 @@ from kernels.matvec._products import Floats
 from kernels.matvec._unpack import unpacked as unpacked
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("taichi",), devices=("cpu",), native=True,
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",), bitcode=True,
                     dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
 SOURCE = Path(__file__).parent / "csrc" / "products.c"
 BLOCK_4 = TOGETHER * GROUP               # of a row in int4

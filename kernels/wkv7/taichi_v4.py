@@ -15,7 +15,7 @@ from kernels.wkv7 import _passes
 SOURCE = Path(__file__).parent / "csrc" / "wkv7.c"
 CHUNK, STAGED, KEPT = 16, 9, 4 * 16  # as in wkv7.c: steps, vectors that are made ready for each, steps between kept matrices
 FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-REQUIRES = Requires(packages=("taichi",), devices=("cpu",), native=True, dtypes=tuple(FORMS), N_multiple=16)
+REQUIRES = Requires(packages=("taichi",), devices=("cpu",), bitcode=True, dtypes=tuple(FORMS), N_multiple=16)
 
 kept = _passes.kept
 

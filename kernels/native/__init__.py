@@ -1,0 +1,99 @@
+"""The C kernels of this package: one shared library for each system, in lib/, which comes with the package and needs no compiler.
+
+    run("wkv4_forward_float32", threads, B, T, C, ...)
+
+calls a C function with a struct of 64-bit numbers and addresses. Each function is in the library once for each of LEVELS, sets
+of vector instructions; `level` is the best that this CPU has. `python -m kernels.native.build` makes the libraries.
+"""
+
+import ctypes
+import platform
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "lib"
+LEVELS = {"x86_64": ("avx2", "avx512"), "aarch64": ("neon",)}        # the best last, as levels.c numbers them from 1
+SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
+MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
+
+
+class Target(NamedTuple):
+    """What a library is for: a machine of LEVELS and a system of SUFFIXES."""
+
+    machine: str
+    system: str
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"timemix.{self.machine}-{self.system}.{SUFFIXES[self.system]}"
+
+
+TARGETS = (Target("x86_64", "linux"), Target("aarch64", "linux"), Target("aarch64", "macos"), Target("x86_64", "macos"),
+           Target("x86_64", "windows"))
+
+
+def why_not() -> str | None:
+    """None where the C kernels run, otherwise the reason in one sentence."""
+    library = _library()
+    return library if isinstance(library, str) else None if level() else (
+        f"the C kernels need a CPU with {LEVELS[_here().machine][0].upper()}, which this one lacks (use another kernel)")
+
+
+@cache
+def level() -> str | None:
+    """The best of LEVELS whose instructions this CPU has; None where there is none, or no library."""
+    library = _library()
+    if isinstance(library, str):
+        return None
+    known = LEVELS[_here().machine]
+    found = min(library.timemix_level(), len(known))
+    return known[found - 1] if found else None
+
+
+def run(name: str, threads: int, *arguments: int | Tensor | None) -> None:
+    """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them; a
+    tensor is the address of its first number, None the null address."""
+    call = (ctypes.c_int64 * len(arguments))(*map(_number, arguments))
+    _function(name, level())(call, threads)
+
+
+def threads_for(tasks: int) -> int:
+    """As many threads as torch uses, and at most one for each task."""
+    return min(tasks, torch.get_num_threads())
+
+
+def _number(argument: int | Tensor | None) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return argument or 0
+
+
+@cache
+def _function(name: str, of_level: str) -> Callable[[Any, int], None]:
+    function = getattr(_library(), f"{name}_{of_level}")
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), None
+    return function
+
+
+def _here() -> Target:
+    return Target(MACHINES.get(platform.machine().lower(), platform.machine()), SYSTEMS.get(sys.platform, sys.platform))
+
+
+@cache
+def _library() -> Any:
+    """The opened library, or the reason why there is none."""
+    here = _here()
+    if here not in TARGETS:
+        there_are = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)
+        return f"the C kernels are made for {there_are}, not for {here.system} on {here.machine} (use another kernel)"
+    try:
+        return ctypes.CDLL(str(here.path))
+    except OSError as error:
+        return f"the C kernels cannot be opened ({error}): use another kernel"
