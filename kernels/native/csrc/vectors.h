@@ -1,5 +1,6 @@
-// The vectors of all C kernels: LANES numbers each, as many as a register of the level holds. A source is compiled once for each level,
-// which is a set of instructions, and its functions get the level's name as a suffix (kernels/native/build.py).
+// The vectors of all C kernels: LANES numbers each, by default as many as a register of x86-64 holds; a source may define LANES before
+// it includes this. A source is compiled once for each level, which is a set of instructions, and its functions get the level's name
+// as a suffix (kernels/native/build.py).
 //
 // Vectors are clang's own: + - * / < and ?: work lane by lane, and a number beside a vector stands for all lanes. Products and sums are
 // rounded one by one; fused(a, b, c) is a b + c, rounded once.
@@ -10,11 +11,14 @@
 
 #ifdef __AVX512F__
 #include <immintrin.h>
-#define LANES 16
-#elif defined(__AVX2__)
+#endif
+
+#ifndef LANES
+#if defined __AVX2__ && !defined __AVX512F__
 #define LANES 8
 #else
-#define LANES 16                         // four registers of ARM, which has 32
+#define LANES 16                         // on ARM four registers, of which it has 32
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

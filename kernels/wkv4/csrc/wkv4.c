@@ -19,6 +19,8 @@
 // now = e^(u+k), kept = e^w and new = e^k at the scales of their step. A row is LANES channels of one b; k, v, y (B,T,C), all else
 // (B,C) or (C). Threads take SHARE channels of one b from a counter.
 
+#define LANES 16                         // with AVX2 two registers: a whole line of the cache, and chains that do not wait for each other
+
 #include "../../native/csrc/threads.h"
 #include "../../native/csrc/vectors.h"
 
