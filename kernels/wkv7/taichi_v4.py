@@ -13,7 +13,7 @@ from kernels.registry import Requires
 from kernels.wkv7 import _passes
 
 SOURCE = Path(__file__).parent / "csrc" / "wkv7.c"
-CHUNK, STAGED, KEPT = 16, 9, 4 * 16  # as in wkv7.c: steps, vectors that are made ready for each, steps between kept matrices
+CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, vectors that are made ready for each, lanes at most
 FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), bitcode=True, dtypes=tuple(FORMS), N_multiple=16)
 
@@ -32,9 +32,9 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     _, T, _, N = v.shape
-    matrices = 2 + (T + KEPT - 1) // KEPT
+    matrices = 1 + (T + CHUNK - 1) // CHUNK
     gradients = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
-    _run("backward", (matrices * N + CHUNK * STAGED + 1 + T) * N, r, log_w, k, v, a, b, state, sa, grad_y, grad_state,
+    _run("backward", (matrices * N + (CHUNK + 1) * LANES + CHUNK * STAGED + 1 + T) * N, r, log_w, k, v, a, b, state, sa, grad_y, grad_state,
          *gradients)
     return gradients
 

@@ -14,13 +14,14 @@
 //     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
 //     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 //
-// g is the gradient of what stands behind it, and gl that of log_w:
+// Backward goes twice through the sequences: from the last chunk to the first for rows, which keep G after each chunk; then forwards,
+// a chunk at a time, for its states and, back from its end, for its keys. States keep S' after each step of the chunk, so that keys
+// have both matrices of one moment for gl, the gradient of log_w:
 //
-//     gl_{t+1} = gl_t - (r gr)_t - (a ga)_{t+1} + (b gb)_t + (k gk)_t
+//     gl_t = sum_i (S_{t-1} diag(w_t))_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij
 //
-// Backward reads the sequences twice: from the last chunk to the first for rows, which find the chunk's gsa, and keys; and forwards
-// for states. With these goes gl, which begins anew, lest rounding add up, at the first step t of every KEPT-th chunk: there it is
-// sum_i G_ij S_ij of S_{t-1} and of what keys have kept, G_t diag(w_t).
+// The running sum gl_{t+1} = gl_t - (r gr)_t - (a ga)_{t+1} + (b gb)_t + (k gk)_t costs less. But a small gl beside a large one is
+// then the difference of two large sums, and where gl is 0 it is not.
 //
 // A matrix is cut into strips, which are as wide as a vector: LANES rows of it, with lanes along i, or LANES columns, along j. A
 // strip is its vectors, N of them, one after the other, and stays in the first cache for a chunk of steps.
@@ -38,7 +39,6 @@ const char SOURCE_HASH = 0;             // a name that tells what the bitcode wa
 enum form { FLOAT32, BFLOAT16 };         // of r, k, v, a, b, y and their gradients; all else is float32
 enum {
     CHUNK = 16,                          // steps: 1/W is at most e^16 where log_w >= -1
-    KEPT = 4,                            // chunks: a matrix is as large as N steps of a sequence
 };
 
 // The arguments of a launch, as taichi_v4.py lists them.
@@ -56,11 +56,11 @@ struct call {
 };
 
 // A head at work. Its step t begins at number `first + t * stride` of a sequence. matrix: of forward, rows or states; gsa: of T + 1
-// steps, of which the last is 0; G, of keys, and kept, what they keep.
+// steps, of which the last is 0; G: a strip of keys; history: a strip of S' after each step of a chunk; kept: G after each chunk.
 struct head {
     const struct call *call;
     long first, stride, T, N;
-    float *matrix, *columns, *rows, *gsa, *G, *kept;
+    float *matrix, *columns, *rows, *gsa, *G, *history, *kept;
 };
 
 #ifdef __AVX512F__
@@ -190,19 +190,35 @@ INLINE void stage_rows(enum form form, const struct head *head, long t_0, long s
     }
 }
 
-// Adds p x^T + q y^T to a strip, and returns its products with u and v. Two sums for each, since one that waits for its last
-// addition at every vector would be the slowest part.
-INLINE void pass(float *strip, long N, floats p, floats q, const float *x, const float *y, const float *u, const float *v,
-                 floats *of_u, floats *of_v) {
+// Puts `from`, a strip, plus p x^T + q y^T into `to`, and returns its products with u and v. Two sums for each, since one that waits
+// for its last addition at every vector would be the slowest part.
+INLINE void pass(const float *from, float *to, long N, floats p, floats q, const float *x, const float *y, const float *u,
+                 const float *v, floats *of_u, floats *of_v) {
     floats sums_u[2] = {zeros(), zeros()}, sums_v[2] = {zeros(), zeros()};
     for (long n = 0; n < N; n += 2)
         UNROLLED for (int o = 0; o < 2; o++) {
-            floats new = fused(q, same(y[n + o]), fused(p, same(x[n + o]), at(strip + (n + o) * LANES)));
-            put(strip + (n + o) * LANES, new);
+            floats new = fused(q, same(y[n + o]), fused(p, same(x[n + o]), at(from + (n + o) * LANES)));
+            put(to + (n + o) * LANES, new);
             sums_u[o] = fused(new, same(u[n + o]), sums_u[o]);
             sums_v[o] = fused(new, same(v[n + o]), sums_v[o]);
         }
     *of_u = plus(sums_u[0], sums_u[1]), *of_v = plus(sums_v[0], sums_v[1]);
+}
+
+// The same, and of each lane the sum of products with another strip.
+INLINE void pass_beside(const float *from, float *to, const float *other, long N, floats p, floats q, const float *x, const float *y,
+                        const float *u, const float *v, floats *of_u, floats *of_v, floats *of_other) {
+    floats sums_u[2] = {zeros(), zeros()}, sums_v[2] = {zeros(), zeros()}, sums_other[2] = {zeros(), zeros()};
+    for (long n = 0; n < N; n += 2)
+        UNROLLED for (int o = 0; o < 2; o++) {
+            floats of_o = at(other + (n + o) * LANES);
+            floats new = fused(q, same(y[n + o]), fused(p, same(x[n + o]), at(from + (n + o) * LANES)));
+            put(to + (n + o) * LANES, new);
+            sums_u[o] = fused(new, same(u[n + o]), sums_u[o]);
+            sums_v[o] = fused(new, same(v[n + o]), sums_v[o]);
+            sums_other[o] = fused(new, of_o, sums_other[o]);
+        }
+    *of_u = plus(sums_u[0], sums_u[1]), *of_v = plus(sums_v[0], sums_v[1]), *of_other = plus(sums_other[0], sums_other[1]);
 }
 
 INLINE floats product(const float *strip, long N, const float *u) {
@@ -216,15 +232,9 @@ INLINE void decay_columns(float *strip, long N, const float *w) {
     for (long n = 0; n < N; n++) put(strip + n * LANES, times(at(strip + n * LANES), same(w[n])));
 }
 
-// The same of one with lanes along j.
-INLINE void decay(float *strip, long N, floats w) {
-    for (long n = 0; n < N; n++) put(strip + n * LANES, times(at(strip + n * LANES), w));
-}
-
-INLINE floats sum_of_products(const float *strip, const float *other, long N) {
-    floats sum = zeros();
-    for (long n = 0; n < N; n++) sum = fused(at(strip + n * LANES), at(other + n * LANES), sum);
-    return sum;
+// The same of one with lanes along j, from one place to another.
+INLINE void decay(const float *from, float *to, long N, floats w) {
+    for (long n = 0; n < N; n++) put(to + n * LANES, times(at(from + n * LANES), w));
 }
 
 // The transpose of a matrix, in tiles of 4 x 4. A row of `from` begins from_row numbers after the one before.
@@ -270,8 +280,8 @@ INLINE void forward_strip(enum form form, const struct head *head, long lane, lo
             fetch(FLOAT32, call->sa, later);
             put(call->sa + i, sa_t);
         }
-        pass(strip, head->N, sa_t, read(form, call->v, i), column(head, s, B), column(head, s, K), column(head, s, R),
-             column(head, s, A_NEXT), &y, &sa_t);
+        pass(strip, strip, head->N, sa_t, read(form, call->v, i), column(head, s, B), column(head, s, K),
+             column(head, s, R), column(head, s, A_NEXT), &y, &sa_t);
         write(form, call->y, i, y);
     }
     put(sa + lane, sa_t);
@@ -303,96 +313,95 @@ INLINE void rows_strip(enum form form, const struct head *head, long lane, long 
     for (long s = steps - 1; s >= 0; s--) {
         long i = number_of(head, t_0 + s) + lane, later = i - CHUNK * head->stride;
         fetch_columns(form, call, later);
-        fetch_rows(form, call, later);
+        fetch(form, call->y, later);
         fetch(form, call->gv, later);
-        pass(strip, N, gsa_t, read(form, call->y, i), column(head, s, A_NEXT), column(head, s, R), column(head, s, K),
+        pass(strip, strip, N, gsa_t, read(form, call->y, i), column(head, s, A_NEXT), column(head, s, R), column(head, s, K),
              column(head, s, B), &gv, &gsa_t);
         write(form, call->gv, i, gv);
         put(gsa + s * N, gsa_t);
     }
 }
 
-// Where G is kept that keys have before a chunk's first step, and where it is not, null.
-INLINE float *kept_before(const struct head *head, long t_0) {
-    return t_0 / CHUNK % KEPT ? 0 : head->kept + t_0 / CHUNK / KEPT * head->N * head->N;
-}
+// G after the chunk that begins with step t_0, in strips of keys.
+INLINE float *kept_after(const struct head *head, long t_0) { return head->kept + t_0 / CHUNK * head->N * head->N; }
 
-// Puts (b gb)_t + (k gk)_t in the place of gl.
-INLINE void keys_strip(enum form form, const struct head *head, long lane, long t_0, long steps, float *kept) {
-    const struct call *call = head->call;
+// From the strips of rows to those of keys.
+INLINE void keep(const struct head *head, float *kept) {
     long N = head->N;
-    float *strip = head->G + lane * N;
-    const float *gsa_next = head->gsa + (t_0 + 1) * N;
-    floats gk, gb;
-    decay(strip, N, at(column(head, steps - 1, DECAY) + lane));
-    for (long s = steps - 1; s >= 0; s--) {
-        long i = number_of(head, t_0 + s) + lane, later = i - CHUNK * head->stride;
-        fetch(form, call->gk, later);
-        fetch(form, call->gb, later);
-        fetch(FLOAT32, call->gl, later);
-        pass(strip, N, at(column(head, s, A_NEXT) + lane), at(column(head, s, R) + lane), gsa_next + s * N, row(head, s, GY),
-             row(head, s, V), row(head, s, SA), &gk, &gb);
-        floats over_w = at(column(head, s, OVER_DECAY) + lane);
-        put((float *)call->gl + i, fused(at(column(head, s, B) + lane), gb, times(at(column(head, s, K) + lane), gk)));
-        write(form, call->gk, i, times(gk, over_w));
-        write(form, call->gb, i, times(gb, over_w));
-    }
-    if (kept)
-        for (long n = 0; n < N; n++) put(kept + lane * N + n * LANES, at(strip + n * LANES));
+    for (long j = 0; j < N; j += LANES)
+        for (long i = 0; i < N; i += LANES)
+            turn(kept + j * N + i * LANES, LANES, head->matrix + i * N + j * LANES, LANES, LANES, LANES);
 }
 
-// gv, gk, gb, and the gradient of the state before the first step: G' there, and gsa a^T of that step.
-INLINE void rows_and_keys(enum form form, const struct head *head, const float *gafter, float *gstate) {
+// gv, and the gradient of the state before the first step: G' there, and gsa a^T of that step.
+INLINE void rows(enum form form, const struct head *head, const float *gafter, float *gstate) {
     long N = head->N;
     for (long lane = 0; lane < N; lane += LANES) {
         turn(head->matrix + lane * N, LANES, gafter + lane * N, N, LANES, N);
-        for (long n = 0; n < N; n++) put(head->G + lane * N + n * LANES, at(gafter + n * N + lane));
         put(head->gsa + head->T * N + lane, zeros());
     }
     for (long t_0 = (head->T - 1) / CHUNK * CHUNK; t_0 >= 0; t_0 -= CHUNK) {
         long steps = steps_from(head, t_0);
         stage_columns(form, head, t_0, steps);
+        keep(head, kept_after(head, t_0));
         for (long lane = 0; lane < N; lane += LANES) rows_strip(form, head, lane, t_0, steps);
-        stage_rows(form, head, t_0, steps);
-        for (long lane = 0; lane < N; lane += LANES) keys_strip(form, head, lane, t_0, steps, kept_before(head, t_0));
     }
+    float *a = head->columns;                            // of the first step
+    for (long j = 0; j < N; j += LANES) put(a + j, read(form, head->call->a, head->first + j));
     for (long lane = 0; lane < N; lane += LANES) {
-        floats a = read(form, head->call->a, head->first + lane);
-        for (long n = 0; n < N; n++)
-            put(gstate + n * N + lane, fused(a, same(head->gsa[n]), at(head->G + lane * N + n * LANES)));
+        float *strip = head->matrix + lane * N;
+        floats gsa = at(head->gsa + lane);
+        for (long n = 0; n < N; n++) put(strip + n * LANES, fused(gsa, same(a[n]), at(strip + n * LANES)));
+        turn(gstate + lane * N, N, strip, LANES, N, LANES);
     }
 }
 
-// gl: of step t_0 unless kept tells it; then of the step after the chunk.
-INLINE void states_strip(enum form form, const struct head *head, long lane, long t_0, long steps, const float *kept, float *gl) {
+// Fills the history, in which S' before the chunk's first step is missing.
+INLINE void states_strip(enum form form, const struct head *head, long lane, long t_0, long steps) {
     const struct call *call = head->call;
     long N = head->N;
-    float *strip = head->matrix + lane * N, *gls = call->gl;
-    const float *gsa_next = head->gsa + (t_0 + 1) * N;
-    floats gl_t = kept ? sum_of_products(strip, kept + lane * N, N) : at(gl + lane), gr, ga;
+    const float *before = head->matrix + lane * N, *gsa_next = head->gsa + (t_0 + 1) * N;
+    floats gr, ga;
     for (long s = 0; s < steps; s++) {
         long i = number_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
+        float *after = head->history + s * N * LANES;
         fetch_columns(form, call, later);
         fetch_rows(form, call, later);
         fetch(form, call->gr, later);
         fetch(form, call->ga, later);
-        fetch(FLOAT32, gls, later);
-        pass(strip, N, at(column(head, s, B) + lane), at(column(head, s, K) + lane), row(head, s, SA), row(head, s, V),
+        pass(before, after, N, at(column(head, s, B) + lane), at(column(head, s, K) + lane), row(head, s, SA), row(head, s, V),
              row(head, s, GY), gsa_next + s * N, &gr, &ga);
-        floats of_keys = at(gls + i), w = at(column(head, s, DECAY) + lane);
-        put(gls + i, gl_t);
-        gl_t = plus(gl_t, less(at(column(head, s, R) + lane), gr, less(at(column(head, s, A_NEXT) + lane), ga, of_keys)));
+        floats w = at(column(head, s, DECAY) + lane);
         write(form, call->gr, i, times(gr, w));
         if (t_0 + s < head->T - 1) write(form, call->ga, i + head->stride, times(ga, w));
+        before = after;
     }
-    put(gl + lane, gl_t);
-    decay(strip, N, at(column(head, steps - 1, DECAY) + lane));
 }
 
-// gr, ga and gl
-INLINE void states(enum form form, const struct head *head, const float *state) {
+INLINE void keys_strip(enum form form, const struct head *head, long lane, long t_0, long steps) {
+    const struct call *call = head->call;
     long N = head->N;
-    float *gl = head->G;                                 // of one step: keys have ended
+    const float *gsa_next = head->gsa + (t_0 + 1) * N;
+    floats gk, gb, gl;
+    decay(kept_after(head, t_0) + lane * N, head->G, N, at(column(head, steps - 1, DECAY) + lane));
+    for (long s = steps - 1; s >= 0; s--) {
+        long i = number_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
+        const float *before = s ? head->history + (s - 1) * N * LANES : head->matrix + lane * N;
+        fetch(form, call->gk, later);
+        fetch(form, call->gb, later);
+        fetch(FLOAT32, call->gl, later);
+        pass_beside(head->G, head->G, before, N, at(column(head, s, A_NEXT) + lane), at(column(head, s, R) + lane),
+                    gsa_next + s * N, row(head, s, GY), row(head, s, V), row(head, s, SA), &gk, &gb, &gl);
+        floats over_w = at(column(head, s, OVER_DECAY) + lane);
+        write(form, call->gk, i, times(gk, over_w));
+        write(form, call->gb, i, times(gb, over_w));
+        write(FLOAT32, call->gl, i, gl);
+    }
+}
+
+// gr, ga, gk, gb and gl
+INLINE void states_and_keys(enum form form, const struct head *head, const float *state) {
+    long N = head->N;
     for (long lane = 0; lane < N; lane += LANES) {
         float *strip = head->matrix + lane * N;
         for (long n = 0; n < N; n++) put(strip + n * LANES, at(state + n * N + lane));
@@ -402,7 +411,11 @@ INLINE void states(enum form form, const struct head *head, const float *state) 
         long steps = steps_from(head, t_0);
         stage_columns(form, head, t_0, steps);
         stage_rows(form, head, t_0, steps);
-        for (long lane = 0; lane < N; lane += LANES) states_strip(form, head, lane, t_0, steps, kept_before(head, t_0), gl);
+        for (long lane = 0; lane < N; lane += LANES) {
+            states_strip(form, head, lane, t_0, steps);
+            keys_strip(form, head, lane, t_0, steps);
+            decay(head->history + (steps - 1) * N * LANES, head->matrix + lane * N, N, at(column(head, steps - 1, DECAY) + lane));
+        }
     }
 }
 
@@ -414,8 +427,9 @@ INLINE struct head head_of(const struct call *call, long number, long thread) {
     head.columns = head.matrix + N * N;
     head.rows = head.columns + CHUNK * COLUMNS * N;
     head.gsa = head.rows + CHUNK * ROWS * N;             // forward has its sa here
-    head.G = head.gsa + (call->T + 1) * N;               // in backward, as kept
-    head.kept = head.G + N * N;
+    head.G = head.gsa + (call->T + 1) * N;               // in backward, as what follows
+    head.history = head.G + N * LANES;
+    head.kept = head.history + CHUNK * N * LANES;
     return head;
 }
 
@@ -437,8 +451,8 @@ INLINE void backward_of_thread(enum form form, const struct call *call, long thr
     for (long number; take(call, &number);) {
         struct head head = head_of(call, number, thread);
         long matrix = number * call->N * call->N;
-        rows_and_keys(form, &head, call->after + matrix, call->gstate + matrix);
-        states(form, &head, call->state + matrix);
+        rows(form, &head, call->after + matrix, call->gstate + matrix);
+        states_and_keys(form, &head, call->state + matrix);
     }
 }
 
