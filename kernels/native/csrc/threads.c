@@ -31,7 +31,7 @@ static struct {
     uint64_t jobs;                       // which there have been; threads wait for the next one
     int64_t inside;                      // how many threads have joined, and CLOSED
     work_function *work;
-    void *job;
+    struct tasks *tasks;
     int64_t n;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .inside = (int64_t)1 << 32};
 
@@ -59,7 +59,7 @@ static void *wait_and_work(void *number) {
     int64_t thread = (intptr_t)number;
     for (uint64_t seen = 0;;) {
         seen = next_job(seen);
-        if (!(__atomic_fetch_add(&pool.inside, 1, __ATOMIC_ACQ_REL) & CLOSED) && thread < pool.n) pool.work(pool.job, thread);
+        if (!(__atomic_fetch_add(&pool.inside, 1, __ATOMIC_ACQ_REL) & CLOSED) && thread < pool.n) pool.work(pool.tasks, thread);
         __atomic_fetch_sub(&pool.inside, 1, __ATOMIC_ACQ_REL);
     }
     return 0;
@@ -93,22 +93,23 @@ static void begin_anew_in_a_child(void) {
     pool.process = process;
 }
 
-void share(work_function *work, void *job, int64_t n) {
+void share(work_function *work, const void *call, int64_t n) {
+    struct tasks tasks = {call, 0};
     if (n > 1) begin_anew_in_a_child();
     if (n <= 1 || __atomic_exchange_n(&pool.busy, 1, __ATOMIC_ACQUIRE)) {
-        work(job, 0);
+        work(&tasks, 0);
         return;
     }
     n = n < MOST_THREADS ? n : MOST_THREADS;
     while (pool.started < n - 1 && !start(pool.started + 1)) pool.started++;
-    pool.work = work, pool.job = job, pool.n = n;
+    pool.work = work, pool.tasks = &tasks, pool.n = n;
     for (int64_t closed = CLOSED; !__atomic_compare_exchange_n(&pool.inside, &closed, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
          closed = CLOSED) pause_briefly();               // one that came too late is about to leave
     pthread_mutex_lock(&pool.lock);
     __atomic_fetch_add(&pool.jobs, 1, __ATOMIC_ACQ_REL);
     pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.lock);
-    work(job, 0);
+    work(&tasks, 0);
     __atomic_fetch_or(&pool.inside, CLOSED, __ATOMIC_ACQ_REL);
     for (int look = 0; __atomic_load_n(&pool.inside, __ATOMIC_ACQUIRE) != CLOSED; look++) {
         if (look < LOOKS) pause_briefly();

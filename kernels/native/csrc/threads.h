@@ -3,9 +3,17 @@
 #pragma once
 #include <stdint.h>
 
-// A piece of work that threads share: `work(job, thread)` takes tasks from a counter of the job until there are none. 0 <= thread < n.
-typedef void work_function(void *job, int64_t thread);
+// The tasks of a call, which are numbered from 0; threads take them one after the other.
+struct tasks {
+    const void *call;
+    int64_t taken;
+};
 
-// Runs the work on up to n threads, the caller's included, and returns when all tasks are done. A thread that comes too late does not
-// take part, and nobody waits for it: `work` must not count on more than one thread.
-void share(work_function *work, void *job, int64_t n);
+static inline int64_t next_task(struct tasks *tasks) { return __atomic_fetch_add(&tasks->taken, 1, __ATOMIC_RELAXED); }
+
+// What a thread does: take tasks until there are none. 0 <= thread < n.
+typedef void work_function(struct tasks *tasks, int64_t thread);
+
+// Lets up to n threads, the caller's included, work, and returns when all tasks are done. A thread that comes too late does not take
+// part, and nobody waits for it: `work` must not count on more than one thread.
+void share(work_function *work, const void *call, int64_t n);

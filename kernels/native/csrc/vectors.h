@@ -56,6 +56,8 @@ INLINE four four_at(const float *p) {
     return x;
 }
 
+INLINE void put_four(float *p, four x) { memcpy(p, &x, sizeof x); }
+
 INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 INLINE floats less(floats a, floats b, floats c) { return __builtin_elementwise_fma(-a, b, c); }            // c - a b
 INLINE floats nearest(floats x) { return __builtin_elementwise_roundeven(x); }

@@ -17,7 +17,7 @@
 //     ga <- kept ga + gnum        gb <- kept gb - gnum y         gw += kept (ga a + gb b)         gu += now gnum (v - y)
 //
 // now = e^(u+k), kept = e^w and new = e^k at the scales of their step. A row is LANES channels of one b; k, v, y (B,T,C), all else
-// (B,C) or (C). Threads take SHARE channels of one b from a counter.
+// (B,C) or (C). SHARE channels of one b are a task.
 
 #define LANES 16                         // with AVX2 two registers: a whole line of the cache, and chains that do not wait for each other
 
@@ -47,11 +47,6 @@ struct call {
     float *after_p;                      // of forward alone
     void *gk, *gv;                       // of backward alone, as all below
     float *gw, *gu, *ga, *gb;            // (B,C): the gradients of time_decay and time_first of each b
-};
-
-struct work {
-    const struct call *call;
-    int64_t taken;
 };
 
 // A row: its first number in (B,T,C) and in (B,C), its channel, and how many of its lanes there are.
@@ -260,11 +255,11 @@ INLINE void run_row(enum form form, int back, const struct call *call, const str
     else forward_row(form, call, row);
 }
 
-INLINE void run(enum form form, int back, struct work *work, int64_t thread) {
-    const struct call *call = work->call;
+INLINE void run(enum form form, int back, struct tasks *tasks, int64_t thread) {
+    const struct call *call = tasks->call;
     int64_t shares = (call->C + SHARE - 1) / SHARE;
     float *scratch = call->scratch + thread * call->scratch_size;
-    for (int64_t task; (task = __atomic_fetch_add(&work->taken, 1, __ATOMIC_RELAXED)) < call->B * shares;) {
+    for (int64_t task; (task = next_task(tasks)) < call->B * shares;) {
         int64_t b = task / shares, c = task % shares * SHARE, end = c + SHARE < call->C ? c + SHARE : call->C;
         for (; c + LANES <= end; c += LANES) {
             struct row row = {b * call->T * call->C + c, b * call->C + c, c, LANES};
@@ -277,17 +272,12 @@ INLINE void run(enum form form, int back, struct work *work, int64_t thread) {
     }
 }
 
-static void forward_float32(void *work, int64_t thread) { run(FLOAT32, 0, work, thread); }
-static void forward_bfloat16(void *work, int64_t thread) { run(BFLOAT16, 0, work, thread); }
-static void backward_float32(void *work, int64_t thread) { run(FLOAT32, 1, work, thread); }
-static void backward_bfloat16(void *work, int64_t thread) { run(BFLOAT16, 1, work, thread); }
+static void forward_float32(struct tasks *tasks, int64_t thread) { run(FLOAT32, 0, tasks, thread); }
+static void forward_bfloat16(struct tasks *tasks, int64_t thread) { run(BFLOAT16, 0, tasks, thread); }
+static void backward_float32(struct tasks *tasks, int64_t thread) { run(FLOAT32, 1, tasks, thread); }
+static void backward_bfloat16(struct tasks *tasks, int64_t thread) { run(BFLOAT16, 1, tasks, thread); }
 
-INLINE void start(work_function *function, const struct call *call, int64_t threads) {
-    struct work work = {call, 0};
-    share(function, &work, threads);
-}
-
-ENTRY(wkv4_forward_float32)(const struct call *call, int64_t threads) { start(forward_float32, call, threads); }
-ENTRY(wkv4_forward_bfloat16)(const struct call *call, int64_t threads) { start(forward_bfloat16, call, threads); }
-ENTRY(wkv4_backward_float32)(const struct call *call, int64_t threads) { start(backward_float32, call, threads); }
-ENTRY(wkv4_backward_bfloat16)(const struct call *call, int64_t threads) { start(backward_bfloat16, call, threads); }
+ENTRY(wkv4_forward_float32)(const struct call *call, int64_t threads) { share(forward_float32, call, threads); }
+ENTRY(wkv4_forward_bfloat16)(const struct call *call, int64_t threads) { share(forward_bfloat16, call, threads); }
+ENTRY(wkv4_backward_float32)(const struct call *call, int64_t threads) { share(backward_float32, call, threads); }
+ENTRY(wkv4_backward_bfloat16)(const struct call *call, int64_t threads) { share(backward_bfloat16, call, threads); }
