@@ -18,6 +18,7 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
+RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # names of before, by operator, which configurations of runs may have
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
 AVX2 = ("avx2", "fma3")                  # as torch calls the instructions of a CPU
 AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
@@ -82,6 +83,11 @@ def names(op: str) -> tuple[str, ...]:
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
+
+
+def name_now(op: str, name: str) -> str:
+    """What an implementation of that name is called now."""
+    return RENAMED.get(op, {}).get(name, name)
 
 
 def all_names(op: str) -> set[str]:

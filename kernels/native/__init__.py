@@ -1,4 +1,4 @@
-"""The C kernels of this package: one shared library for each system, in lib/, which comes with the package and needs no compiler.
+"""The C kernels: one shared library for each system, in lib/, which comes with the package. Users need no compiler.
 
     run("wkv4_forward_float32", threads, B, T, C, ...)
 
@@ -60,8 +60,10 @@ def level() -> str | None:
 def run(name: str, threads: int, *arguments: int | Tensor | None) -> None:
     """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them; a
     tensor is the address of its first number, None the null address."""
+    of_level = level()
+    assert of_level is not None, why_not()
     call = (ctypes.c_int64 * len(arguments))(*map(_number, arguments))
-    _function(name, level())(call, threads)
+    _function(name, of_level)(call, threads)
 
 
 def threads_for(tasks: int) -> int:

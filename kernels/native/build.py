@@ -66,16 +66,26 @@ def _pieces(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield source, (f"-DLEVEL={level}", *OF_LEVEL[level])
 
 
+def _version_of(zig: str) -> str:
+    """The version of ziglang beside that Python; empty where there is none."""
+    try:
+        return subprocess.run([zig, "-m", "ziglang", "version"], capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
 def main(argv: list[str] | None = None) -> int:
     from kernels.arguments import Parser
 
     names = {f"{target.system}-{target.machine}": target for target in TARGETS}
     parser = Parser("kernels.native.build", __doc__)
-    parser.add_argument("targets", nargs="*", metavar="SYSTEM-MACHINE", choices=names)
+    parser.add_argument("targets", nargs="*", metavar="SYSTEM-MACHINE")
     parser.add_argument("--zig", metavar="PYTHON", default=sys.executable)
     options = parser.parse_args(argv)
-    found = subprocess.run([options.zig, "-m", "ziglang", "version"], capture_output=True, text=True, check=False)
-    if found.stdout.strip() != ZIG:
+    unknown = set(options.targets) - set(names)
+    if unknown:
+        parser.error(f"unknown target {unknown.pop()!r}; there are: {', '.join(names)}")
+    if _version_of(options.zig) != ZIG:
         parser.error(f"{options.zig} has no ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
     for name in options.targets or names:
         names[name].path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The recurrence of taichi_scan in C (csrc/wkv4.c): lanes along channels, whole exponents, and nothing is compiled where it runs."""
+"""The recurrence of taichi_scan in C (csrc/wkv4.c), with fused multiply-adds: vectors of channels, integer exponents."""
 
 import torch
 from torch import Tensor

@@ -7,9 +7,10 @@ import torch
 
 from kernels.draw import Draw
 from kernels.matvec import FORMS, MatVec
-from kernels.registry import UnknownKernel, all_names, load, why_not
+from kernels.registry import UnknownKernel, all_names, load, name_now, why_not
 from kernels.select import AUTO, resolve, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
+from rwkv.distributed import log
 from rwkv.model.base import generation
 
 FEW, MANY = "taichi_v0", "taichi_v1"     # of kernels/decoding, on CPUs for which taichi_v2 has no instructions
@@ -18,9 +19,13 @@ FEW, MANY = "taichi_v0", "taichi_v1"     # of kernels/decoding, on CPUs for whic
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
     """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
 
+    A name that the kernel had before is taken, with a line that says what it is called now.
     Raises UnknownKernel where the kernel is of another generation's operator alone, and as kernels.select.select does.
     """
     model = generation(config)
+    before, kernel = kernel, name_now(model.OPERATOR, kernel)
+    if kernel != before:
+        log(f"the kernel {before} is called {kernel} now")
     if kernel != AUTO and kernel not in all_names(model.OPERATOR):
         others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]

@@ -1,8 +1,9 @@
-// A pool of threads. The caller of `share` begins at once; the others, which sleep or have just finished something, join while it lasts.
+// A pool of threads. The caller of `share` begins at once; the others, which sleep or have just finished something, join while there
+// is work.
 //
-// Where another program has taken a core, the thread that was to run on it comes late or not at all, and the others do its tasks; teams
-// of OpenMP wait for each of their threads at the end. A thread that has finished looks for new work for a few microseconds, then sleeps.
-// After fork a child has no threads, and makes new ones. A second caller at the same time works alone.
+// Where another program has taken a core, the thread that was to run on it comes late or not at all, and the others do its tasks.
+// OpenMP, which torch has, waits for each of its threads at the end. A thread that has finished looks for new work for some
+// microseconds, then sleeps. After fork a child has no threads, and makes new ones. A second caller at the same time works alone.
 
 #include "threads.h"
 #include <pthread.h>

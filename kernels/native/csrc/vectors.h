@@ -1,9 +1,9 @@
-// The vectors of all C kernels: LANES numbers each, by default as many as a register of x86-64 holds; a source may define LANES before
-// it includes this. A source is compiled once for each level, which is a set of instructions, and its functions get the level's name
-// as a suffix (kernels/native/build.py).
+// The vectors of all C kernels: LANES numbers each, by default as many as a register of x86-64 holds; a source may define LANES
+// before it includes this. A source is compiled once for each level, which is a set of instructions, and its functions get the
+// level's name as a suffix (kernels/native/build.py).
 //
-// Vectors are clang's own: + - * / < and ?: work lane by lane, and a number beside a vector stands for all lanes. Products and sums are
-// rounded one by one; fused(a, b, c) is a b + c, rounded once.
+// Vectors are clang's own: + - * / < and ?: work lane by lane, and a number beside a vector stands for all lanes. Products and
+// sums are rounded one by one; fused(a, b, c) is a b + c, rounded once.
 
 #pragma once
 #include <stdint.h>
@@ -69,7 +69,7 @@ INLINE floats of_bits(ints x) { return __builtin_bit_cast(floats, x); }
 INLINE floats larger(floats a, floats b) { return a > b ? a : b; }
 INLINE floats smaller(floats a, floats b) { return a < b ? a : b; }
 
-// x 2^n for whole n; 0 for n < -126, and n above 127 counts as 127. Where x or n is NaN, x is.
+// x 2^n for whole n; 0 for n < -126, and n above 127 counts as 127; where n is NaN, 0 or NaN.
 INLINE floats times_power(floats x, floats n) {
 #ifdef __AVX512F__
     return _mm512_scalef_ps(x, n);       // which knows larger and smaller n, too
@@ -79,8 +79,8 @@ INLINE floats times_power(floats x, floats n) {
 #endif
 }
 
-// In bfloat16: the number, and its bits. Rounded to nearest, ties to even; every NaN becomes 0x7FC0, since rounding could turn its bits
-// into an infinity's.
+// In bfloat16: the number, and its bits. Rounded to nearest, ties to even; every NaN becomes 0x7FC0, since rounding could turn its
+// bits into an infinity's.
 INLINE floats of_bfloat16(halves x) { return of_bits(__builtin_convertvector(x, ints) << 16); }
 
 INLINE halves as_bfloat16(floats x) {

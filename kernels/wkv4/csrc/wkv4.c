@@ -19,7 +19,7 @@
 // now = e^(u+k), kept = e^w and new = e^k at the scales of their step. A row is LANES channels of one b; k, v, y (B,T,C), all else
 // (B,C) or (C). SHARE channels of one b are a task.
 
-#define LANES 16                         // with AVX2 two registers: a whole line of the cache, and chains that do not wait for each other
+#define LANES 16                         // with AVX2 two registers: a whole line of the cache
 
 #include "../../native/csrc/threads.h"
 #include "../../native/csrc/vectors.h"
@@ -28,7 +28,7 @@ enum {
     CHUNK = 32,                          // steps between two states that are kept
     KEPT = 3, SAVED = 5,                 // vectors for a chunk: a, b, P; and for a step: a, b, now, kept, new
     SHARE = 32,                          // channels: whole lines of the cache in each dtype
-    AHEAD = 16,                          // steps that are fetched before they are needed: C numbers apart, the CPU does not guess them
+    AHEAD = 16,                          // steps that are fetched before they are needed: the CPU does not guess places C apart
 };
 
 static const float LIMIT = 1.1e7f, LOST = 16.0f, LOST_SHIFT = -268435456.0f;     // time_decay above which a step forgets all
@@ -136,7 +136,10 @@ INLINE struct state advanced(struct state state, const struct step *step, floats
     return (struct state){fused(step->kept, state.a, step->new * v), fused(step->kept, state.b, step->new), step->P};
 }
 
-INLINE floats read_row(enum form form, const struct row *row, const void *p, int64_t i) { return read_some(form, p, i, row->lanes); }
+INLINE floats read_row(enum form form, const struct row *row, const void *p, int64_t i) {
+    return read_some(form, p, i, row->lanes);
+}
+
 INLINE void put_row(const struct row *row, float *p, floats x) { write_some(FLOAT32, p, row->of_state, row->lanes, x); }
 
 INLINE void forward_row(enum form form, const struct call *call, const struct row *row) {
@@ -214,7 +217,8 @@ INLINE struct gradients back_through(enum form form, const struct call *call, co
         fetch(form, call->v, later);
         fetch(form, call->y, later);
         const float *step = saved + s * SAVED * LANES;
-        floats a = at(step), b = at(step + LANES), now = at(step + 2 * LANES), kept = at(step + 3 * LANES), new = at(step + 4 * LANES);
+        floats a = at(step), b = at(step + LANES), now = at(step + 2 * LANES);
+        floats kept = at(step + 3 * LANES), new = at(step + 4 * LANES);
         floats v = read_row(form, row, call->v, i), over = same(1.0f) / (b + now);
         floats gnum = over * read_row(form, row, call->y, i), here = now * gnum;
         floats gain = here * (over * fused(v, b, -a));               // v - y; exact where this step dominates y

@@ -112,9 +112,10 @@ INLINE void pass(const float *from, float *to, int64_t N, floats p, floats q, co
 }
 
 // The same, and of each lane the sum of products with another strip.
-INLINE void pass_beside(const float *from, float *to, const float *other, int64_t N, floats p, floats q, const float *x, const float *y,
-                        const float *u, const float *v, floats *of_u, floats *of_v, floats *of_other) {
-    floats sums_u[2] = {same(0.0f), same(0.0f)}, sums_v[2] = {same(0.0f), same(0.0f)}, sums_other[2] = {same(0.0f), same(0.0f)};
+INLINE void pass_beside(const float *from, float *to, const float *other, int64_t N, floats p, floats q, const float *x,
+                        const float *y, const float *u, const float *v, floats *of_u, floats *of_v, floats *of_other) {
+    floats sums_u[2] = {same(0.0f), same(0.0f)}, sums_v[2] = {same(0.0f), same(0.0f)};
+    floats sums_other[2] = {same(0.0f), same(0.0f)};
     for (int64_t n = 0; n < N; n += 2)
         UNROLLED for (int o = 0; o < 2; o++) {
             floats of_o = at(other + (n + o) * LANES);
@@ -148,7 +149,8 @@ INLINE void turn(float *to, int64_t to_row, const float *from, int64_t from_row,
     for (int64_t i = 0; i < rows; i += 4)
         for (int64_t j = 0; j < columns; j += 4) {
             const float *tile = from + i * from_row + j;
-            four a = four_at(tile), b = four_at(tile + from_row), c = four_at(tile + 2 * from_row), d = four_at(tile + 3 * from_row);
+            four a = four_at(tile), b = four_at(tile + from_row);
+            four c = four_at(tile + 2 * from_row), d = four_at(tile + 3 * from_row);
             four ab_01 = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_23 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
             four cd_01 = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_23 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
             float *turned = to + j * to_row + i;
