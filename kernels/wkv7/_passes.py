@@ -5,17 +5,22 @@
     states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
     keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
 
-G = dL/dS; rows and keys go from the last step to the first. Lanes are where no sum is. log_w's gradient needs no product of two
-matrices: gl_t = sum_i S_{t-1} w_t G_t is
+G = dL/dS; rows and keys go from the last step to the first. Lanes are where no sum is. The backward goes twice through a head:
+from the last chunk to the first for rows, which keep G after each chunk; then forwards, and of each chunk first its states,
+then, from its end, its keys. The states before each step of the chunk are kept, so that keys have S and G of one moment for
 
-    gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t
+    gl_t = w_t sum_i (S_{t-1})_ij (G_t)_ij                  (log_w's gradient)
 
-and at the end of each chunk of states, lest rounding add up, it is the sum itself. A task is one (b, h). Forward keeps sa, as
-large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a head's k, for each.
+gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t would need no such product. But a small gl beside a large one is
+then the difference of two large sums, and where gl is 0 it is not.
 
-step(scratch, flat, matrix, vectors, M, p, q, w, order, along_j), a ti.func, adds p x + q y to w times the matrix, of which each
-vector is a column, and returns its products with u and v. x, y, u, v, and w unless the lanes are along j: those at `vectors` of
-scratch, in `order`; each M vectors long, and of each the first vectors come first.
+A task is one (b, h). Forward keeps sa, as large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a
+head's k, for each, and 17 vectors for each column of the state.
+
+step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, adds p x + q y to w times the
+matrix at `before`, of which each vector is a column, puts the sum at `after`, and returns its products with u and v and, if
+beside, of each lane the sum of products with the matrix at `other`. x, y, u, v, and w unless the lanes are along j: those at
+`vectors` of scratch, in `order`; each M vectors long, and of each the first vectors come first.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
@@ -61,10 +66,9 @@ def backward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tenso
     n = shares(B * H)
     grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
     chunks = (T + CHUNK - 1) // CHUNK
-    scratch = state.new_empty(n * ((1 + chunks) * N * N + (12 * CHUNK + 1 + T) * N))
-    grad_after, = aligned(grad_state)
-    launch(_backward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_after, grad_after.view(-1),
-           *grads, scratch, scratch, B, T, H, N // LANES, n)
+    scratch = state.new_empty(n * ((1 + chunks) * N * N + (1 + CHUNK) * LANES * N + (12 * CHUNK + 1 + T) * N))
+    launch(_backward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1), *grads[:6],
+           grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
     return grads
 
 
@@ -101,8 +105,9 @@ def _forward_kernel(dtype: torch.dtype, update: Any) -> Any:
                             i = at + (c * CHUNK + s) * H * M + x
                             for _ in range(keep):
                                 sa_kept[i] = sa_t
-                            y_t, sa_t = update(scratch, flat, S + x * M * LANES, columns + s * 6 * M, M, sa_t, read(v[i]),
-                                               sa_t, FORWARDS, False)
+                            strip = S + x * M * LANES
+                            y_t, sa_t, _other = update(scratch, flat, strip, strip, strip, columns + s * 6 * M, M,
+                                                       sa_t, read(v[i]), sa_t, FORWARDS, False, False)
                             y[i] = write(y_t)
                         scratch[sa + x] = sa_t
                 store_turned(after, flat, S * LANES, head, M)
@@ -112,42 +117,55 @@ def _forward_kernel(dtype: torch.dtype, update: Any) -> Any:
 
 @cache
 def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
-    """With r, k, v, a, b, grad_y and their gradients of dtype. grad_after_flat: grad_after again. M: vectors in a head."""
+    """With r, k, v, a, b, grad_y and their gradients of dtype. M: vectors in a head."""
     Rows, read, write = stored(dtype, LANES)
 
     @ti.kernel
     def backward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Vectors, sa: Vectors, grad_y: Rows,
-                 grad_after: Vectors, grad_after_flat: Flat, grad_r: Rows, grad_log_w: Vectors, grad_k: Rows, grad_v: Rows,
-                 grad_a: Rows, grad_b: Rows, grad_state: Vectors, scratch: Vectors, flat: Flat,
-                 B: int, T: int, H: int, M: int, n: int):
+                 grad_after: Flat, grad_r: Rows, grad_log_w: Vectors, grad_k: Rows, grad_v: Rows, grad_a: Rows, grad_b: Rows,
+                 grad_state: Flat, scratch: Vectors, flat: Flat, B: int, T: int, H: int, M: int, n: int):
         for step in range(n * BLOCK):
             first, end = share(step, B * H, n)
             chunks = (T + CHUNK - 1) // CHUNK
-            matrix = step // BLOCK * ((1 + chunks) * M * LANES + 12 * CHUNK + 1 + T) * M
-            states = matrix + M * M * LANES
-            columns = states + chunks * M * M * LANES
+            matrix = step // BLOCK * ((1 + chunks) * M * LANES + (1 + CHUNK) * LANES + 12 * CHUNK + 1 + T) * M
+            kept = matrix + M * M * LANES
+            G = kept + chunks * M * M * LANES
+            history = G + M * LANES
+            columns = history + CHUNK * M * LANES
             rows = columns + 6 * CHUNK * M
             gsa = rows + 6 * CHUNK * M  # of T + 1 steps
             for head in range(first, end):
                 at = (head // H * T * H + head % H) * M
-                # rows: grad_v, and gsa
-                load_turned(flat, matrix * LANES, grad_after_flat, head, M)
+                # rows: grad_v, gsa, and the gradient of the state
+                load_turned(flat, matrix * LANES, grad_after, head, M)
                 for x in range(M):
                     scratch[gsa + T * M + x] = ti.Vector([0.0] * LANES)
                 for from_last in range(chunks):
-                    t_0 = (chunks - 1 - from_last) * CHUNK
+                    c = chunks - 1 - from_last
+                    t_0 = c * CHUNK
                     steps = ti.min(CHUNK, T - t_0)
+                    turn(flat, (kept + c * M * M * LANES) * LANES, matrix * LANES, M)
                     _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
                     for x in range(M):
                         gsa_t = scratch[gsa + (t_0 + steps) * M + x]
                         for s_from_last in range(steps):
                             s = steps - 1 - s_from_last
                             i = at + (t_0 + s) * H * M + x
-                            gv_t, gsa_t = update(scratch, flat, matrix + x * M * LANES, columns + s * 6 * M, M,
-                                                 gsa_t, read(grad_y[i]), gsa_t, BACKWARDS, False)
+                            strip = matrix + x * M * LANES
+                            gv_t, gsa_t, _other = update(scratch, flat, strip, strip, strip, columns + s * 6 * M, M,
+                                                         gsa_t, read(grad_y[i]), gsa_t, BACKWARDS, False, False)
                             grad_v[i] = write(gv_t)
                             scratch[gsa + (t_0 + s) * M + x] = gsa_t
-                # states: grad_r, grad_a, and grad_log_w's part from both
+                for x in range(M):
+                    scratch[columns + x] = read(a[at + x])
+                    scratch[columns + M + x] = exp(log_w[at + x])
+                for x in range(M):
+                    for j in range(M * LANES):
+                        m = matrix + x * M * LANES + j
+                        a_0, w_0 = flat[columns * LANES + j], flat[(columns + M) * LANES + j]
+                        scratch[m] = w_0 * scratch[m] + a_0 * scratch[gsa + x]
+                store_turned(grad_state, flat, matrix * LANES, head, M)
+                # of each chunk states: grad_r, grad_a; and keys: grad_k, grad_b, grad_log_w
                 for x in range(M):
                     for i in range(M * LANES):
                         scratch[matrix + x * M * LANES + i] = state[(head * M * LANES + i) * M + x]
@@ -161,44 +179,27 @@ def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
                         for s in range(steps):
                             i = at + (t_0 + s) * H * M + x
                             o = columns + (s * M + x) * 6
-                            gr_t, ga_next = update(scratch, flat, matrix + x * M * LANES, rows + s * 6 * M, M,
-                                                   scratch[o], scratch[o + 1], scratch[o + 4], FORWARDS, True)
-                            grad_log_w[i] = scratch[o + 2] * gr_t + scratch[o + 3] * ga_next
+                            before = strip_before(s, matrix + x * M * LANES, history, M)
+                            after = history + s * M * LANES
+                            gr_t, ga_next, _other = update(scratch, flat, before, after, before, rows + s * 6 * M, M,
+                                                           scratch[o], scratch[o + 1], scratch[o + 4], FORWARDS, True, False)
                             grad_r[i] = write(gr_t)
                             for _ in range(ti.min(T - 1 - t_0 - s, 1)):
                                 grad_a[i + H * M] = write(ga_next)
                         for i in range(M * LANES):
-                            scratch[states + (c * M + x) * M * LANES + i] = scratch[matrix + x * M * LANES + i]
-                # keys: grad_k, grad_b, grad_log_w, and the gradient of the state
-                for x in range(M):
-                    for i in range(M * LANES):
-                        scratch[matrix + x * M * LANES + i] = grad_after[(head * M * LANES + i) * M + x]
-                for from_last in range(chunks):
-                    c = chunks - 1 - from_last
-                    t_0 = c * CHUNK
-                    steps = ti.min(CHUNK, T - t_0)
-                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
-                    _stage_rows(read, scratch, rows, sa, v, grad_y, gsa, at, t_0, steps, H, M)
-                    for x in range(M):
-                        gl_t = ti.Vector([0.0] * LANES)
-                        for i in range(M * LANES):
-                            gl_t += scratch[matrix + x * M * LANES + i] * scratch[states + (c * M + x) * M * LANES + i]
-                        gl_t = gl_t * scratch[columns + ((steps - 1) * M + x) * 6 + 5]
+                            scratch[G + i] = scratch[kept + (c * M + x) * M * LANES + i]
                         for s_from_last in range(steps):
                             s = steps - 1 - s_from_last
                             i = at + (t_0 + s) * H * M + x
                             o = columns + (s * M + x) * 6
-                            gk_t, gb_t = update(scratch, flat, matrix + x * M * LANES, rows + s * 6 * M, M,
-                                                scratch[o + 3], scratch[o + 2], scratch[o + 5], BACKWARDS, True)
-                            gl_t += grad_log_w[i] - scratch[o] * gb_t - scratch[o + 1] * gk_t
-                            grad_log_w[i] = gl_t
+                            before = strip_before(s, matrix + x * M * LANES, history, M)
+                            gk_t, gb_t, gw_t = update(scratch, flat, G, G, before, rows + s * 6 * M, M,
+                                                      scratch[o + 3], scratch[o + 2], scratch[o + 5], BACKWARDS, True, True)
+                            grad_log_w[i] = scratch[o + 4] * gw_t
                             grad_k[i] = write(gk_t)
                             grad_b[i] = write(gb_t)
-                for x in range(M):
-                    a_0, w_0 = read(a[at + x]), exp(log_w[at + x])
-                    for i in range(M * LANES):
-                        G = scratch[matrix + x * M * LANES + i]
-                        grad_state[(head * M * LANES + i) * M + x] = G * w_0 + a_0 * flat[gsa * LANES + i]
+                        for i in range(M * LANES):
+                            scratch[matrix + x * M * LANES + i] = scratch[history + (steps - 1) * M * LANES + i]
 
     return backward
 
@@ -245,6 +246,22 @@ def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.templa
             scratch[o + 1] = v_t
             scratch[o + 2] = gy_t
             scratch[o + 3] = gsa_next
+
+
+@ti.func
+def strip_before(s, first, history, M):
+    """Where the columns of the state before step s of a chunk are: those before step 0 are at `first`."""
+    return ti.select(s > 0, history + (s - 1) * M * LANES, first)
+
+
+@ti.func
+def turn(flat: ti.template(), to, matrix, M):
+    """A copy of a matrix whose vectors' lanes are along i, with the lanes along j."""
+    for x in range(M):
+        for i in range(M * LANES):
+            for j in range(LANES):
+                flat[to + (x * M * LANES + i) * LANES + j] = (
+                    flat[matrix + (i // LANES * M * LANES + x * LANES + j) * LANES + i % LANES])
 
 
 @ti.func

@@ -15,27 +15,31 @@ REQUIRES = _passes.REQUIRES
 
 
 @ti.func
-def _step(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q, w,
-          order: ti.template(), along_j: ti.template()):
-    """Adds p x + q y to w times the matrix, of which each vector is a column, and returns its products with u and v.
+def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
+          order: ti.template(), along_j: ti.template(), beside: ti.template()):
+    """Adds p x + q y to w times the matrix at `before`, of which each vector is a column, and puts the sum at `after`.
 
-    x, y, u, v, and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each
-    the first vectors come first.
+    Returns its products with u and v and, if beside, of each lane the sum of products with the matrix at `other`. x, y, u, v,
+    and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the first
+    vectors come first.
     """
     for block in range(M):
         for lane in range(LANES):
             o = (vectors * LANES + block * 6 * LANES + lane) & INDEX
-            m = matrix + block * LANES + lane
-            old = scratch[m] * (w if ti.static(along_j) else flat[o + order[4] * LANES])
-            scratch[m] = old + p * flat[o + order[0] * LANES] + q * flat[o + order[1] * LANES]
-    of_u, of_v = 0.0 * p, 0.0 * p
+            m = block * LANES + lane
+            old = scratch[before + m] * (w if ti.static(along_j) else flat[o + order[4] * LANES])
+            scratch[after + m] = old + p * flat[o + order[0] * LANES] + q * flat[o + order[1] * LANES]
+    of_u, of_v, of_other = 0.0 * p, 0.0 * p, 0.0 * p
     for block in range(M):
         for lane in range(LANES):
-            of_u += scratch[matrix + block * LANES + lane] * flat[(vectors + block * 6 + order[2]) * LANES + lane]
+            of_u += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[2]) * LANES + lane]
     for block in range(M):
         for lane in range(LANES):
-            of_v += scratch[matrix + block * LANES + lane] * flat[(vectors + block * 6 + order[3]) * LANES + lane]
-    return of_u, of_v
+            of_v += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[3]) * LANES + lane]
+    if ti.static(beside):
+        for m in range(M * LANES):
+            of_other += scratch[after + m] * scratch[other + m]
+    return of_u, of_v, of_other
 
 
 kept = _passes.kept

@@ -16,27 +16,33 @@ GROUP = 2  # columns of which a pass loads all before it stores any: Taichi relo
 
 
 @ti.func
-def _pass(scratch: ti.template(), flat: ti.template(), matrix, vectors, M, p, q, w,
-          order: ti.template(), along_j: ti.template()):
-    """Adds p x + q y to w times the matrix, of which each vector is a column, and returns its products with u and v.
+def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
+          order: ti.template(), along_j: ti.template(), beside: ti.template()):
+    """Adds p x + q y to w times the matrix at `before`, of which each vector is a column, and puts the sum at `after`.
 
-    x, y, u, v, and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each
-    the first vectors come first.
+    Returns its products with u and v and, if beside, of each lane the sum of products with the matrix at `other`. x, y, u, v,
+    and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the first
+    vectors come first.
     """
-    of_u, of_v = 0.0 * p, 0.0 * p
+    of_u, of_v, of_other = 0.0 * p, 0.0 * p, 0.0 * p
     for block in range(M):
         for group in range(LANES // GROUP):
             o = (vectors * LANES + block * 6 * LANES + group * GROUP) & INDEX
-            m = (matrix + block * LANES + group * GROUP) & INDEX
+            m = (before + block * LANES + group * GROUP) & INDEX
             new = [scratch[m + g] * (w if ti.static(along_j) else flat[o + (g + order[4] * LANES)])
                    + p * flat[o + (g + order[0] * LANES)] + q * flat[o + (g + order[1] * LANES)]
                    for g in ti.static(range(GROUP))]
             for g in ti.static(range(GROUP)):
                 of_u += new[g] * flat[o + (g + order[2] * LANES)]
                 of_v += new[g] * flat[o + (g + order[3] * LANES)]
+            if ti.static(beside):
+                beside_m = (other + block * LANES + group * GROUP) & INDEX
+                for g in ti.static(range(GROUP)):
+                    of_other += new[g] * scratch[beside_m + g]
+            to = (after + block * LANES + group * GROUP) & INDEX
             for g in ti.static(range(GROUP)):
-                scratch[m + g] = new[g]
-    return of_u, of_v
+                scratch[to + g] = new[g]
+    return of_u, of_v, of_other
 
 
 kept = _passes.kept

@@ -8,7 +8,15 @@ queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t 
 
 The forward keeps the state before each segment of chunks. The backward takes the segments from last to first: it computes each
 again, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
-gradients are products of these with queries, keys and values.
+gradients but log_w's are products of these with queries, keys and values.
+
+With S' = S / W and G' = W dL/dS the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk S'_{t-1} is S and
+the products values_s keys_s^T of the steps s before t; G'_t is the gradient of S + values^T keys, and the products grads_u
+queries_u^T of what reads the state after a step u, not before t. Hence gl_t is a sum over s < t <= u. As a running sum, of what
+r, a, b, k and their gradients give, it would be the difference of two large sums where it is small beside that of another step,
+and would not be 0 where it is. So the pairs of a step s in the chunk's first half and u in the second are summed over all u for
+each s, then over s < t for each t of the first half; and the other way round for the second. Then come the pairs within each
+half, and within blocks of 4 steps one pair after the other: nothing is ever subtracted.
 
 W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what
 is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution, because the powers of aa, of
@@ -20,13 +28,14 @@ Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the dec
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.registry import Requires
 
 REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
-CHUNK = 16
+CHUNK, BLOCK = 16, 4
 IN_CACHE = 2**19             # numbers of a sequence in a segment of several chunks, at most
 Sequences = tuple[Tensor, ...]
 Segment = tuple[slice, int]  # its steps, and those of one of its chunks
@@ -149,60 +158,109 @@ def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
 def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad_state: Tensor, gradients: Sequences) -> Tensor:
     """Fills in the gradients, views (n,B,H,c,N) like the sequences, and returns the gradient of the state before, (B*H,N,N)."""
     chunks = _chunks(sequences)
-    states, last = _states(chunks, before)
+    states, _ = _states(chunks, before)
     grads = chunks.values.new_empty(chunks.values.shape)
     c, shape = grad_y.shape[3], grad_y.shape
     grads.view(*shape[:3], 2 * c, -1)[..., c:, :] = grad_y
-    grad_sums, grad_W, grad_state = _grad_states(chunks, states, last, grads, grad_state)
+    grad_sums, grad_state = _grad_states(chunks, grads, grad_state)
     W, queries, keys, values, products, _ = chunks
+    grad_queries, grad_keys = torch.bmm(grads, states), torch.bmm(values, grad_sums)
     grad_products = torch.bmm(grads, values.mT).masked_fill_(_too_late(c, grads.device), 0)
-    grad_queries = torch.bmm(grads, states).baddbmm_(grad_products, keys)
-    grad_keys = torch.bmm(values, grad_sums).baddbmm_(grad_products.mT, queries)
+    grad_log_w = _at_the_ends(queries * grad_queries, keys * grad_keys).add_((states * grad_sums).sum(-2, keepdim=True))
+    grad_log_w += _within(grad_products, queries, keys)
+    grad_queries.baddbmm_(grad_products, keys)
+    grad_keys.baddbmm_(grad_products.mT, queries)
     grad_v = torch.bmm(products[:, :, c:].mT, grads).baddbmm_(keys[:, c:], grad_sums.mT)
-    _leave_chunks(sequences, W, grad_queries, grad_keys, grad_v, grad_W, gradients)
+    _leave_chunks(W, grad_queries, grad_keys, grad_v, grad_log_w, gradients)
     return grad_state
 
 
-def _grad_states(chunks: Chunks, states: Tensor, last: Tensor, grads: Tensor,
-                 grad_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of S + values^T keys (n*B*H,N,N), of log W_c by the state after it (n*B*H,1,N), and of the first state.
-
-    Fills in grads' first rows.
-    """
+def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of S + values^T keys (n*B*H,N,N), and of the first state. Fills in grads' first rows."""
     W, queries, keys, _, products, inverse = chunks
-    c, n = W.shape[1], len(W) // len(last)
+    c, n = W.shape[1], len(W) // len(grad_state)
     from_y = torch.bmm(products[:, c:, :c].mT, grads[:, c:])
-    grad_sums, grad_W = torch.empty_like(states), W.new_empty(len(W), 1, W.shape[2])
-    after = [*states.chunk(n)[1:], last]
-    parts = (part.chunk(n) for part in (W, queries, keys, inverse, from_y, grads, grad_sums, grad_W))
-    backwards = reversed([*zip(*parts, after, strict=True)])
-    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum_i, grad_W_i, after_i in backwards:
-        torch.sum(grad_state * after_i, -2, keepdim=True, out=grad_W_i)
+    grad_sums = W.new_empty(len(W), *grad_state.shape[1:])
+    parts = (part.chunk(n) for part in (W, queries, keys, inverse, from_y, grads, grad_sums))
+    for W_i, queries_i, keys_i, inverse_i, from_y_i, grads_i, grad_sum_i in reversed([*zip(*parts, strict=True)]):
         torch.mul(grad_state, W_i[:, -1:], out=grad_sum_i)
         grad_sa = torch.baddbmm(from_y_i, keys_i[:, :c], grad_sum_i.mT)
         grads_i[:, :c] = torch.bmm(inverse_i.mT, grad_sa)
         grad_state = torch.baddbmm(grad_sum_i, grads_i.mT, queries_i)
-    return grad_sums, grad_W, grad_state
+    return grad_sums, grad_state
 
 
-def _leave_chunks(sequences: Sequences, W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_W: Tensor,
-                  gradients: Sequences) -> None:
-    """The gradients of the sequences from those of queries, keys and log W.
+def _at_the_ends(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+    """(n*B*H,c,N): of each step t the sum of the keys' rows before it, and of the queries' rows that read a state after it.
 
-    log W_t is a sum over the steps up to t; each of r, a, b, k is in one product with a W, which gives that W's gradient.
+    That is the part of gl with the state before the chunk, or with the gradient after it.
     """
-    r, _, k, v, a, b = sequences
-    grad_r, grad_log_w, grad_k, grad_v_rows, grad_a, grad_b = gradients
-    *batch, c, _ = v.shape
-    W, grad_queries, grad_keys, grad_W = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys, grad_W))
-    grad_v_rows.copy_(grad_v.view(v.shape))
+    c = of_keys.shape[1] // 2
+    after, before = _windows(c, of_keys)
+    after_of_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the step before
+    return (torch.cat((after_of_a, after), 1) @ of_queries).add_(torch.cat((before, before), 1) @ of_keys)
+
+
+def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What steps s and u of the same chunk, s < t <= u, give to the gradient of log_w at t: (n*B*H,c,N)."""
+    c = keys.shape[1] // 2
+    of_k, of_b = grad_products[:, :, c:], grad_products[:, :, :c]
+    columns = _by_step(of_b.mT, of_k.mT).mT              # the two of each step side by side
+    products = _by_step(columns[:, 1:c], columns[:, c:])
+    queries, keys = _by_step(queries[:, 1:c], queries[:, c:]), _by_step(keys[:, :c], keys[:, c:])
+    found = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
+    _add_within_blocks(products, queries, keys, found)
+    half = BLOCK
+    while half < c:
+        after, before = (window.repeat_interleave(2, 1) for window in _windows(half, found))
+        for middle in range(half, c, 2 * half):
+            s, u = slice(2 * (middle - half), 2 * middle), slice(2 * middle, 2 * (middle + half))
+            found[:, middle:middle + half] += after @ torch.bmm(products[:, u, s], keys[:, s]).mul_(queries[:, u])
+            found[:, middle - half:middle] += before @ torch.bmm(products[:, u, s].mT, queries[:, u]).mul_(keys[:, s])
+        half *= 2
+    return found[:, :c]
+
+
+def _add_within_blocks(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
+    """The same for s and u within a block of BLOCK steps, one pair after the other, in all blocks at once."""
+    blocks = CHUNK // BLOCK
+    of_blocks = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
+    queries, keys = (rows.unflatten(1, (blocks, -1)) for rows in (queries, keys))
+    found = grad_log_w.unflatten(1, (blocks, -1))
+    for u in range(1, BLOCK):
+        for row in (2 * u, 2 * u + 1):
+            of_keys = torch.zeros_like(keys[:, :, 0])
+            for s in range(u):
+                for column in (2 * s, 2 * s + 1):
+                    of_keys.addcmul_(of_blocks[:, row, column], keys[:, :, column])
+                found[:, :, s + 1].addcmul_(of_keys, queries[:, :, row])
+
+
+def _by_step(first: Tensor, second: Tensor) -> Tensor:
+    """Two rows for each of CHUNK steps, one of `first` and one of `second`, 0 where there are none: (n*B*H,2*CHUNK,N)."""
+    rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
+    for i, given in enumerate((first, second)):
+        rows[:, :given.shape[1], i] = given
+        rows[:, given.shape[1]:, i] = 0
+    return rows.flatten(1, 2)
+
+
+def _windows(c: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(c,c) each: 1 where the column's step is that of the row or after it, and where it is before it."""
+    ones = torch.ones(c, c, dtype=like.dtype, device=like.device)
+    return ones.triu(), ones.tril(-1)
+
+
+def _leave_chunks(W: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_v: Tensor, grad_log_w: Tensor,
+                  gradients: Sequences) -> None:
+    """The gradients of the sequences, from those of queries and keys."""
+    grad_r, grad_log_w_rows, grad_k, grad_v_rows, grad_a, grad_b = gradients
+    *batch, c, _ = grad_r.shape
+    W, grad_queries, grad_keys = (stack.unflatten(0, batch) for stack in (W, grad_queries, grad_keys))
+    grad_v_rows.copy_(grad_v.view(grad_r.shape))
+    grad_log_w_rows.copy_(grad_log_w.view(grad_r.shape))
     torch.mul(grad_queries[..., c:, :], W, out=grad_r)
     torch.div(grad_keys[..., c:, :], W, out=grad_k)
     torch.div(grad_keys[..., :c, :], W, out=grad_b)
     grad_a[..., 0, :] = grad_queries[..., 0, :]
     torch.mul(grad_queries[..., 1:c, :], W[..., :-1, :], out=grad_a[..., 1:, :])
-    by_a = a * grad_a
-    by_W = torch.addcmul(by_a, r, grad_r).sub_(b * grad_b).sub_(k * grad_k)
-    by_W[..., -1:, :] += grad_W
-    later = torch.ones(c, c, dtype=W.dtype, device=W.device).triu_()
-    grad_log_w.copy_((later @ by_W).sub_(by_a))              # a_t is multiplied by W_{t-1}
