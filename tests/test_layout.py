@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "chat.py", ROOT / "serve.py"]
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
-SET_ENVIRONMENT = [ROOT / "kernels" / "backends" / name for name in ("threads.py", "allocator.py")]       # of torch's libraries
+SET_ENVIRONMENT = [ROOT / "kernels" / "backends" / name for name in ("threads.py", "allocator.py", "taichi.py")]  # of libraries
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("tools", "__init__"),

@@ -2,6 +2,10 @@
 
 Importing starts nothing: the first `launch(kernel, *args)` starts Taichi. launch raises KernelUnavailable for what Taichi
 cannot do: a second arch in one process, a forked child, a GPU other than the first, a tensor too long for 32-bit indices.
+
+Of Taichi's own environment variables only those of its cache, TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH, count here: with
+another TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute something else, or end the process. So Taichi is
+imported and started without them. A program that calls ti.init itself has them as ever.
 """
 
 import contextlib
@@ -9,6 +13,7 @@ import inspect
 import io
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,7 +61,17 @@ def _importlib_has_no_source() -> Iterator[None]:
         inspect.getframeinfo = look_up
 
 
-with _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):  # it uses what newer Pythons deprecate
+@contextlib.contextmanager
+def _no_variables() -> Iterator[None]:
+    """Hides the variables that Taichi reads, in Python and in C++."""
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TI_")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):  # it uses what newer Pythons deprecate
     import taichi as ti
 
 
@@ -76,6 +91,7 @@ NUMEL_MAX = 2**30
 INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant does not overflow, so that it merges neighbouring loads
 BLOCK = 512  # iterations of a CPU kernel's outermost loop that Taichi gives to one thread at a time; see share
 
+TRIED = 2**20  # bytes for which a disk must have room: about the compiled kernels of a model
 KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal launch calls _Compiled repeats
 
 _compiled: dict[Any, "_Compiled"] = {}
@@ -228,6 +244,9 @@ def _ensure(device: torch.device) -> None:
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
         raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels need: call "
                                 "ti.init without default_ip, or use another kernel")
+    if ti.lang.impl.get_runtime().default_fp != ti.f32:
+        raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels need: call "
+                                "ti.init without default_fp, and without TI_DEFAULT_FP, or use another kernel")
     _started_in, _ensured = os.getpid(), (ti.lang.impl.get_runtime().prog, device)
 
 
@@ -238,9 +257,10 @@ def _start(arch: Any) -> None:
     stays on: LLVM may reorder sums, and NaN and infinity still propagate.
     """
     try:
-        with _silent(), _no_version_check():
+        cache = _cache()
+        with _no_variables(), _silent(), _no_version_check():
             ti.init(arch=arch, enable_fallback=False, cpu_max_num_threads=torch.get_num_threads(),
-                    real_matrix_scalarize=False, log_level=ti.ERROR, **_cache())
+                    real_matrix_scalarize=False, log_level=ti.ERROR, **cache)
     except RuntimeError as error:
         raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
 
@@ -249,13 +269,23 @@ def _cache() -> dict[str, Any]:
     """The arguments of ti.init for the cache of compiled kernels on the disk.
 
     If Taichi's cache folder does not exist and cannot be created, Taichi ends the process with a segmentation fault at exit,
-    even with the cache off. In that case the cache is off and its folder is one that always exists.
+    even with the cache off. Where the folder cannot be written, the cache is off and its folder is one that always exists.
     """
+    wanted = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
+    if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(wanted).absolute()):
+        return {"offline_cache": True, "offline_cache_file_path": str(Path(wanted).absolute())}
+    return {"offline_cache": False, "offline_cache_file_path": os.sep}
+
+
+def _can_write(folder: Path) -> bool:
     try:
-        Path(ti.lang.impl.default_cfg().offline_cache_file_path).mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return {"offline_cache": False, "offline_cache_file_path": os.sep}
-    return {"offline_cache": True}
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(TRIED))
+            file.flush()
+    except (OSError, ValueError):        # ValueError: a name with a zero byte
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), bitcode=True)
 SOURCE = Path(__file__).parent / "csrc" / "draw.c"
 SMALL = 2**16                            # up to so many logits, one thread is done before another one is awake
-OF_TOKEN, OF_BLOCK, OF_BIAS = 8, 16, 4   # bytes of scratch: an entry of a list; for 512 tokens; a logit
+OF_TOKEN, OF_BLOCK, OF_BIAS = 12, 16, 4  # bytes of scratch: an entry of a list; for 512 tokens; a logit
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
@@ -29,8 +29,9 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     scratch = logits.new_empty(threads * size, dtype=torch.uint8)
     drawn = uniform.new_empty(rows, dtype=torch.int64)
     addresses = (tensor.data_ptr() for tensor in (taken, logits, uniform, drawn, *bias, scratch))
-    launch(_kernel(threads == 1), taken, *addresses, rows, logits.stride(0), V, n, size, filters.top_k, filters.temperature,
-           filters.top_p, filters.min_p, int(filters.filters_first), threads)
+    top_k = filters.top_k if filters.top_k < V else 0
+    launch(_kernel(threads == 1), taken, *addresses, rows, logits.stride(0), V, n, size, top_k, filters.temperature, filters.top_p,
+           filters.min_p, int(filters.filters_first), threads)
     return drawn
 
 

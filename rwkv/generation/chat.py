@@ -16,6 +16,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
+from rwkv.model.derived import Watch
 from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -50,6 +51,7 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
+    _weights: Watch | None = None        # that _points were read with
 
     def say(self, text: str) -> Iterator[str]:
         """Adds a turn of the user, and yields the answer piece by piece.
@@ -98,6 +100,8 @@ class Chat:
     def _prepared(self) -> tuple[Engine, str, float]:
         """An engine that has read the conversation up to the answer, the text of it, and when the reading began."""
         started = time.perf_counter()
+        if self._weights is None or not self._weights.unchanged():
+            self._points, self._weights = [], Watch(self.model)
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))

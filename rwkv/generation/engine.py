@@ -19,7 +19,8 @@ from rwkv.generation.decoder import FallbackDecoder, decoder_of
 from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
-from rwkv.model.base import Model
+from rwkv.model.base import Model, State
+from rwkv.model.derived import Watch
 from rwkv.model.operators import drawing
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -87,7 +88,8 @@ class Engine:
     The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
     later; its prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache: also gets what
-    each row has read and written when it ends. Not for several threads.
+    each row has read and written when it ends. Where the model's weights change meanwhile, the next step reads the new ones (as
+    far as rwkv/model/derived.py can tell), from the states that the old ones left. Not for several threads.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] = (), seeds: Sequence[int] = (),
@@ -104,8 +106,7 @@ class Engine:
         self._readings: deque[_Shared] = deque()         # prompts that are being read, the next one first
         self._rows: list[Row] = []                       # of the decoder, in its order; those that ended leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
-        self._decoder = decoder_of(model, model.empty_state(0))
-        self._draw_by = drawing() if isinstance(self._decoder, FallbackDecoder) else None
+        self._decode_from(model.empty_state(0))
         self._drawn: Tensor | None = None                # the tokens drawn last, while the decoder has not read them
         self._added = 0                                  # rows so far
 
@@ -133,8 +134,7 @@ class Engine:
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
         shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
         if shared is None:
-            shared = _Shared(Reading(self._model, ids, context, self._cache, n_of_prompt, self._tokenizer.vocab_size), context,
-                             n_of_prompt, [])
+            shared = _Shared(self._reading(ids, context, n_of_prompt), context, n_of_prompt, [])
             self._readings.append(shared)
         row.cached_tokens = shared.reading.cached
         shared.rows.append(row)
@@ -166,6 +166,8 @@ class Engine:
         """
         if not self.unfinished:
             return []
+        if not self._weights.unchanged():
+            self._read_new_weights()
         self._drop_finished()
         self._read_drawn()
         self._read_prompts()
@@ -184,9 +186,29 @@ class Engine:
     def context(self) -> PrefillResult:
         """What the only row has read and written: `generate(..., context=...)` continues from there."""
         row, = self._rows
+        if not self._weights.unchanged():
+            self._read_new_weights()
         if row.last_token_in_text:
             self._read_drawn()
         return self._result(0)
+
+    def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> Reading:
+        return Reading(self._model, ids, context, self._cache, n_logprobs, self._tokenizer.vocab_size)
+
+    def _decode_from(self, state: State) -> None:
+        """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
+        self._weights = Watch(self._model)
+        self._decoder = decoder_of(self._model, state)
+        self._draw_by = drawing() if isinstance(self._decoder, FallbackDecoder) else None
+
+    def _read_new_weights(self) -> None:
+        """Goes on with the model's weights as they are now; prompts are read anew. What others have read is not for the cache."""
+        self._decode_from(self._decoder.state())
+        for row in self._rows:
+            row.cache = None
+        for shared in self._readings:
+            shared.reading = self._reading(shared.reading.tokens, shared.context, shared.n_logprobs)
+            shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
         """What the row at this position has read, as a copy."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rwkv.errors import UserError
 from rwkv.generation.sampling import logprobs
 from rwkv.model.base import Model, State
+from rwkv.model.derived import Watch
 from rwkv.model.hooks import untouched
 
 PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
@@ -65,7 +66,8 @@ class PrefixCache:
     Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
     longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
     follows from that of its beginning; two prefixes that came up share a hash with a probability of about their length / 2^127.
-    A cache is for one model only; threads may share it. Raises UserError for a max_bytes below 0.
+    A cache is for one model only, and empty where its weights have changed; threads may share it. Raises UserError for a max_bytes
+    below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -77,10 +79,21 @@ class PrefixCache:
         self.bytes = 0                   # of all entries
         self._point = secrets.randbelow(self._PRIME)
         self._entries: OrderedDict[Key, PrefillResult] = OrderedDict()       # most recently used last
-        self._lock = Lock()              # guards _entries and bytes
+        self._weights: Watch | None = None                       # of the model that the entries are of
+        self._lock = Lock()              # guards all of these
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def begin(self, model: Model) -> None:
+        """Removes the entries where they are of another model, or its weights have changed."""
+        with self._lock:
+            if self._weights is not None and self._weights.model is model and self._weights.unchanged():
+                return
+            if self._weights is not None:
+                self._entries.clear()
+                self.bytes = 0
+            self._weights = Watch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
         """The key of a text that ends with `tokens`, after what `after` is the key of."""
@@ -135,6 +148,8 @@ class Reading:
         self._model, self._cache, self._n_logprobs, self._vocab_size = model, cache, n_logprobs, vocab_size
         self.tokens = list(tokens)
         self._so_far, self._key = start, EMPTY                   # what is read, and its key in the cache
+        if cache is not None:
+            cache.begin(model)
         if cache is not None and n_logprobs is None:
             self._key, self._so_far = cache.longest(self.tokens)
         self._position = self._key.length

@@ -137,7 +137,8 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: Toke
                 drawn = draw(logits.float(), uniform, options.filters, options.bias)
             _require_finite(bool((drawn >= 0).all()))
             return drawn
-    logits = adjusted(logits.float().cpu(), options, counts)
+    logits = changed(logits.float().cpu(), options, counts)
+    _require_finite(bool(logits.amax(-1).isfinite().all()))
     if options.temperature == 0:
         return logits.argmax(-1)
     ids, probabilities = distribution(logits, options)
@@ -164,8 +165,6 @@ def adjusted(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> T
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The candidates' ids (B,N), or None for the whole vocabulary in its order, and their probabilities (B,N)."""
-    if options.order == "hf" and options.temperature != 1:
-        logits = logits / options.temperature
     ids, kept = _keep_likeliest(logits, options)
     if options.min_p > 0:
         kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + math.log(options.min_p), -torch.inf)
@@ -204,31 +203,54 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The ids and logits (B,N) that top_k and top_p leave, most likely first; -inf marks a token that top_p drops.
 
-    The ids are None, and the logits as they were, where both options are off.
+    The logits are those that the filters see, minus the largest of their row. The ids are None where both options are off.
     """
-    V = logits.shape[-1]
+    V, largest = logits.shape[-1], logits.amax(-1, keepdim=True)
     top_k = min(options.top_k or V, V)
+
+    def seen(logits: Tensor) -> Tensor:
+        return (logits - largest) / (options.temperature if options.order == "hf" else 1)
+
     if top_k == V and options.top_p >= 1:
-        return None, logits
+        return None, seen(logits)
     if options.order == "hf" and top_k < V:
-        kept, ids = logits.topk(top_k)
-        return ids, _keep_top_p(kept, kept.logsumexp(-1, keepdim=True), options.top_p)
-    log_total = logits.logsumexp(-1, keepdim=True)
+        kept, ids = _likeliest(logits, top_k)
+        return ids, _keep_top_p(seen(kept), _weight(seen(kept)), options.top_p)
+    total = _weight(seen(logits))
     N = SHORTLIST if options.top_p < 1 else top_k
     while True:                          # until the N likeliest hold all tokens that top_p or top_k keeps
-        kept, ids = logits.topk(min(N, top_k))
-        if N >= top_k or bool(((kept - log_total).exp().sum(-1) >= options.top_p).all()):
-            return ids, _keep_top_p(kept, log_total, options.top_p)
+        kept, ids = _likeliest(logits, min(N, top_k))
+        if N >= top_k or bool((_weight(seen(kept)) >= options.top_p * total).all()):
+            return ids, _keep_top_p(seen(kept), total, options.top_p)
         N *= 8
 
 
-def _keep_top_p(ordered: Tensor, log_total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), most likely first, with -inf where the tokens before have a probability of top_p already."""
+def _likeliest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest logits of each row and their ids, (B,n) both; of equal ones the first in the vocabulary come first.
+
+    They are found before anything is computed from the logits, which may make different ones equal.
+    """
+    values, ids = logits.topk(n)
+    most = int((logits >= values[:, -1:]).sum(-1).max())
+    if most > n:                         # topk takes any of equal ones
+        _, ids = logits.topk(most)
+    ids = ids.sort(-1).values
+    values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values[:, :n], ids.gather(-1, order)[:, :n]
+
+
+def _weight(logits: Tensor) -> Tensor:
+    """The sum of the exponentials of each row, (B,1) float64; no logit is above 0."""
+    return logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _keep_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
+    """The logits (B,N), most likely first, with -inf where the tokens before have a share of top_p of the total already."""
     if top_p >= 1:
         return ordered
-    probabilities = (ordered - log_total).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    return ordered.masked_fill(before >= top_p, -torch.inf)
+    weights = ordered.exp().double()
+    before = weights.cumsum(-1) - weights
+    return ordered.masked_fill(before >= top_p * total, -torch.inf)
 
 
 def _biased(logits: Tensor, options: Sampling) -> Tensor:

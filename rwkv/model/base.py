@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rwkv.config import ModelConfig
+from rwkv.model.derived import Bfloat16Copies
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
@@ -97,6 +98,7 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised
+        self.bfloat16_copies = Bfloat16Copies()          # of its matrices, for decoding
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)

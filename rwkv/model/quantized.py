@@ -130,8 +130,16 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.out_features = len(packed.weight)
         self.in_features = in_features
-        self.packed = packed
         self._matvec = matvec_for("int4")
+        self.packed = packed
+
+    @property
+    def packed(self) -> Packed:
+        return self._packed
+
+    @packed.setter
+    def packed(self, packed: Packed) -> None:
+        self._packed = packed
         self._few = self._matvec.bind(packed)
 
     def forward(self, x: Tensor) -> Tensor:

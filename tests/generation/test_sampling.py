@@ -1,6 +1,7 @@
 """Drawing the next token: which tokens can come, how often, and in which order the options act."""
 
 import math
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
 
     hf = options.order == "hf"
     before = softmax(logits / options.temperature) if hf else softmax(logits)
-    likeliest = sorted(range(len(logits)), key=lambda token: -before[token])
+    likeliest = sorted(range(len(logits)), key=lambda token: -logits[token])
     by_k = set(likeliest[:options.top_k or len(logits)])
     nucleus = before / sum(before[token] for token in by_k) if hf else before
     kept, total = set(), 0.0
@@ -93,6 +94,69 @@ def test_a_draw_lies_where_its_random_number_does(options: dict[str, Any], V: in
     end, begin = after.gather(-1, place).squeeze(-1), (after - probabilities).gather(-1, place).squeeze(-1)
     assert (begin - 1e-5 <= uniform).all()
     assert (uniform <= end + 1e-5).all()
+
+
+LOGITS = st.sampled_from([-math.inf, -100, -90.5, -3, -1, -1e-7, 0, 1e-7, 1, 1 + 2**-23, 2, 30])
+BIASES = st.sampled_from([-100.0, 100.0, 1e-6])
+TEMPERATURES = st.sampled_from([1e-30, 1e-6, 0.5, 1.0, 100.0, 1e6, 1e30])
+
+
+@given(st.lists(LOGITS, min_size=2, max_size=200), TEMPERATURES, st.sampled_from([0, 1, 2, 7, 300]),
+       st.sampled_from([1e-9, 0.51, 0.97, 1.0]), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(["hf", "rwkv"]),
+       st.dictionaries(st.integers(0, 1), BIASES), st.booleans())
+def test_a_draw_is_that_of_float64_also_of_equal_tokens(values: list[float], temperature: float, top_k: int, top_p: float,
+                                                        min_p: float, order: str, biases: dict[int, float], ban: bool) -> None:
+    """At any temperature, where weights of different logits may be equal; but for numbers within rounding of a bound."""
+    options = Sampling(temperature, top_k, top_p, min_p, logit_bias=biases, banned=(0,) if ban else (), order=order)
+    biased = np.array(values, dtype=np.float32)
+    for token, bias in biases.items():
+        biased[token] += np.float32(bias)
+    biased[list(options.banned)] = -math.inf
+    if biased.max() == -math.inf:
+        return
+    shifted = biased.astype(float) - biased.max()
+    wanted, *near = (exact(shifted, replace(options, top_p=min(1.0, top_p + p), min_p=min(1.0, max(0.0, min_p + p))))
+                     for p in (0, -1e-6 * top_p, 1e-6))
+    if not all(np.allclose(wanted, each, atol=1e-4) for each in near):
+        return
+    ranked = np.argsort(-shifted, kind="stable") if 0 < top_k < len(values) or top_p < 1 else np.arange(len(values))
+    ends = wanted[ranked].cumsum()
+    uniform = (ends + np.concatenate(([0], ends[:-1])))[wanted[ranked] > 1e-3] / 2
+    drawn = next_tokens(torch.tensor(values).expand(len(uniform), -1), torch.tensor(uniform), options, draw=draw)
+    assert drawn.tolist() == ranked[wanted[ranked] > 1e-3].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e6, 1e30])
+def test_top_k_of_one_is_the_argmax_at_any_temperature(temperature: float) -> None:
+    logits = torch.randn(400, 1000, generator=torch.Generator().manual_seed(0))
+    drawn = next_tokens(logits, torch.rand(400), Sampling(temperature, top_k=1, top_p=1.0), draw=draw)
+    assert torch.equal(drawn, logits.argmax(-1))
+
+
+OTHERS = {"temperature": 1.7, "top_k": 3, "top_p": 0.6, "min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 1.0,
+          "frequency_penalty": 0.7, "logit_bias": {3: 2.0}, "banned": (1, 2), "order": "rwkv"}      # than the defaults
+
+
+def test_every_option_is_tried_below() -> None:
+    assert set(OTHERS) == {option.name for option in fields(Sampling)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_option_changes_what_is_drawn_as_in_pytorch(name: str) -> None:
+    logits = torch.randn(500, 12, generator=torch.Generator().manual_seed(0)) * 2
+    uniform = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    counts = TokenCounts([[0, 1]] * 500, 12)
+    for token in (2, 3, 3):
+        counts.add(torch.full((500,), token))
+    options = Sampling(**{name: OTHERS[name]})
+    drawn = next_tokens(logits, uniform, options, counts, draw)
+    assert torch.equal(drawn, next_tokens(logits, uniform, options, counts))
+    assert not torch.equal(drawn, next_tokens(logits, uniform, Sampling(), counts, draw))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_banned_token_may_have_any_logit(wrong: float) -> None:
+    assert set(draws(torch.tensor([0.0, wrong, 0.0]), 50, banned=(1,)).tolist()) == {0, 2}
 
 
 def test_temperature_zero_takes_the_most_likely() -> None:

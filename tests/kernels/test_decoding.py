@@ -14,7 +14,6 @@ from kernels.matvec import FORMS, pack
 from kernels.registry import KernelUnavailable
 from rwkv.generation.decoder import Decoder, FallbackDecoder, ProgramDecoder
 from rwkv.model import quantized
-from rwkv.model.decoding.bfloat16_copies import has_copies
 from rwkv.model.decoding.program import Runner, program_of
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
@@ -147,10 +146,10 @@ def _same_with_copies(generation: str) -> None:
     assert program is not None
     several, runner = tokens(model, B=5, T=4), Runner(model, program)
     by_copies = ProgramDecoder(model, model.empty_state(5), program, runner)
-    assert not has_copies(model)
+    assert not model.bfloat16_copies
     for t in range(4):
         assert torch.equal(by_copies.step(several[:, t]), whole.step(several[:, t]))
-    assert has_copies(model)
+    assert model.bfloat16_copies
 
 
 @NATIVE

@@ -1,7 +1,8 @@
 // One token for each row of logits: kernels/draw/__init__.py. The arguments are numbers of a Taichi kernel, which hands over their
 // addresses; arrays are addresses as numbers.
 //
-// A token's weight is e^((logit - largest) scale), so that the likeliest has 1.
+// A token's weight is e^((logit - largest) scale), so that the likeliest has 1. Tokens are in the order of their logits: weights of
+// different logits may be equal.
 
 #include "../../backends/csrc/vectors.h"
 
@@ -19,11 +20,11 @@ struct options {
     int filters_first;                   // before the temperature
 };
 
-struct token { float weight; int32_t id; };
+struct token { float logit, weight; int32_t id; };
 
 struct block { double sum; float largest; };
 
-_Static_assert(sizeof(struct token) == 8 && sizeof(struct block) == 16, "OF_TOKEN and OF_BLOCK of taichi_v0.py");
+_Static_assert(sizeof(struct token) == 12 && sizeof(struct block) == 16, "OF_TOKEN and OF_BLOCK of taichi_v0.py");
 
 // the weights of 8 tokens; 0 below e^-80
 INLINE v8 weights_of(v8 logits, float largest, float scale) {
@@ -98,24 +99,26 @@ INLINE long pick_of_all(const float *logits, long V, float largest, float scale,
     return last;
 }
 
-// The tokens with at least that weight, in the order of the vocabulary; returns how many.
-INLINE long keep_likely(const float *logits, long V, float largest, float scale, float least, struct token *kept) {
+// The tokens with at least that logit and that weight, in the order of the vocabulary; returns how many.
+INLINE long keep_likely(const float *logits, long V, float largest, float scale, float least_logit, float least_weight,
+                        struct token *kept) {
     long n = 0;
     for (long i = 0; i < V; i += 8) {
-        v8 found = weights_of(some(logits + i, V - i), largest, scale);
-        int mask = _mm256_movemask_ps(_mm256_cmp_ps(found, all(least), _CMP_GE_OQ));
+        v8 x = some(logits + i, V - i), found = weights_of(x, largest, scale);
+        int mask = _mm256_movemask_ps(_mm256_cmp_ps(x, all(least_logit), _CMP_GE_OQ))
+                   & _mm256_movemask_ps(_mm256_cmp_ps(found, all(least_weight), _CMP_GE_OQ));
         float weights[8];
         if (mask) put(weights, found);
         for (; mask; mask &= mask - 1) {
             int l = __builtin_ctz((unsigned)mask);
-            kept[n++] = (struct token){weights[l], (int32_t)(i + l)};
+            kept[n++] = (struct token){logits[i + l], weights[l], (int32_t)(i + l)};
         }
     }
     return n;
 }
 
 INLINE int comes_first(struct token a, struct token b) {
-    return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
 INLINE void sink(struct token *heap, long n, long i) {
@@ -154,28 +157,24 @@ INLINE long keep_nucleus(struct token *tokens, long n, const struct options *o, 
     return kept ? kept : 1;
 }
 
-// A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary; -inf for fewer parts.
+// A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary; for fewer parts the smallest
+// number, for a token at -inf is never drawn.
 INLINE float logit_of_likeliest(const float *logits, long V, long k, struct token *parts) {
     long n = V / PART, taken = 0;
-    if (n < k) return -__builtin_inff();
+    if (n < k) return -__FLT_MAX__;
     for (long part = 0; part < n; part++) {
         v8 largest = at(logits + part * PART);
         for (long i = 8; i < PART; i += 8) largest = most(largest, at(logits + part * PART + i));
-        parts[part] = (struct token){largest8(largest), (int32_t)part};
+        parts[part] = (struct token){largest8(largest), 0, (int32_t)part};
     }
     make_heap(parts, n);
     while (taken < k - 1) take_likeliest(parts, n - taken++);
-    return parts[0].weight;
+    return parts[0].logit > -__FLT_MAX__ ? parts[0].logit : -__FLT_MAX__;
 }
 
-// the least weight of a token that the filters may keep: tokens with less add up to less than what top_p drops
-INLINE float least_weight(const float *logits, const struct options *o, float largest, float scale, double total,
-                          struct token *tokens) {
+// the least weight of a token that the filters may keep without top_k: tokens with less add up to less than what top_p drops
+INLINE float least_weight(const struct options *o, double total) {
     const float any = 1e-36f;            // above 0 also where a CPU takes subnormal numbers for 0, below e^-80
-    if (o->top_k) {
-        float least = weight_of(logit_of_likeliest(logits, o->V, o->top_k, tokens), largest, scale);
-        return least > any ? least : any;
-    }
     float share = o->top_p < 1 ? 0.99f * (1 - o->top_p) * (float)total / (float)o->V : any;
     return o->min_p > share ? o->min_p : share;
 }
@@ -183,8 +182,9 @@ INLINE float least_weight(const float *logits, const struct options *o, float la
 // the same among the tokens that the filters keep: the likeliest first where they were sorted
 INLINE long pick_of_some(const float *logits, const struct options *o, double uniform, float largest, float scale, double total,
                          struct token *tokens) {
-    float least = least_weight(logits, o, largest, scale, total, tokens);
-    long n = keep_likely(logits, o->V, largest, scale, least, tokens), last = 0;
+    float least_logit = o->top_k ? logit_of_likeliest(logits, o->V, o->top_k, tokens) : -__FLT_MAX__;
+    float weight = o->top_k ? 0 : least_weight(o, total);
+    long n = keep_likely(logits, o->V, largest, scale, least_logit, weight, tokens), last = 0;
     if (o->top_k || o->top_p < 1) {
         long kept = keep_nucleus(tokens, n, o, total);
         for (long i = 0; i < n / 2; i++) {               // the likeliest first
@@ -217,11 +217,12 @@ INLINE long draw_row(const float *logits, const struct options *o, double unifor
     return pick_of_all(logits, o->V, largest, scale, blocks, uniform * total);
 }
 
-// Adds the biases, each to the logit of its token, and keeps the logits before.
+// Adds the biases, each to the logit of its token, and keeps the logits before. One of -inf is for any logit, NaN too.
 INLINE void add_biases(float *logits, const int32_t *ids, const float *biases, long n, float *before) {
     for (long i = 0; i < n; i++) {
         before[i] = logits[ids[i]];
-        logits[ids[i]] += biases[i];
+        if (biases[i] > -__builtin_inff()) logits[ids[i]] += biases[i];
+        else logits[ids[i]] = biases[i];                 // banned
     }
 }
 

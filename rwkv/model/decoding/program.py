@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
-from rwkv.model.decoding.bfloat16_copies import exact_copies, has_copies
 from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for, drawing
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
@@ -76,8 +75,8 @@ def most_rows(model: Any) -> int | None:
 class Runner:
     """Runs the program of a model on the registers of any number of rows.
 
-    In float32 its matrices are copied to bfloat16 at the first run where that loses nothing (bfloat16_copies.py): a step reads
-    half as much then.
+    In float32 its matrices are copied to bfloat16 at the first run where that loses nothing (derived.py): a step reads half as
+    much then.
     """
 
     def __init__(self, model: Any, program: ModelProgram) -> None:
@@ -108,10 +107,14 @@ class Runner:
 
 
 def matrix_copies(model: Any, program: ModelProgram) -> list[Tensor] | None:
-    """The program's matrices in bfloat16, which its steps then read; None where they read the matrices themselves."""
-    if program.form != "float32" or most_rows(model) is not None:
+    """The program's matrices in bfloat16, which its steps then read; None where they read the matrices themselves, as in a model
+    that is trained."""
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if program.form != "float32" or most_rows(model) is not None or trained:
+        model.bfloat16_copies.drop()
         return None
-    return exact_copies(model, [packed.weight for packed in program.program.weights])
+    copies: list[Tensor] | None = model.bfloat16_copies.of([packed.weight for packed in program.program.weights])
+    return copies
 
 
 def decoding_line(model: Any) -> str | None:
@@ -121,7 +124,7 @@ def decoding_line(model: Any) -> str | None:
     line, most = f"decoding: {decoding_name(form_of(model.head))}, one launch a token", most_rows(model)
     if most is not None:
         line += f", up to {most} rows; of more, products by torch and all else by {MANY}"
-    if has_copies(model):
+    if model.bfloat16_copies:
         line += ", reading its matrices as bfloat16, which is exact here"
     return line + ("; tokens drawn in C" if drawing() else "")
 
