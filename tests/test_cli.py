@@ -198,9 +198,9 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
 
 
 @pytest.mark.parametrize(("argument", "said"), [
-    ("kernel=nonsense", "'nonsense'; there are: auto, conv1d, "),
-    ("kernel.name=nonsense", "'nonsense'; there are: auto, conv1d, "),
-    ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, conv1d, "),
+    ("kernel=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
+    ("kernel.name=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
+    ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
     ("kernel=fft", "fft"),
     ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
     ("model=null", "'null'; there are: 169m"),

@@ -51,7 +51,7 @@ def build(target: Target, output: Path, zig: str = sys.executable) -> None:
             subprocess.run([*compiler, *FLAGS, *flags, "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
         name = f"-Wl,-install_name,@rpath/{target.path.name}" if target.system == "macos" else "-Wl,--as-needed"
         library = Path(folder) / target.path.name        # its name stands in it
-        subprocess.run([*compiler, "-shared", "-s", name, *objects, "-o", library.name], check=True, cwd=folder)
+        subprocess.run([*compiler, "-shared", "-s", name, *objects, "-o", str(library)], check=True, cwd=ROOT)
         output.write_bytes(library.read_bytes())
 
 
@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     unknown = set(options.targets) - set(names)
     if unknown:
         parser.error(f"unknown target {unknown.pop()!r}; there are: {', '.join(names)}")
+    options.zig = str(Path(options.zig).absolute())
     if _version_of(options.zig) != ZIG:
         parser.error(f"{options.zig} has no ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
     for name in options.targets or names:

@@ -120,7 +120,8 @@ def test_every_rule_ends_with_a_kernel_that_runs_everywhere_and_needs_no_compile
 def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, torch.dtype]) -> None:
     """At every measured shape the first of the order, both passes together, is the fastest or within NOISE of it.
 
-    Reports without it, of before it was written, do not count. Compared with kernels that need no C++ compiler: auto is for machines without one.
+    Reports without it, of before it was written, do not count. Compared with kernels that need no C++ compiler:
+    auto is for machines without one.
     """
     operator, device, dtype = key
     reports = [report for report in read(committed())
