@@ -30,7 +30,7 @@ CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=False)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
 CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=False)
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
-MATVEC = Rule(("taichi_v1", "taichi_v0", "torch_linear"), measured=False)
+MATVEC = Rule(("c_v0", "torch_linear"), measured=False)
 RULES = {
     ("wkv4", "cpu", torch.float32): CPU,
     ("wkv4", "cpu", torch.bfloat16): CPU,
@@ -45,10 +45,10 @@ RULES = {
     **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", torch.float32): MATVEC,            # by the form of the weights
     ("matvec", "cpu", torch.bfloat16): MATVEC,
-    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "taichi_v1", "taichi_v0", "reference"), measured=False),
-    ("matvec", "cpu", torch.int16): Rule(("taichi_v1", "taichi_v0", "reference"), measured=False),
-    ("draw", "cpu", torch.float32): Rule(("taichi_v0",), measured=True),
-    **{("decoding", "cpu", dtype): Rule(("taichi_v2", "taichi_v0"), measured=True)
+    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "c_v0", "reference"), measured=False),
+    ("matvec", "cpu", torch.int16): Rule(("c_v0", "reference"), measured=False),
+    ("draw", "cpu", torch.float32): Rule(("c_v0",), measured=True),
+    **{("decoding", "cpu", dtype): Rule(("c_v0",), measured=True)
        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int16)},
 }
 

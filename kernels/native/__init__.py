@@ -8,6 +8,7 @@ of vector instructions; `level` is the best that this CPU has. `python -m kernel
 
 import ctypes
 import platform
+import struct
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
-LEVELS = {"x86_64": ("avx2", "avx512"), "aarch64": ("neon",)}        # the best last, as levels.c numbers them from 1
+LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}      # the best last, from 1 on in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
@@ -47,19 +48,20 @@ def why_not() -> str | None:
 
 
 @cache
-def level() -> str | None:
-    """The best of LEVELS whose instructions this CPU has; None where there is none, or no library."""
+def levels() -> tuple[str, ...]:
+    """Those of LEVELS whose instructions this CPU has, the best last; none where there is no library."""
     library = _library()
-    if isinstance(library, str):
-        return None
-    known = LEVELS[_here().machine]
-    found = min(library.timemix_level(), len(known))
-    return known[found - 1] if found else None
+    return () if isinstance(library, str) else LEVELS[_here().machine][:library.timemix_level()]
 
 
-def run(name: str, threads: int, *arguments: int | Tensor | None) -> None:
-    """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them; a
-    tensor is the address of its first number, None the null address."""
+def level() -> str | None:
+    """The best of them."""
+    return levels()[-1] if levels() else None
+
+
+def run(name: str, threads: int, *arguments: int | float | Tensor | None) -> None:
+    """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them, a
+    float as a double; a tensor is the address of its first number, None the null address."""
     of_level = level()
     assert of_level is not None, why_not()
     call = (ctypes.c_int64 * len(arguments))(*map(_number, arguments))
@@ -71,9 +73,11 @@ def threads_for(tasks: int) -> int:
     return min(tasks, torch.get_num_threads())
 
 
-def _number(argument: int | Tensor | None) -> int:
+def _number(argument: int | float | Tensor | None) -> int:
     if isinstance(argument, Tensor):
         return argument.data_ptr()
+    if isinstance(argument, float):
+        return int.from_bytes(struct.pack("<d", argument), "little", signed=True)
     return argument or 0
 
 

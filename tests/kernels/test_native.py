@@ -103,12 +103,7 @@ def rounded_as_by_torch() -> bool:
     return torch.allclose(y[0, 0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
 
-def levels_here() -> tuple[str, ...]:
-    known = native.LEVELS.get(HERE.machine, ())
-    return known[:known.index(native.level()) + 1] if AVAILABLE else ()
-
-
-@pytest.mark.parametrize("level", levels_here())
+@pytest.mark.parametrize("level", native.levels())
 def test_every_level_computes_the_operators(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
     for dtype in (torch.float32, torch.bfloat16):
@@ -187,7 +182,7 @@ def test_a_forked_child_has_threads_of_its_own(threads: Callable[[int], None]) -
 
 @pytest.fixture
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    caches = (native._library, native.level, why_not)
+    caches = (native._library, native.levels, why_not)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch

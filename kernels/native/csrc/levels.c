@@ -33,7 +33,15 @@ EXPORTED int timemix_level(void) {
 
 #else
 
-// 1: NEON, which every 64-bit ARM has; 2: dot products of int8, too
-EXPORTED int timemix_level(void) { return 1; }
+// 1: NEON, which every 64-bit ARM has; 2: dot products of int8, too, as on every Mac. Source: Linux, Documentation/arch/arm64.
+#ifdef __linux__
+#include <sys/auxv.h>
+
+enum { HAS_DOT_PRODUCTS = 1 << 20 };     // HWCAP_ASIMDDP
+
+EXPORTED int timemix_level(void) { return getauxval(AT_HWCAP) & HAS_DOT_PRODUCTS ? 2 : 1; }
+#else
+EXPORTED int timemix_level(void) { return 2; }
+#endif
 
 #endif

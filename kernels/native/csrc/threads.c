@@ -11,7 +11,9 @@
 
 #ifdef _WIN32
 #define getpid() 0                       // no fork
-#define sched_yield() ((void)0)
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#define sched_yield() SwitchToThread()
 #else
 #include <sched.h>
 #include <signal.h>
@@ -42,6 +44,11 @@ static void pause_briefly(void) {
 #else
     __asm__ volatile("isb" ::: "memory");
 #endif
+}
+
+void wait_a_little(int64_t look) {
+    if (look < LOOKS) pause_briefly();
+    else sched_yield();
 }
 
 static uint64_t next_job(uint64_t seen) {
@@ -112,9 +119,6 @@ void share(work_function *work, const void *call, int64_t n) {
     pthread_mutex_unlock(&pool.lock);
     work(&tasks, 0);
     __atomic_fetch_or(&pool.inside, CLOSED, __ATOMIC_ACQ_REL);
-    for (int look = 0; __atomic_load_n(&pool.inside, __ATOMIC_ACQUIRE) != CLOSED; look++) {
-        if (look < LOOKS) pause_briefly();
-        else sched_yield();
-    }
+    for (int64_t look = 0; __atomic_load_n(&pool.inside, __ATOMIC_ACQUIRE) != CLOSED; look++) wait_a_little(look);
     __atomic_store_n(&pool.busy, 0, __ATOMIC_RELEASE);
 }

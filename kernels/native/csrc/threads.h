@@ -14,6 +14,9 @@ static inline int64_t next_task(struct tasks *tasks) { return __atomic_fetch_add
 // What a thread does: take tasks until there are none. 0 <= thread < n.
 typedef void work_function(struct tasks *tasks, int64_t thread);
 
+// For who waits for another thread, in a loop: `look` counts from 0. After some microseconds it gives the core to others.
+void wait_a_little(int64_t look);
+
 // Lets up to n threads, the caller's included, work, and returns when all tasks are done. A thread that comes too late does not
 // take part, and nobody waits for it: `work` must not count on more than one thread.
 void share(work_function *work, const void *call, int64_t n);

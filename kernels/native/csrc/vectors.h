@@ -9,8 +9,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#ifdef __x86_64__
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
 #endif
 
 #ifndef LANES
@@ -23,6 +25,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("clang loop unroll(full)")
+#define SEVERAL _Pragma("clang loop unroll_count(4)")
 #define VECTOR(lanes) __attribute__((ext_vector_type(lanes)))
 
 // A function that Python calls: ENTRY(name)(arguments) { ... }
@@ -58,6 +61,23 @@ INLINE four four_at(const float *p) {
 
 INLINE void put_four(float *p, four x) { memcpy(p, &x, sizeof x); }
 
+// The transpose of a matrix, in tiles of 4 x 4. A row of `from` begins from_row numbers after the one before.
+INLINE void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i += 4)
+        for (int64_t j = 0; j < columns; j += 4) {
+            const float *tile = from + i * from_row + j;
+            four a = four_at(tile), b = four_at(tile + from_row);
+            four c = four_at(tile + 2 * from_row), d = four_at(tile + 3 * from_row);
+            four ab_01 = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_23 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+            four cd_01 = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_23 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+            float *turned = to + j * to_row + i;
+            put_four(turned, __builtin_shufflevector(ab_01, cd_01, 0, 1, 4, 5));
+            put_four(turned + to_row, __builtin_shufflevector(ab_01, cd_01, 2, 3, 6, 7));
+            put_four(turned + 2 * to_row, __builtin_shufflevector(ab_23, cd_23, 0, 1, 4, 5));
+            put_four(turned + 3 * to_row, __builtin_shufflevector(ab_23, cd_23, 2, 3, 6, 7));
+        }
+}
+
 INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 INLINE floats less(floats a, floats b, floats c) { return __builtin_elementwise_fma(-a, b, c); }            // c - a b
 INLINE floats nearest(floats x) { return __builtin_elementwise_roundeven(x); }
@@ -69,9 +89,26 @@ INLINE floats of_bits(ints x) { return __builtin_bit_cast(floats, x); }
 INLINE floats larger(floats a, floats b) { return a > b ? a : b; }
 INLINE floats smaller(floats a, floats b) { return a < b ? a : b; }
 
+INLINE int any(ints lanes) { return __builtin_reduce_or(lanes) != 0; }
+
+// the sum of 4, 8 or 16 lanes: the upper half is added to the lower one until there is one
+INLINE float sum_of_4(four x) {
+    x += __builtin_shufflevector(x, x, 2, 3, 2, 3);
+    return x[0] + x[1];
+}
+
+INLINE float sum_of(floats x) {
+#if LANES == 16
+    float VECTOR(8) eight = x.lo + x.hi;
+#else
+    float VECTOR(8) eight = x;
+#endif
+    return sum_of_4(eight.lo + eight.hi);
+}
+
 // x 2^n for whole n; 0 for n < -126, and n above 127 counts as 127; where n is NaN, 0 or NaN.
 INLINE floats times_power(floats x, floats n) {
-#ifdef __AVX512F__
+#if defined __AVX512F__ && LANES == 16
     return _mm512_scalef_ps(x, n);       // which knows larger and smaller n, too
 #else
     ints power = __builtin_convertvector(smaller(larger(n, same(-127.0f)), same(127.0f)), ints);
@@ -144,4 +181,17 @@ INLINE floats exp_of(floats x) {
     m = fused(m, f, same(0.6931471805599453f));
     m = fused(m, f, same(1.0f));
     return times_power(m, power);
+}
+
+// The same for any x <= 0: as e^-80 below -80.
+INLINE floats exp_of_any(floats x) { return exp_of(larger(same(-80.0f), x)); }
+
+INLINE floats sigmoid(floats x) {
+    floats e = exp_of_any(-__builtin_elementwise_abs(x));
+    return (x < 0.0f ? e : same(1.0f)) / (1.0f + e);
+}
+
+INLINE floats tanh_of(floats x) {
+    floats e = exp_of_any(-2.0f * __builtin_elementwise_abs(x));
+    return __builtin_elementwise_copysign((1.0f - e) / (1.0f + e), x);
 }

@@ -144,23 +144,6 @@ INLINE void decay(const float *from, float *to, int64_t N, floats w) {
     for (int64_t n = 0; n < N; n++) put(to + n * LANES, at(from + n * LANES) * w);
 }
 
-// The transpose of a matrix, in tiles of 4 x 4. A row of `from` begins from_row numbers after the one before.
-INLINE void turn(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
-    for (int64_t i = 0; i < rows; i += 4)
-        for (int64_t j = 0; j < columns; j += 4) {
-            const float *tile = from + i * from_row + j;
-            four a = four_at(tile), b = four_at(tile + from_row);
-            four c = four_at(tile + 2 * from_row), d = four_at(tile + 3 * from_row);
-            four ab_01 = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_23 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-            four cd_01 = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_23 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
-            float *turned = to + j * to_row + i;
-            put_four(turned, __builtin_shufflevector(ab_01, cd_01, 0, 1, 4, 5));
-            put_four(turned + to_row, __builtin_shufflevector(ab_01, cd_01, 2, 3, 6, 7));
-            put_four(turned + 2 * to_row, __builtin_shufflevector(ab_23, cd_23, 0, 1, 4, 5));
-            put_four(turned + 3 * to_row, __builtin_shufflevector(ab_23, cd_23, 2, 3, 6, 7));
-        }
-}
-
 // H heads apart, the CPU does not guess what a chunk later is read or written.
 INLINE void fetch_columns(enum form form, const struct call *call, int64_t i) {
     fetch(FLOAT32, call->log_w, i);
