@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from kernels.backends.threads import one_thread_in_forks
 from kernels.backends.torch_private import dispatch_mode_active, profiler_active, transforms_active
 from kernels.registry import Requires, check, check_dtype, load
 
@@ -64,6 +65,7 @@ class Operator:
         cls._sized_saved = shapes.index(cls.outputs[0][1]) if cls.saved else 0
 
     def __init__(self, name: str, **options: str | int) -> None:
+        one_thread_in_forks()
         self.name = name
         self._options = options
         self._implementation = load(self.folder, name)

@@ -71,7 +71,8 @@ def _no_variables() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):  # it uses what newer Pythons deprecate
+# Taichi uses what newer Pythons deprecate
+with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):
     import taichi as ti
 
 

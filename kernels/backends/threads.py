@@ -7,6 +7,7 @@ thread needs, and a training step takes many times as long. Source: libgomp's ma
 
 import os
 import sys
+from functools import cache
 
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPINS = "20000"                          # about half a millisecond; torch's own 300,000 are several
@@ -16,6 +17,23 @@ def wait_briefly() -> None:
     """Sets GOMP_SPINCOUNT unless the user has set how threads wait. Call it before torch is imported: libgomp reads it then."""
     if sys.platform == "linux" and "torch" not in sys.modules and not settings():
         os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+@cache
+def one_thread_in_forks() -> None:
+    """From now on a forked child of this process, and a child's child, computes with one thread of torch's.
+
+    A fork copies no threads, and GNU OpenMP in the child waits for ever for those that its parent had. With one thread it needs
+    none. The results are the same.
+    """
+    if sys.platform == "linux":
+        os.register_at_fork(after_in_child=_use_one_thread)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def settings() -> list[str]:

@@ -2,10 +2,10 @@
 
     weight_i = exp(logit_i / temperature)         the token is the first at which the cumulative weight exceeds uniform * sum
 
-top_k keeps the k likeliest tokens (0, V or more: all); top_p the fewest likeliest ones whose share of the weight is at least top_p;
-min_p those with at least that share of the largest weight. filters_first: the filters see the weights at temperature 1, and
-top_p the share of all tokens, not of those that top_k leaves. Where top_k and top_p keep all, the order of the tokens is the
-vocabulary's, else those with the largest logits come first, and of equal ones the first in the vocabulary. A token whose
+top_k keeps the k likeliest tokens (0, V or more: all); top_p the fewest likeliest ones whose share of the weight is at least
+top_p; min_p those with at least that share of the largest weight. filters_first: the filters see the weights at temperature 1,
+and top_p the share of all tokens, not of those that top_k leaves. Where top_k and top_p keep all, the order of the tokens is
+the vocabulary's, else those with the largest logits come first, and of equal ones the first in the vocabulary. A token whose
 weight is below e^-80 of the largest has none.
 
 A file beside this one has REQUIRES and draw(logits (B,V) float32, uniform (B,) float64, filters, bias) -> (B,) int64: -1 for a

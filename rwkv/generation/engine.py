@@ -200,7 +200,7 @@ class Engine:
         self._draw_by = drawing() if isinstance(self._decoder, ProgramDecoder) else None
 
     def _read_new_weights(self) -> None:
-        """Goes on with the model's weights as they are now; prompts are read anew. What others have read is not for the cache."""
+        """Goes on with the model's weights as they are now; prompts are read anew. What old ones have read is not cached."""
         self._decode_from(self._decoder.state())
         for row in self._rows:
             row.cache = None

@@ -66,8 +66,8 @@ class PrefixCache:
     Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
     longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
     follows from that of its beginning; two prefixes that came up share a hash with a probability of about their length / 2^127.
-    A cache is for one model only, and empty where its weights have changed; threads may share it. Raises UserError for a max_bytes
-    below 0.
+    A cache is for one model only, and is emptied where its weights have changed; threads may share it. Raises UserError for a
+    max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kernels.backends.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
 from rwkv.model.derived import Bfloat16Copies
 from rwkv.model.hooks import untouched
@@ -96,6 +97,7 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
         super().__init__()
+        one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised
         self.bfloat16_copies = Bfloat16Copies()          # of its matrices, for decoding

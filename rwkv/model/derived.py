@@ -1,11 +1,11 @@
 """What is computed from a model's weights and kept, and how to know that it still holds.
 
-A weight has changed where another tensor or module is in its place (as after load_state_dict(assign=True), or when adapters were
-added), where its numbers lie elsewhere in memory (`weight.data = ...`, model.to), and where torch has counted a change in place:
-it does so for all of its operations, under no_grad and inference_mode too. Not counted are writes through `weight.data`,
-through NumPy or other programs, those of torch's fused optimisers, and all that happens to tensors made under inference_mode.
-Evenly spaced elements are compared for these: a change of a whole matrix is seen, and one of a few of its numbers is not. Write
-`with torch.no_grad(): weight[rows] = ...` in place of `weight.data[rows] = ...`.
+A weight has changed where another tensor or module is in its place (load_state_dict(assign=True), adapters), where its numbers
+lie elsewhere in memory (`weight.data = ...`, model.to), and where torch has counted a change in place. It counts its own,
+under no_grad and inference_mode too, but not writes through `weight.data`, NumPy or other programs, not those of its fused
+optimisers, and none in tensors made under inference_mode. Evenly spaced elements are compared for these: a change of a whole
+matrix is seen, and one of a few of its numbers is not. Write `with torch.no_grad(): weight[rows] = ...` in place of
+`weight.data[rows] = ...`.
 """
 
 from collections import defaultdict

@@ -1,60 +1,179 @@
-"""Matrices of a model in float32 as bfloat16: only where that is exact, and those that the model has now."""
+"""What is computed from weights and kept is that of the weights that the model has now, however they were changed."""
+
+import copy
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
-from models import small_model
+from models import each_generation, small_model
 from torch import Tensor, nn
 
-from rwkv.model.decoding import bfloat16_copies
-from rwkv.model.decoding.bfloat16_copies import exact_copies, has_copies
+from rwkv.generation.chat import Chat
+from rwkv.generation.decoder import decoder_of
+from rwkv.generation.engine import Engine, generate
+from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.model import derived
+from rwkv.model.decoding import program
+from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+BYTES = ByteTokenizer()
+Change = Callable[[RWKV, str, Tensor], None]
 
 
-def frozen() -> RWKV:
-    return small_model("reference").bfloat16().float().requires_grad_(False)
+def frozen(dtype: str = "float32", generation: str = "rwkv4") -> RWKV:
+    """Its matrices in float32 have exact copies in bfloat16."""
+    model = small_model("reference", vocab_size=256, generation=generation, n_embd=64, n_ffn=96, n_layer=2)
+    model = model.bfloat16().float().requires_grad_(False).eval()
+    if dtype in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[dtype](model)
+    return model.to(getattr(torch, dtype))
+
+
+def in_place(model: RWKV, name: str, weight: Tensor) -> None:
+    weight[:1] = 1 - weight[:1]
+
+
+def under_inference_mode(model: RWKV, name: str, weight: Tensor) -> None:
+    with torch.inference_mode():
+        weight.copy_(1 - weight)
+
+
+def new_data(model: RWKV, name: str, weight: Tensor) -> None:
+    weight.data = 1 - weight.data
+
+
+def through_data(model: RWKV, name: str, weight: Tensor) -> None:
+    weight.data.copy_(1 - weight)
+
+
+def replaced(model: RWKV, name: str, weight: Tensor) -> None:
+    module, _, last = name.rpartition(".")
+    setattr(model.get_submodule(module), last, nn.Parameter(1 - weight, requires_grad=False))
+
+
+def loaded(model: RWKV, name: str, weight: Tensor) -> None:
+    model.load_state_dict({name: 1 - weight}, strict=False)
+
+
+def assigned(model: RWKV, name: str, weight: Tensor) -> None:
+    model.load_state_dict({name: 1 - weight}, strict=False, assign=True)
+
+
+def fused_step(model: RWKV, name: str, weight: Tensor) -> None:
+    model.requires_grad_(True)
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.5, fused=True).step()
+    model.requires_grad_(False)
+
+
+CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loaded, assigned, fused_step]
+
+
+@pytest.fixture(params=["by a program", pytest.param("by PyTorch", marks=pytest.mark.thorough)])
+def _decoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "by a program":
+        monkeypatch.setattr(program, "LEAST_NUMBERS", 0)
+
+
+@pytest.mark.compiles
+@pytest.mark.usefixtures("_decoding")
+@each_generation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@torch.no_grad()
+def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, generation: str) -> None:
+    """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
+    allowed = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}[dtype]
+    model = frozen(dtype, generation)
+    engine = Engine(model, BYTES, ["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
+    for i, name in enumerate(list(dict(model.named_parameters()))):
+        engine.step()
+        state, before = engine.context().state, model.get_parameter(name).detach().clone()
+        CHANGES[i % len(CHANGES)](model, name, model.get_parameter(name))
+        engine.step()
+        token = torch.tensor([[engine.samples[0].tokens[-1]]])
+        expected = model.prefill(token, state)[0].float()
+        for logits in (engine.context().logits, decoder_of(model, state).step(token[0])):
+            assert (logits.float() - expected).abs().max() < allowed * max(1.0, float(expected.abs().max())), name
+        replaced(model, name, 1 - before)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("change", CHANGES)
+@each_generation
+@torch.no_grad()
+def test_a_few_rows_of_the_head_are_decoded_as_they_are(change: Change, generation: str,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "LEAST_NUMBERS", 0)
+    model = frozen(generation=generation)
+    _, state = model.prefill(torch.tensor([[1, 2]]))
+    decoder_of(model, state).step(torch.tensor([3]))
+    change(model, "head.weight", model.head.weight)
+    logits = decoder_of(model, state).step(torch.tensor([3]))
+    torch.testing.assert_close(logits, model.prefill(torch.tensor([[3]]), state)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
+    model, cache = frozen(), PrefixCache()
+    chat = Chat(model, BYTES, chat_template("world"), Sampling(), 3)
+    options = {"prompt": "a prompt", "max_new_tokens": 8, "temperature": 0}
+    list(generate(model, BYTES, cache=cache, **options))
+    list(chat.say("hello"))
+    model.blocks[0].att.output.weight.mul_(-3)
+    assert list(generate(model, BYTES, cache=cache, **options)) == list(generate(model, BYTES, **options))
+    before = [*chat.messages]
+    again = Chat(model, BYTES, chat.template, Sampling(), 3, seed=chat.seed)
+    again.load(before)
+    assert list(chat.say("and?")) == list(again.say("and?"))
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
 
 
-def copies(model: nn.Module) -> list[Tensor]:
-    found = exact_copies(model, matrices(model))
+def copies(model: RWKV) -> list[Tensor]:
+    found = model.bfloat16_copies.of(matrices(model))
     assert found is not None
     return found
 
 
 def test_copies_are_exact_and_made_once() -> None:
     model = frozen()
-    for weight, copy, again in zip(matrices(model), copies(model), copies(model), strict=True):
-        assert copy.dtype == torch.bfloat16
-        assert torch.equal(copy.float(), weight)
-        assert copy is again
+    for weight, found, again in zip(matrices(model), copies(model), copies(model), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found.float(), weight)
+        assert found is again
 
 
-@pytest.mark.parametrize("through_data", [False, True])
-def test_changed_matrices_are_copied_anew(through_data: bool) -> None:
+def test_a_copy_of_a_model_has_no_copies_of_its_matrices() -> None:
     model = frozen()
     copies(model)
-    weight = model.head.weight
-    (weight.data if through_data else weight).mul_(2)
-    assert all(torch.equal(copy.float(), weight) for weight, copy in zip(matrices(model), copies(model), strict=True))
+    assert not copy.deepcopy(model).bfloat16_copies
+    assert not pickle.loads(pickle.dumps(model.bfloat16_copies))
 
 
 def test_there_are_none_where_a_number_would_change() -> None:
     model = frozen()
     copies(model)
     model.head.weight[:] = 1 + 2**-20
-    assert exact_copies(model, matrices(model)) is None
-    assert not has_copies(model), "what is of no use takes no memory"
+    assert model.bfloat16_copies.of(matrices(model)) is None
+    assert not model.bfloat16_copies, "what is of no use takes no memory"
 
 
-def test_there_are_none_of_a_model_that_is_trained() -> None:
-    model = frozen().requires_grad_(True)
-    assert exact_copies(model, matrices(model)) is None
+def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
+    model = frozen()
+    with torch.inference_mode():
+        model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)
+    assert model.bfloat16_copies.of(matrices(model)) is None
 
 
 def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = frozen()
-    monkeypatch.setattr(bfloat16_copies, "available_memory", lambda: 1000)
-    assert exact_copies(model, matrices(model)) is None
+    monkeypatch.setattr(derived, "available_memory", lambda: 1000)
+    assert model.bfloat16_copies.of(matrices(model)) is None

@@ -84,8 +84,8 @@ class Runner:
 
 
 def matrix_copies(model: Any, program: ModelProgram) -> list[Tensor] | None:
-    """The program's matrices in bfloat16, which its steps then read; None where they read the matrices themselves, as in a model
-    that is trained."""
+    """The program's matrices in bfloat16, which its steps then read; None where they read the matrices themselves, as those of
+    a model that is trained."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if program.form != "float32" or trained:
         model.bfloat16_copies.drop()

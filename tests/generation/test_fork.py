@@ -1,0 +1,64 @@
+"""A process that is forked after its parent has generated texts has none of the parent's threads, and waits for none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.programs, pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")]
+
+CODE = """
+import os, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+import torch
+from models import small_model
+from kernels.registry import KernelUnavailable
+from rwkv.generation.engine import generate
+from rwkv.model.decoding import program
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+torch.set_num_threads(2)
+program.LEAST_NUMBERS = 0                # decoding by a program, if the kernel is one of Taichi's
+model = small_model({kernel!r}, vocab_size=256, generation="rwkv7", n_embd=128).requires_grad_(False)
+
+def text():
+    return "".join(generate(model, ByteTokenizer(), "a prompt " * 20, max_new_tokens=9))
+
+def in_child(do):
+    process = os.fork()
+    if process == 0:
+        try:
+            do()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+def same():
+    assert text() == expected
+
+def refused():
+    try:
+        text()
+    except KernelUnavailable:
+        return
+    raise AssertionError
+
+expected = text() if {before} else None
+in_child({does})
+in_child(lambda: in_child({does}))
+"""
+
+
+@pytest.mark.parametrize(("kernel", "before", "does"), [
+    pytest.param("torch_chunk", True, "same", id="the same text by the decoding of PyTorch"),
+    pytest.param("torch_chunk", False, "text", id="a text where only a model was made"),
+    pytest.param("taichi_v3", True, "refused", id="a sentence where the model's kernel needs Taichi's threads",
+                 marks=[pytest.mark.implementation("wkv7", "taichi_v3", device="cpu"), pytest.mark.compiles])])
+def test_a_forked_child_answers(kernel: str, before: bool, does: str) -> None:
+    code = CODE.format(root=str(ROOT), tests=str(ROOT / "tests"), kernel=kernel, before=before, does=does)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

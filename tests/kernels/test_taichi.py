@@ -1,0 +1,62 @@
+"""Taichi is started in one way, whatever its variables say and wherever its cache is to lie, and ends without a crash."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.registry import why_not
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.programs, pytest.mark.compiles,
+              pytest.mark.skipif(why_not("softmax", "taichi_v0") is not None, reason=str(why_not("softmax", "taichi_v0")))]
+
+CODE = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+{before}
+from kernels.select import select
+from kernels.registry import KernelUnavailable
+x = torch.randn(3, 5)
+try:
+    assert torch.allclose(select("softmax", "taichi_v0")(x), x.softmax(-1))
+except KernelUnavailable:
+    print("refused")
+"""
+
+
+def softmax(before: str = "", **variables: str) -> str:
+    """What a process prints that computes it with these variables."""
+    done = subprocess.run([sys.executable, "-c", CODE.format(root=str(ROOT), before=before)], capture_output=True, text=True,
+                          env={**os.environ, **variables}, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("variables", [
+    {"TI_DEFAULT_FP": "64"}, {"TI_DEFAULT_FP": "f64", "TI_DEFAULT_IP": "64", "TI_CPU_MAX_NUM_THREADS": "many"},
+    {"TI_ARCH": "none", "TI_LOG_LEVEL": "loud", "TI_ENABLE_TORCH": "0"}, {"TI_DEBUG": "1", "TI_OFFLINE_CACHE": "perhaps"},
+    {"TI_KERNEL_PROFILER": "1", "TI_FAST_MATH": "0", "TI_REAL_MATRIX_SCALARIZE": "1", "TI_UNKNOWN": "1"}], ids=str)
+def test_taichis_variables_change_nothing(variables: dict[str, str]) -> None:
+    assert softmax(**variables) == ""
+
+
+@pytest.mark.parametrize("folder", ["/proc/no", "/proc/self", "/dev/null"])
+def test_a_cache_folder_that_cannot_be_written_is_not_used(folder: str) -> None:
+    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=folder) == ""
+    assert softmax(HOME=folder, XDG_CACHE_HOME=folder) == ""
+
+
+def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
+    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "new")) == ""
+    assert list((tmp_path / "new").iterdir())
+    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "none"), TI_OFFLINE_CACHE="0") == ""
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_taichi_of_other_numbers_is_refused() -> None:
+    start = "import taichi as ti\nti.init(arch=ti.cpu, default_fp=ti.f64, log_level=ti.ERROR, offline_cache=False)"
+    assert softmax(start).splitlines()[-1] == "refused"
