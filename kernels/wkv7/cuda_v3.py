@@ -14,9 +14,11 @@ from kernels.registry import KernelUnavailable, Requires
 REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 64                           # steps between two states that forward keeps
+GROUP = 4                            # steps whose states backward_keys has in registers at once: 32 each, for N = 64
+BLOCKS = 512                         # of backward_keys, which store states, at most: 128 MiB, for N = 64
 ROWS, LANES = 4, 8                   # of a thread's tile, and threads that share these rows
 N_MAX = 512                          # a block has 2 N threads
-SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, LANES=LANES, BFLOAT16=0)
+SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, GROUP=GROUP, LANES=LANES, BFLOAT16=0)
 
 
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
@@ -40,8 +42,10 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     source, threads = _source(v), N // ROWS * LANES
     source.launch("backward_rows", B * H, threads, r, log_w, k, a, b, grad_y, aligned(grad_state), grad_v, gsa, Gs,
                   grad_state_before, T, H)
-    source.launch("backward_keys", B * H * -(-T // CHUNK), threads, r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs,
-                  grad_r, grad_log_w, grad_k, grad_a, grad_b, T, H)
+    count = B * H * -(-T // CHUNK)
+    starts = state.new_empty(min(count, BLOCKS), CHUNK // GROUP, N, N)
+    source.launch("backward_keys", len(starts), threads, r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts,
+                  grad_r, grad_log_w, grad_k, grad_a, grad_b, count, T, H)
     return tuple(grads)
 
 

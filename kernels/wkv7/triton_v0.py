@@ -1,8 +1,9 @@
 """The recurrence, 16 rows of a head's state to a program; the backward as in cuda_v3: rows, and the keys of all chunks at once.
 
     rows    G from the last step to the first: gv, gsa, and G after each chunk of 64 steps
-    keys    16 columns of S through a chunk: gr and ga; then of G, back: gk and gb; and gw from X_j = sum_i G_ij S_ij after a
-            step, X = gw w + b gb + k gk = gw' w' + a' ga' + r gr; ' is of the next step
+    keys    16 columns of S through a chunk: gr and ga; then of G, back: gk, gb, and gw_j = sum_i G_ij S'_ij. S', the state
+            before the step, is stored at every fourth step on the way through the chunk; on the way back those in between are
+            computed once more
 
 forward keeps sa, and the state before each chunk. All products and sums are in float32, none on tensor cores.
 """
@@ -18,8 +19,10 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16))
 
 CHUNK = 64                           # steps between two states that forward keeps
+GROUP = 4                            # steps between two states that keys store, as written in _keys
+PROGRAMS = 2048                      # of keys, at most: each has (CHUNK / GROUP) N SHARE numbers for its states
 SHARE = 16                           # rows or columns of a program, a power of 2
-WARPS = 2
+WARPS, KEYS_WARPS = 2, 4              # with 2, keys would need more than 255 registers
 
 
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
@@ -29,7 +32,9 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *sa_and_states: Tensor) -> tuple[Tensor, Tensor]:
     y, after = torch.empty_like(v), torch.empty_like(state)
-    _launch(_recurrence, v, 1, r, log_w, k, v, a, b, state, y, after, *(sa_and_states or (after, after)), bool(sa_and_states))
+    B, _, H, _ = v.shape
+    _launch(_recurrence, v, B * H, r, log_w, k, v, a, b, state, y, after, *(sa_and_states or (after, after)),
+            bool(sa_and_states))
     return y, after
 
 
@@ -37,18 +42,22 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
              sa: Tensor, states: Tensor, grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_state_before = grads
-    gsa, of_X, Gs = torch.empty_like(sa), torch.empty_like(sa), torch.empty_like(states)
-    _launch(_rows, v, 1, r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa, Gs, grad_state_before)
-    _launch(_keys, v, states.shape[2], r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, of_X,
-            grad_r, grad_log_w, grad_k, grad_a, grad_b)
+    gsa, Gs = torch.empty_like(sa), torch.empty_like(states)
+    (B, H, chunks, N, _), shares = states.shape, triton.cdiv(v.shape[-1], SHARE)
+    blocks = min(B * H * chunks, max(1, PROGRAMS // shares))
+    starts = state.new_empty(blocks, triton.cdiv(CHUNK, GROUP), N, N)
+    _launch(_rows, v, B * H, r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa, Gs, grad_state_before)
+    _launch(_keys, v, blocks, r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts,
+            grad_r, grad_log_w, grad_k, grad_a, grad_b, B * H * chunks)
     return tuple(grads)
 
 
-def _launch(kernel, v: Tensor, chunks: int, *args) -> None:
-    B, T, H, N = v.shape
+def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
+    _, T, H, N = v.shape
     with torch.cuda.device_of(v):
-        grid = B * H * chunks, triton.cdiv(N, SHARE)
-        kernel[grid](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N), num_warps=WARPS)
+        grid = blocks, triton.cdiv(N, SHARE)
+        kernel[grid](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N),
+                     num_warps=KEYS_WARPS if kernel is _keys else WARPS)
 
 
 @triton.jit
@@ -109,56 +118,84 @@ def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_st
 
 
 @triton.jit
-def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, of_X, grad_r, grad_log_w, grad_k, grad_a, grad_b, T, H, N,
+def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, grad_log_w, grad_k, grad_a, grad_b, count, T, H, N,
           CHUNK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """A program takes its columns of chunks, one after the other. count: of all chunks."""
+    GROUP: tl.constexpr = 4
     chunks = tl.cdiv(T, CHUNK)
-    head, first = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks * CHUNK
-    steps = tl.minimum(T - first, CHUNK)
     i, j = tl.arange(0, ROWS)[:, None], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     in_i, in_j = i < N, j < N
-    at, inside = tl.program_id(0).to(tl.int64) * N * N + i * N + j, in_i & in_j
-    x = ((head // H * T + first) * H + head % H) * N
-    S = tl.load(states + at, mask=inside, other=0.0)
-    r_gr = tl.zeros([1, COLUMNS], tl.float32)
-    for _ in range(steps):
-        r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
-        k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
-        a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
-        b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
-        v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
-        w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
-        gy = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32)
-        sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
-        gsa_i = tl.load(gsa + x + i, mask=in_i, other=0.0)
-        ga = tl.sum(S * gsa_i, 0, keep_dims=True)
-        S = S * w_j + sa_i * b_j + v_i * k_j
-        gr = tl.sum(S * gy, 0, keep_dims=True)
-        tl.store(grad_a + x + j, ga.to(grad_a.dtype.element_ty), mask=in_j)
-        tl.store(grad_r + x + j, gr.to(grad_r.dtype.element_ty), mask=in_j)
-        tl.store(of_X + x + j, r_gr + a_j * ga, mask=in_j)       # X of the step before, without gw w
-        r_gr = r_j * gr
-        x += H * N
-    tl.debug_barrier()                                           # all that was stored can be loaded
-    G = tl.load(Gs + at, mask=inside, other=0.0)
-    X = tl.sum(S * G, 0, keep_dims=True)
-    for back in range(steps):
-        x -= H * N
-        k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
-        b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
-        v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
-        sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
-        gk = tl.sum(G * v_i, 0, keep_dims=True)
-        gb = tl.sum(G * sa_i, 0, keep_dims=True)
-        gw_w = X - k_j * gk - b_j * gb
-        X = gw_w + tl.load(of_X + x + j, mask=in_j, other=0.0)
-        tl.store(grad_log_w + x + j, gw_w, mask=in_j)
-        tl.store(grad_k + x + j, gk.to(grad_k.dtype.element_ty), mask=in_j)
-        tl.store(grad_b + x + j, gb.to(grad_b.dtype.element_ty), mask=in_j)
-        if back + 1 < steps:
-            w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+    inside = in_i & in_j
+    start = starts + tl.program_id(0).to(tl.int64) * tl.cdiv(CHUNK, GROUP) * N * N + i * N + j
+    index = tl.program_id(0).to(tl.int64)
+    while index < count:
+        head, first = index // chunks, (index % chunks).to(tl.int32) * CHUNK
+        steps = tl.minimum(T - first, CHUNK)
+        at = index * N * N + i * N + j
+        x = ((head // H * T + first) * H + head % H) * N
+        S = tl.load(states + at, mask=inside, other=0.0)
+        for s in range(steps):
+            if s % GROUP == 0:
+                tl.store(start + s // GROUP * N * N, S, mask=inside)
+            gy = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32)
             gsa_i = tl.load(gsa + x + i, mask=in_i, other=0.0)
-            a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
-            before = x - H * N
-            r_j = tl.load(r + before + j, mask=in_j, other=0.0).to(tl.float32)
-            gy = tl.load(grad_y + before + i, mask=in_i, other=0.0).to(tl.float32)
-            G = G * w_j + gsa_i * a_j + gy * r_j
+            ga = tl.sum(S * gsa_i, 0, keep_dims=True)
+            S = _state_after(S, log_w, k, v, b, sa, x, i, j, N)
+            gr = tl.sum(S * gy, 0, keep_dims=True)
+            tl.store(grad_a + x + j, ga.to(grad_a.dtype.element_ty), mask=in_j)
+            tl.store(grad_r + x + j, gr.to(grad_r.dtype.element_ty), mask=in_j)
+            x += H * N
+        tl.debug_barrier()                                       # all that was stored can be loaded
+        G = tl.load(Gs + at, mask=inside, other=0.0)
+        for group in range(tl.cdiv(steps, GROUP)):
+            s = (tl.cdiv(steps, GROUP) - 1 - group) * GROUP
+            x = ((head // H * T + first + s) * H + head % H) * N
+            S = tl.load(start + s // GROUP * N * N, mask=inside, other=0.0)
+            S_1 = _state_after(S, log_w, k, v, b, sa, x, i, j, tl.where(s + 1 < steps, N, 0))
+            S_2 = _state_after(S_1, log_w, k, v, b, sa, x + H * N, i, j, tl.where(s + 2 < steps, N, 0))
+            S_3 = _state_after(S_2, log_w, k, v, b, sa, x + 2 * H * N, i, j, tl.where(s + 3 < steps, N, 0))
+            G = _gradients(G, S_3, s + 3, steps, x + 3 * H * N, H * N, i, j, N,
+                           r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
+            G = _gradients(G, S_2, s + 2, steps, x + 2 * H * N, H * N, i, j, N,
+                           r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
+            G = _gradients(G, S_1, s + 1, steps, x + H * N, H * N, i, j, N,
+                           r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
+            G = _gradients(G, S, s, steps, x, H * N, i, j, N,
+                           r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b)
+        tl.debug_barrier()                                       # before `starts` is written again
+        index += tl.num_programs(0)
+
+
+@triton.jit
+def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
+    """The step that lies at x; where N is 0, no step."""
+    in_i, in_j = i < N, j < N
+    k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
+    b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
+    v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
+    w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+    sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
+    return S * w_j + sa_i * b_j + v_i * k_j
+
+
+@triton.jit
+def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
+    """G of step s, which lies at x, from that of the next one; G of the chunk's last step as it is. S: the state before."""
+    N_next, N_here = tl.where(s + 1 < steps, N, 0), tl.where(s < steps, N, 0)
+    in_i, in_j = i < N_next, j < N_next
+    w_next = tl.exp(tl.load(log_w + x + stride + j, mask=in_j, other=0.0))
+    a_next = tl.load(a + x + stride + j, mask=in_j, other=0.0).to(tl.float32)
+    gsa_next = tl.load(gsa + x + stride + i, mask=in_i, other=0.0)
+    r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
+    gy = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32)
+    G = G * w_next + gsa_next * a_next + gy * r_j
+    in_i, in_j = i < N_here, j < N_here
+    v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
+    sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
+    w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
+    gk = tl.sum(G * v_i, 0, keep_dims=True)
+    gb = tl.sum(G * sa_i, 0, keep_dims=True)
+    tl.store(grad_log_w + x + j, w_j * tl.sum(G * S, 0, keep_dims=True), mask=in_j)
+    tl.store(grad_k + x + j, gk.to(grad_k.dtype.element_ty), mask=in_j)
+    tl.store(grad_b + x + j, gb.to(grad_b.dtype.element_ty), mask=in_j)
+    return G

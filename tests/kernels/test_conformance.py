@@ -50,6 +50,7 @@ class OfTimeX:
     small: Any = (2, 3, 9)                       # for torch.compile and what runs an operator many times
     time: Any = (("w", -1), ("k", -1))            # the axis of time of each input that has one
     long: Any = (3, 4, 192)                      # with 192 steps
+    value = "k"                                  # the input that the output is proportional to
 
     def names(self) -> Iterable[str]:
         return names(self.kind.folder)
@@ -81,7 +82,7 @@ class OfTimeX:
 class OfWKV(OfTimeX):
     kind, reference, file = WKV4, "reference", "torch_scan"
     shapes, empty_shapes, medium = wkv_cases.SHAPES, wkv_cases.EMPTY_SHAPES, (3, 63, 20)
-    time, long = (("k", 1), ("v", 1)), (3, 192, 4)
+    time, long, value = (("k", 1), ("v", 1)), (3, 192, 4), "v"
 
     def names(self) -> Iterable[str]:
         return selectable("wkv4")
@@ -118,7 +119,7 @@ class OfWKV7(OfTimeX):
     kind, reference, file = WKV7, "reference", "reference"
     shapes, empty_shapes = wkv7_cases.SHAPES, wkv7_cases.EMPTY_SHAPES
     medium, small = (2, 37, 3, 20), (1, 3, 2, 4)
-    time, long = tuple((name, 1) for name in wkv7_cases.NAMES[:6]), (2, 192, 2, 8)
+    time, long, value = tuple((name, 1) for name in wkv7_cases.NAMES[:6]), (2, 192, 2, 8), "v"
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
         return wkv7_cases.inputs(*shape, dtype=dtype, device=device, seed=seed)
@@ -235,6 +236,69 @@ def leaves_of(of: Any, inputs: Inputs) -> tuple[list[Tensor], Inputs]:
     """The inputs that have a gradient as leaves of autograd, and all inputs with those among them."""
     leaves = [value.detach().clone().requires_grad_() for value in inputs[:len(of.kind.gradients)]]
     return leaves, (*leaves, *inputs[len(leaves):])
+
+
+def along(axis: int, values: Tensor, like: Tensor) -> Tensor:
+    """The values (T,) in the shape that multiplies `like` along its axis of time."""
+    return values.to(like).view([-1 if i == axis % like.dim() else 1 for i in range(like.dim())])
+
+
+def by_step(of: Any, operator: Any, inputs: Inputs, weights: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of what has an axis of time (w aside, a row of lags), as (T,...).
+
+    weights (T,): those of the steps of the output in the loss.
+    """
+    axes = {name: axis for name, axis in of.time if name != "w"}
+    leaves, given = leaves_of(of, inputs)
+    output = of.call(operator, *given)[0]
+    random = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    seen = random * along(axes["k"], weights, output)
+    grads = torch.autograd.grad(output, [leaves[of.kind._names.index(name)] for name in axes], seen)
+    found = {"output": output.detach()} | {f"grad {name}": grad for name, grad in zip(axes, grads, strict=True)}
+    return {name: tensor.movedim(axes["k"], 0) for name, tensor in found.items()}
+
+
+def wrong_steps(of: Any, operator: Any, inputs: Inputs, scale: Tensor, weights: Tensor) -> dict[str, float]:
+    """The largest error of a step, relative to that step's size, of each result where one is above 1e-4.
+
+    scale (T,): what the value is multiplied by; weights as of by_step. Where the reference is 0, any error is infinite.
+    """
+    i, axis = of.kind._names.index(of.value), dict(of.time)[of.value]
+    scaled = *inputs[:i], inputs[i] * along(axis, scale, inputs[i]), *inputs[i + 1:]
+    found = by_step(of, operator, scaled, weights)
+    exact = by_step(of, of.kind(of.reference), each_tensor(Tensor.double, scaled), weights)
+    worst = {}
+    for name in exact:
+        size, error = (tensor.flatten(1).norm(dim=1) for tensor in (exact[name], found[name] - exact[name]))
+        worst[name] = float(torch.where(error > 0, error / size, 0.0).max())
+    return {name: error for name, error in worst.items() if not error <= 1e-4}
+
+
+def scales(T: int) -> dict[str, Tensor]:
+    """(T,) each: loud steps are a million times louder than quiet ones."""
+    step = torch.arange(T)
+    island = (step >= T // 3) & (step < T // 3 + 7)
+    first = step < T // 2
+    return {name: torch.where(loud, 1e6, 1.0) for name, loud in (
+        ("loud, quiet", first), ("quiet, loud", ~first), ("a loud island", island), ("a quiet island", ~island))}
+
+
+def profiles(T: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Scales of the value, and weights of the steps in the loss."""
+    step, steady = torch.arange(T), torch.ones(T)
+    of_both = {f"{what}: {name}": (scale if "value" in what else steady, scale if "loss" in what else steady)
+               for name, scale in scales(T).items() for what in ("value", "loss", "value and loss")}
+    read, parts = step < T * 3 // 4, (step < T // 5) | ((step >= T // 2) & (step < T * 3 // 4))
+    return of_both | {"the end is not read": (steady, read.float()), "two parts are read": (steady, parts.float()),
+                      "loud, quiet, not read": (scales(T)["loud, quiet"], read * scales(T)["loud, quiet"])}
+
+
+def skip_without_steps(of: Any, operator: Any) -> None:
+    """Skips what has no axis of time, and implementations whose error is that of the largest number of a row."""
+    if not of.time:
+        pytest.skip("no time")
+    if not operator.requires.wkv:
+        pytest.skip(f"{operator.name} declares wkv=False")
 
 
 def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -384,6 +448,37 @@ def test_causality(case: tuple[Any, Any], device: str) -> None:
     axis = dict(of.time)["k"]
     y, other = (of.call(operator, *given)[0].narrow(axis, 0, t) for given in (inputs, changed))
     assert (y - other).abs().max() <= allowed
+
+
+def test_a_scale_that_changes_along_time(case: tuple[Any, Any], device: str) -> None:
+    """Each step is as exact as beside its like, and 0 where the reference is: of a loss that reads some steps alone, too."""
+    of, operator = case
+    skip_without_steps(of, operator)
+    inputs = of.inputs(of.medium, torch.float32, device)
+    for name, profile in profiles(inputs[of.kind._names.index("k")].shape[dict(of.time)["k"]]).items():
+        assert not wrong_steps(of, operator, inputs, *profile), name
+
+
+def test_no_later_step_reaches_a_gradient(case: tuple[Any, Any], device: str) -> None:
+    """Where the loss reads the first steps alone, what comes after has a gradient of 0, and changes no bit before.
+
+    So texts that share a row stay apart. (WKV4's k is left as it is: the convolution form shares its scale within a block of 64
+    steps.)
+    """
+    of, operator = case
+    skip_without_steps(of, operator)
+    t, T = 100, 192
+    inputs = of.inputs(of.long, torch.float32, device)
+    weights, changed = (torch.arange(T) < t).float(), list(inputs)
+    for name, axis in of.time:
+        if name == of.value or of.kind is WKV7:
+            i = of.kind._names.index(name)
+            changed[i] = inputs[i].clone()
+            changed[i].narrow(axis, t, T - t).mul_(1e6 if name == of.value else 0.5)
+    found, other = (by_step(of, operator, tuple(given), weights) for given in (inputs, changed))
+    for name in found:
+        assert torch.equal(found[name][:t], other[name][:t]), name
+        assert name == "output" or not (found[name][t:].any() or other[name][t:].any()), name
 
 
 @pytest.mark.compiles

@@ -12,7 +12,7 @@ import torch
 from cuda_host import ORDERS, Host, on_the_cpu
 
 from kernels.compare import errors, misses
-from kernels.registry import KernelUnavailable, names
+from kernels.registry import KernelUnavailable, load, names
 from kernels.wkv7 import WKV7, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
@@ -28,6 +28,12 @@ class OfWKV7(conformance.OfWKV7):
 
 
 OF = OfWKV7()
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of cuda_v3 takes several chunks, of one head and of another."""
+    monkeypatch.setattr(load("wkv7", "cuda_v3"), "BLOCKS", 4)
 
 
 @pytest.fixture(params=CUDA)
@@ -84,6 +90,7 @@ def test_forward_alone_gives_the_same_bits(wkv7: WKV7) -> None:
 
 @pytest.mark.parametrize("test", [
     properties.test_no_state_is_the_empty_state, properties.test_state_gradient_alone,
+    properties.test_where_nothing_is_read_and_where_nothing_has_come,
     properties.test_nan_stays_in_its_head_and_reaches_no_earlier_step], ids=lambda test: test.__name__)
 def test_properties(wkv7: WKV7, test: Callable[[WKV7, str], None]) -> None:
     test(wkv7, "cpu")
@@ -100,6 +107,13 @@ def test_conforms(wkv7: WKV7, test: Callable[[tuple[object, WKV7], str], None]) 
 def test_inputs_inside_a_larger_buffer(wkv7: WKV7) -> None:
     """At an address that no float4 load takes."""
     conformance.test_inputs_inside_a_larger_buffer((OF, wkv7), 1, "cpu")
+
+
+def test_a_scale_that_changes_along_time(wkv7: WKV7) -> None:
+    T = SHORT[wkv7.name]
+    inputs, profiles = OF.inputs((1, T, 1, 64), torch.float32, "cpu"), conformance.profiles(T)
+    for name in ("value: quiet, loud", "loss: loud, quiet", "two parts are read"):
+        assert not conformance.wrong_steps(OF, wkv7, inputs, *profiles[name]), name
 
 
 @pytest.mark.parametrize("name", ["cuda_v1", "cuda_v2", "cuda_v3"])

@@ -98,6 +98,21 @@ def test_state_gradient_alone(wkv7: WKV7, device: str) -> None:
     assert all(err_ratio(*pair) < 1e-5 for pair in zip(found, exact, strict=True))
 
 
+def test_where_nothing_is_read_and_where_nothing_has_come(wkv7: WKV7, device: str) -> None:
+    """After the last step that the loss reads all gradients are 0; with a state and v of 0, so are those of r, log_w and a."""
+    come, read, inputs = 21, 45, cases.inputs(1, 70, 2, 64, device=device)
+    v, state = inputs[3].clone(), torch.zeros_like(inputs[6])
+    v[:, :come] = 0
+    v[:, come + 5:] *= 1e6
+    leaves = [tensor.detach().requires_grad_() for tensor in changed(inputs, v=v, state=state)]
+    y, _ = wkv7(*leaves)
+    grads = dict(zip(cases.NAMES, torch.autograd.grad(y[:, :read].square().sum(), leaves), strict=True))
+    for name in cases.NAMES[:6]:
+        assert not grads[name][:, read:].any(), name
+    for name, last in (("r", come - 1), ("log_w", come), ("a", come)):
+        assert not grads[name][:, :last + 1].any(), name
+
+
 @pytest.mark.thorough
 def test_gradcheck_over_several_chunks() -> None:
     inputs = [tensor.requires_grad_() for tensor in cases.double(cases.inputs(1, 34, 1, 2))]

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+import test_conformance
 import test_wkv4 as conformance
 import torch
 
@@ -29,12 +30,15 @@ EPS = 0.25
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks and chunks: the interpreter takes its time for each element, and C = 5, T = 20 are to be several."""
+    """Small blocks and chunks, and few programs: the interpreter takes its time for each element, and there are to be several
+    blocks of C = 5, several chunks of T = 20, and several of these for a program.
+    """
     monkeypatch.setattr("kernels.operator.check", lambda *args: None)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
     monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "STEPS", 4)
     monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "CHUNK", 4)
     monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "SHARE", 4)
+    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "PROGRAMS", 2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)
@@ -147,6 +151,13 @@ def test_wkv7_with_zeros(zeros: tuple[str, ...]) -> None:
                    for name, tensor in zip(wkv7_cases.NAMES, wkv7_cases.inputs(1, 6, 1, 4), strict=True))
     expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
     assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance())
+
+
+@pytest.mark.parametrize("profile", ["value: quiet, loud", "loss: loud, quiet", "two parts are read"])
+def test_wkv7_where_the_scale_changes_along_time(profile: str) -> None:
+    of, T = test_conformance.OfWKV7(), 14
+    inputs = of.inputs((1, T, 1, 4), torch.float32, "cpu")
+    assert not test_conformance.wrong_steps(of, WKV7("triton_v0"), inputs, *test_conformance.profiles(T)[profile])
 
 
 def test_wkv7_is_causal_and_nan_stays_in_its_head() -> None:

@@ -124,6 +124,22 @@ def test_rows_do_not_see_each_other(generation: str) -> None:
     close(model(read)[0][1:], model(read[1:])[0], 1e-6)
 
 
+@KERNELS
+def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> None:
+    """Of three texts in one row only the tokens of the one in the loss have a gradient, whatever their neighbours are."""
+    model = small_model(kernel, generation=generation, vocab_size=60)
+    lengths = 8, 12, 4                                           # the first is computed beside the second, as 12 steps
+    owners = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    read = tokens(model, B=1) % 20 + 20 * owners                 # each text has tokens of its own
+    starts = (owners.diff(prepend=torch.tensor([-1])) != 0).unsqueeze(0)
+    for text in range(3):
+        hidden = model.forward_features(read, starts)[:, owners == text]
+        grad, = torch.autograd.grad(hidden.square().sum(), [model.emb.weight])
+        assert grad[20 * text:20 * (text + 1)].any()
+        grad[20 * text:20 * (text + 1)] = 0
+        assert not grad.any(), text
+
+
 @each_generation
 @torch.no_grad()
 def test_prefill_is_the_last_position(generation: str) -> None:

@@ -2,17 +2,16 @@
 //
 //   tile      4 rows of a matrix M by N / LANES columns: a number that is read from shared memory serves 4 products, and the
 //             LANES threads of 4 rows add up by shuffles, 4 numbers by 4 or 8
-//   advance   what every kernel here does at a step: M <- M decay + x xs^T + u us^T, then P = M p and Q = M q
+//   advance   what forward and rows do at a step: M <- M decay + x xs^T + u us^T, then P = M p and Q = M q
 //   rows      M is G, from the last step to the first: gv and gsa
-//   keys      M is S^T from the first step of a chunk to its last, gr and ga; then G^T back again, gk and gb. Forward has kept sa
-//             and the state before each chunk, rows gsa and G after each: no chunk waits for another.
+//   keys      M is S^T from the first step of a chunk to its last, gr and ga; then G^T back again, gk, gb and gl. Forward has kept
+//             sa and the state before each chunk, rows gsa and G after each: no chunk waits for another.
 //
-// log_w's gradient needs no S and G of one moment, but that after the chunk's last step. With X_j = sum_i G_ij S_ij after step t,
-// G with the share of y_t, multiplying the recurrences of S and of G gives
+// log_w's gradient is gl_j = w_j sum_i G_ij S'_ij, S' the state before the step. On their way to the chunk's end keys store S at every
+// GROUP-th step; on their way back they compute those in between once more, which are then in registers when G is. (A running sum
+// of r gr, a ga, b gb and k gk needs no S. But where gl is small it is the difference of two large numbers.)
 //
-//     X = gw w + b gb + k gk = gw' w' + a' ga' + r gr           ('): of step t + 1
-//
-// N, CHUNK, LANES and BFLOAT16 are given by whoever compiles this.
+// N, CHUNK, GROUP, LANES and BFLOAT16 are given by whoever compiles this.
 
 #include "wkv7.cuh"
 
@@ -62,20 +61,16 @@ struct Tile {
     // Of the tile's column m, a multiple of 4: neighbouring lanes read neighbouring fours
     __device__ __forceinline__ int column(int m) const { return m * LANES + lane * 4; }
 
-    // each(i, M_im, x_im) for the elements of a matrix x, or of its transpose
-    template <bool TRANSPOSED, class Each> __device__ void with(const float* x, const Each& each) {
+    // From a matrix, or from its transpose
+    template <bool TRANSPOSED> __device__ void read(const float* from) {
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const Four some = four(x + (TRANSPOSED ? (column(m) + i) * N + row : (row + i) * N + column(m)));
+                const Four some = four(from + (TRANSPOSED ? (column(m) + i) * N + row : (row + i) * N + column(m)));
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    TRANSPOSED ? each(e, of[e][m + i], some.of[e]) : each(i, of[i][m + e], some.of[e]);
+                for (int e = 0; e < 4; ++e) (TRANSPOSED ? of[e][m + i] : of[i][m + e]) = some.of[e];
             }
-    }
-    template <bool TRANSPOSED> __device__ void read(const float* from) {
-        with<TRANSPOSED>(from, [](int, float& own, float x) { own = x; });
     }
     __device__ void write(float* to) const {
 #pragma unroll
@@ -84,6 +79,29 @@ struct Tile {
             for (int m = 0; m < COLUMNS; m += 4)
                 *reinterpret_cast<Four*>(to + (row + i) * N + column(m)) =
                     {of[i][m], of[i][m + 1], of[i][m + 2], of[i][m + 3]};
+    }
+    // M <- M decay + x xs^T + u us^T, the decay one of rows
+    __device__ void update(const Four& decay, const Four& x, const Vector& xs, const Four& u, const Vector& us) {
+#pragma unroll
+        for (int m = 0; m < COLUMNS; m += 4) {
+            const Four xs_m = four(xs.of + column(m)), us_m = four(us.of + column(m));
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& M = of[i][m + e];
+                    M = M * decay.of[i] + x.of[i] * xs_m.of[e] + u.of[i] * us_m.of[e];
+                }
+        }
+    }
+    // Of each row the sum of products with the same row of another matrix
+    __device__ float times(const Tile& other) const {
+        Four sums = {};
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int m = 0; m < COLUMNS; ++m) sums.of[i] += of[i][m] * other.of[i][m];
+        return added_up(sums, lane);
     }
     __device__ float times(const Vector& q) const {
         Four sums = {};
@@ -97,21 +115,21 @@ struct Tile {
         }
         return added_up(sums, lane);
     }
-    // The decay is one of columns, or with BY_ROW of rows. P and Q are of the lane's row.
-    template <bool BY_ROW> __device__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
-        const Four u = four(step.u.of + row), decay_of_rows = four(step.decay.of + row);
+    // The decay is one of columns. P and Q are of the lane's row.
+    __device__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
+        const Four u = four(step.u.of + row);
         Four Ps = {}, Qs = {};
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4) {
             const int at = column(m);
-            const Four decay = BY_ROW ? decay_of_rows : four(step.decay.of + at), xs = four(step.xs.of + at);
-            const Four us = four(step.us.of + at), p = four(step.p.of + at), q = four(step.q.of + at);
+            const Four decay = four(step.decay.of + at), xs = four(step.xs.of + at), us = four(step.us.of + at);
+            const Four p = four(step.p.of + at), q = four(step.q.of + at);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     float& M = of[i][m + e];
-                    M = M * decay.of[BY_ROW ? i : e] + x.of[i] * xs.of[e] + u.of[i] * us.of[e];
+                    M = M * decay.of[e] + x.of[i] * xs.of[e] + u.of[i] * us.of[e];
                     Ps.of[i] += M * p.of[e];
                     Qs.of[i] += M * q.of[e];
                 }
@@ -144,7 +162,7 @@ static __device__ void run(
         const Step<float> next = fetch(t + 1);
         if (KEEP && t % CHUNK == 0) S.write(states + matrix((long long)head * chunks + t / CHUNK, N));
         float y_t, sa_next;
-        S.advance<false>(steps[t & 1], of_rows(sa), y_t, sa_next);
+        S.advance(steps[t & 1], of_rows(sa), y_t, sa_next);
         if (S.lane < ROWS) {
             const long long x = place(head, t, T, H, N) + S.row + S.lane;
             store(y + x, y_t);
@@ -199,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
     for (int t = T; t >= 0; --t) {
         const Step<float> next = fetch(max(t - 1, 0));
         float gv, gsa_last;
-        G.advance<false>(steps[t & 1], of_rows(gsa), gv, gsa_last);
+        G.advance(steps[t & 1], of_rows(gsa), gv, gsa_last);
         if (t > 0 && G.lane < ROWS) {
             const long long x = place(head, t - 1, T, H, N) + G.row + G.lane;
             store(grad_v + x, gv);
@@ -213,82 +231,85 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
     G.write(grad_state_before + matrix(head, N));
 }
 
-// A block takes a chunk of a head. Rows of M are columns of the state.
+// What keys need of a step along the value's axis
+struct Values { Vector sa, v, gy, gsa_next; };
+
+// A block takes chunks of heads, one after the other. Rows of M are columns of the state. count: of all chunks; starts (blocks,
+// CHUNK/GROUP,N,N): the states before every GROUP-th step of a block's chunk
 extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,
         const float* __restrict__ sa, const float* __restrict__ states, const Number* __restrict__ grad_y,
-        const float* __restrict__ gsa, const float* __restrict__ Gs, Number* __restrict__ grad_r, float* grad_log_w,
-        Number* __restrict__ grad_k, Number* __restrict__ grad_a, Number* __restrict__ grad_b, int T, int H) {
-    __shared__ Step<Vector> steps[2];
-    const int n = threadIdx.x, chunks = (T - 1) / CHUNK + 1, head = blockIdx.x / chunks;
-    const int first = blockIdx.x % chunks * CHUNK, end = min(T, first + CHUNK);
+        const float* __restrict__ gsa, const float* __restrict__ Gs, float* starts, Number* __restrict__ grad_r,
+        float* __restrict__ grad_log_w, Number* __restrict__ grad_k, Number* __restrict__ grad_a, Number* __restrict__ grad_b,
+        int count, int T, int H) {
+    __shared__ Values values[GROUP];
+    const int n = threadIdx.x, chunks = (T - 1) / CHUNK + 1;
     const long long stride = (long long)H * N;
-    Tile M;
-    const bool writes = M.lane < ROWS;
-    const int own = M.row + M.lane % ROWS;
+    starts += matrix((long long)blockIdx.x * (CHUNK / GROUP), N);
+    for (int index = blockIdx.x; index < count; index += gridDim.x) {
+        const int head = index / chunks, first = index % chunks * CHUNK, end = min(T, first + CHUNK);
+        const auto fetch = [&](int from) {
+            __syncthreads();
+            for (int t = from; n < N && t < min(end, from + GROUP); ++t) {
+                const long long x = place(head, t, T, H, N) + n;
+                Values& to = values[t - from];
+                to.sa.of[n] = sa[x], to.v.of[n] = load(v + x), to.gy.of[n] = load(grad_y + x);
+                to.gsa_next.of[n] = t + 1 < T ? gsa[x + stride] : 0;
+            }
+            __syncthreads();
+        };
+        Tile M;
+        const bool writes = M.lane < ROWS;
+        const long long own = place(head, 0, T, H, N) + M.row + M.lane % ROWS;
+        const auto step_of_state = [&](Tile& S, int t, const Values& of_t) {
+            const long long x = own + t * stride;
+            S.update(of_rows(expf(log_w[x])), of_rows(load(b + x)), of_t.sa, of_rows(load(k + x)), of_t.v);
+        };
 
-    const auto fetch_forwards = [&](int t) -> Step<float> {
-        if (n >= N || t >= end) return {};
-        const long long x = place(head, t, T, H, N) + n;
-        const float gsa_next = t + 1 < end ? gsa[x + stride] : 0;
-        return {expf(log_w[x]), load(b + x), sa[x], load(k + x), load(v + x), load(grad_y + x), gsa_next};
-    };
-    M.read<true>(states + matrix(blockIdx.x, N));
-    if (n < N) steps[1 ^ (first & 1)].q.of[n] = gsa[place(head, first, T, H, N) + n];
-    put(steps[first & 1], fetch_forwards(first));
-    __syncthreads();
-    const float ga_first = M.times(steps[1 ^ (first & 1)].q);
-    if (writes) store(grad_a + place(head, first, T, H, N) + own, ga_first);
-    __syncthreads();
-    for (int t = first; t < end; ++t) {
-        const Step<float> next = fetch_forwards(t + 1);
-        const long long x = place(head, t, T, H, N) + own;
-        const bool more = writes && t + 1 < end;
-        const float r_t = more ? load(r + x) : 0, a_next = more ? load(a + x + stride) : 0;
-        const Step<Vector>& step = steps[t & 1];
-        float gr, ga_next;
-        M.advance<true>(step, four(step.x.of + M.row), gr, ga_next);
-        if (writes) store(grad_r + x, gr);
-        if (more) {
-            store(grad_a + x + stride, ga_next);
-            grad_log_w[x] = r_t * gr + a_next * ga_next;     // as yet
-        }
-        put(steps[(t + 1) & 1], next);
+        M.read<true>(states + matrix(index, N));
         __syncthreads();
-    }
+        if (n < N) values[0].sa.of[n] = gsa[place(head, first, T, H, N) + n];
+        __syncthreads();
+        const float ga_first = M.times(values[0].sa);
+        if (writes) store(grad_a + own + first * stride, ga_first);
+        for (int t = first; t < end; ++t) {
+            const int s = (t - first) % GROUP;
+            if (s == 0) {
+                fetch(t);
+                M.write(starts + matrix((t - first) / GROUP, N));
+            }
+            step_of_state(M, t, values[s]);
+            const float gr = M.times(values[s].gy), ga_next = M.times(values[s].gsa_next);
+            if (writes) store(grad_r + own + t * stride, gr);
+            if (writes && t + 1 < end) store(grad_a + own + (t + 1) * stride, ga_next);
+        }
 
-    // From step t + 1 to the sums of t, but first from G as it is
-    const auto fetch_backwards = [&](int t) -> Step<float> {
-        if (n >= N || t < first) return {};
-        const long long x = place(head, t, T, H, N) + n;
-        Step<float> found = {1, 0, 0, 0, 0, load(v + x), sa[x]};
-        if (t + 1 < end) {
-            found.decay = expf(log_w[x + stride]), found.x = load(a + x + stride), found.xs = gsa[x + stride];
-            found.u = load(r + x), found.us = load(grad_y + x);
+        M.read<true>(Gs + matrix(index, N));
+        for (int from = first + (end - 1 - first) / GROUP * GROUP; from >= first; from -= GROUP) {
+            fetch(from);
+            Tile before[GROUP];
+            before[0].read<false>(starts + matrix((from - first) / GROUP, N));
+#pragma unroll
+            for (int s = 1; s < GROUP; ++s)
+                if (from + s < end) {
+                    before[s] = before[s - 1];
+                    step_of_state(before[s], from + s - 1, values[s - 1]);
+                }
+#pragma unroll
+            for (int s = GROUP - 1; s >= 0; --s)
+                if (from + s < end) {
+                    const long long x = own + (from + s) * stride;
+                    if (from + s + 1 < end)
+                        M.update(of_rows(expf(log_w[x + stride])), of_rows(load(a + x + stride)), values[s].gsa_next,
+                                 of_rows(load(r + x)), values[s].gy);
+                    const float gk = M.times(values[s].v), gb = M.times(values[s].sa), gw = M.times(before[s]);
+                    if (writes) {
+                        store(grad_k + x, gk);
+                        store(grad_b + x, gb);
+                        grad_log_w[x] = gw * expf(log_w[x]);
+                    }
+                }
         }
-        return found;
-    };
-    Four SG = {};
-    M.with<true>(Gs + matrix(blockIdx.x, N), [&](int i, float& own, float G) { SG.of[i] += own * G, own = G; });
-    float X = added_up(SG, M.lane);
-    put(steps[(end - 1) & 1], fetch_backwards(end - 1));
-    __syncthreads();
-    for (int t = end - 1; t >= first; --t) {
-        const Step<float> next = fetch_backwards(t - 1);
-        const long long x = place(head, t, T, H, N) + own;
-        const float k_t = writes ? load(k + x) : 0, b_t = writes ? load(b + x) : 0;
-        if (writes && t + 1 < end) X += grad_log_w[x];
-        const Step<Vector>& step = steps[t & 1];
-        float gk, gb;
-        M.advance<true>(step, four(step.x.of + M.row), gk, gb);
-        if (writes) {
-            X -= k_t * gk + b_t * gb;
-            grad_log_w[x] = X;
-            store(grad_k + x, gk);
-            store(grad_b + x, gb);
-        }
-        put(steps[(t - 1) & 1], next);
-        __syncthreads();
     }
 }
