@@ -22,8 +22,8 @@ each row:
     wkv7      all of RWKV-7's time mixing that lies between its products (rwkv/model/rwkv7.py), whose state goes on
 
 A file beside this one has REQUIRES and bind(program, form) -> function(registers), which runs the program once on the registers
-(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it. In the form float32 c_v0 also takes
-weights in bfloat16, which it reads as float32.
+(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it. In the form float32 c_v0 also
+takes weights in bfloat16, which it reads as float32.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The whole program in one call of C (csrc/program.c): threads take tiles from a counter and wait for each other by spinning.
 
-A barrier costs below 1 us where starting an operation costs 5 to 300. A thread that the system has stopped delays the others only
-by the tile that it holds. The weights stay where they are.
+A barrier costs below 1 us where starting an operation costs 5 to 300. A thread that the system has stopped delays the others
+only by the tile that it holds. The weights stay where they are.
 """
 
 import torch
@@ -15,7 +15,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(devices=("cpu",), native=True, dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
 
 WIDTH = 24                               # of an instruction in the code: its number, its tiles for each row, its arguments
-NAMES = ("norm", "mix", "product", "down", "up", "map", "add", "wkv4", "wkv7", "round", "arrange", "halve")     # as in program.c
+NAMES = ("norm", "mix", "product", "down", "up", "map", "add", "wkv4", "wkv7", "round", "arrange", "halve")  # as in program.c
 WIDTH_AT = {"mix": 3, "map": 1, "add": 2, "wkv4": 9, "halve": 2}         # the argument that is the width of the registers
 CHANNELS = 128                           # of a tile of what is computed channel by channel
 PARTS = 8                                # tiles of a product for each thread: of fewer, the last keeps the others waiting

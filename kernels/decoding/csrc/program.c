@@ -34,7 +34,7 @@ INLINE int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / ti
 INLINE float mean_of_squares(in x, int64_t width, float mean) {
     floats squares = same(0.0f);
     for (int64_t j = 0; j < width; j += 8) {
-        floats away = (at(x + j) - same(mean));
+        floats away = at(x + j) - mean;
         squares = fused(away, away, squares);
     }
     return sum_of(squares) / (float)width;
@@ -42,7 +42,7 @@ INLINE float mean_of_squares(in x, int64_t width, float mean) {
 
 INLINE float mean_of(in x, int64_t width) {
     floats sums = same(0.0f);
-    for (int64_t j = 0; j < width; j += 8) sums = (sums + at(x + j));
+    for (int64_t j = 0; j < width; j += 8) sums += at(x + j);
     return sum_of(sums) / (float)width;
 }
 
@@ -55,12 +55,12 @@ SHARED void norm(const struct run *run, const int64_t *code, int64_t row) {
     if (code[6] >= 0) for (int64_t j = 0; j < width; j += 8) put(x + j, at(x + j) + at(g + code[6] + j));
     float mean = mean_of(x, width), factor = 1.0f / root(mean_of_squares(x, width, mean) + run->c[code[5]]);
     for (int64_t j = 0; j < width; j += 8)
-        put(y + j, fused((at(x + j) - same(mean)) * same(factor), at(weight + j), at(bias + j)));
+        put(y + j, fused((at(x + j) - mean) * factor, at(weight + j), at(bias + j)));
 }
 
 INLINE void mix(const struct run *run, const int64_t *code, float *g, int64_t channel) {
     int64_t width = code[3], n = code[4];
-    floats last = at(g + code[1] + channel), x = at(g + code[0] + channel), away = (x - last);
+    floats last = at(g + code[1] + channel), x = at(g + code[0] + channel), away = x - last;
     for (int64_t i = 0; i < n; i++)
         put(g + code[2] + i * width + channel, fused(away, at(run->c + code[5] + i * width + channel), last));
     put(g + code[1] + channel, x);
@@ -77,17 +77,17 @@ INLINE void map(const int64_t *code, float *g, int64_t channel) {
 INLINE void add(const int64_t *code, float *g, int64_t channel) {
     floats y = at(g + code[1] + channel);
     if (code[3] >= 0) y = y * sigmoid(at(g + code[3] + channel));
-    put(g + code[0] + channel, (at(g + code[0] + channel) + y));
+    put(g + code[0] + channel, at(g + code[0] + channel) + y);
 }
 
 INLINE void wkv4(const struct run *run, const int64_t *code, float *g, int64_t channel) {
     floats k = at(g + code[0] + channel), v = at(g + code[1] + channel), r = at(g + code[2] + channel);
     floats a = at(g + code[3] + channel), b = at(g + code[4] + channel), p = at(g + code[5] + channel);
     floats w = at(run->c + code[7] + channel), u = at(run->c + code[8] + channel);
-    floats top = larger(p, (u + k)), past = exp_of_any((p - top)), now = exp_of_any(((u + k) - top));
-    floats wkv = (fused(past, a, now * v)) / (fused(past, b, now));
+    floats top = larger(p, u + k), past = exp_of_any(p - top), now = exp_of_any(u + k - top);
+    floats wkv = fused(past, a, now * v) / fused(past, b, now);
     put(g + code[6] + channel, sigmoid(r) * wkv);
-    top = larger((p + w), k), past = exp_of_any(((p + w) - top)), now = exp_of_any((k - top));
+    top = larger(p + w, k), past = exp_of_any(p + w - top), now = exp_of_any(k - top);
     put(g + code[3] + channel, fused(past, a, now * v));
     put(g + code[4] + channel, fused(past, b, now));
     put(g + code[5] + channel, top);
@@ -98,14 +98,14 @@ INLINE void state_and_y(int64_t N, float *state, in w, in a, in b, in k, in v, i
     for (int64_t i = 0; i < N; i++, state += N) {
         floats products[2] = {same(0.0f), same(0.0f)}, outputs[2] = {same(0.0f), same(0.0f)};
         SEVERAL for (int64_t j = 0; j < N / 8; j++) products[j % 2] = fused(at(state + j * 8), at(a + j * 8), products[j % 2]);
-        floats sa = same(sum_of((products[0] + products[1]))), value = same(v[i]);
+        floats sa = same(sum_of(products[0] + products[1])), value = same(v[i]);
         SEVERAL for (int64_t j = 0; j < N / 8; j++) {
             floats decayed = at(state + j * 8) * at(w + j * 8);
             floats now = fused(value, at(k + j * 8), fused(sa, at(b + j * 8), decayed));
             outputs[j % 2] = fused(now, at(r + j * 8), outputs[j % 2]);
             put(state + j * 8, now);
         }
-        y[i] = sum_of((outputs[0] + outputs[1]));
+        y[i] = sum_of(outputs[0] + outputs[1]);
     }
 }
 
@@ -118,20 +118,20 @@ SHARED void wkv7(const struct run *run, const int64_t *code, int64_t tile) {
     in weight = c + code[17], bias = c + code[18], r = g + code[0];
     float *key = g + code[1], *value = g + code[2], *decay = g + code[3], *rate = g + code[4], *gate = g + code[5];
     float *first = g + code[7], *kk = g + code[9], *y = g + code[10], *state = row + code[8] + channel * N;
-    floats squares = same(0.0f), shares = same(0.0f), one = same(1.0f);
+    floats squares = same(0.0f), shares = same(0.0f);
     for (int64_t j = 0; j < N; j += 8) {
         floats k = at(key + j), v = at(value + j), rates = sigmoid((at(a0 + j) + at(rate + j)));
-        put(decay + j, exp_of_any(same(FASTEST_LOG_W) * sigmoid((at(w0 + j) + at(decay + j)))));
+        put(decay + j, exp_of_any(FASTEST_LOG_W * sigmoid((at(w0 + j) + at(decay + j)))));
         if (code[6] >= 0) {
             floats share = sigmoid((at(v0 + j) + at(g + code[6] + j)));
-            v = fused((at(first + j) - v), share, v);
+            v = fused(at(first + j) - v, share, v);
             put(value + j, v);
         } else {
             put(first + j, v);
         }
         floats direction = k * at(k_k + j);
         squares = fused(direction, direction, squares);
-        k = k * fused((rates - one), at(k_a + j), one);
+        k = k * fused(rates - 1.0f, at(k_a + j), same(1.0f));
         shares = fused(at(r + j) * k, at(r_k + j), shares);
         put(key + j, k), put(rate + j, rates), put(kk + j, direction);
     }
@@ -139,14 +139,14 @@ SHARED void wkv7(const struct run *run, const int64_t *code, int64_t tile) {
     floats factor = same(1.0f / (length > 1e-12f ? length : 1e-12f)), share = same(sum_of(shares));
     for (int64_t j = 0; j < N; j += 8) {
         floats direction = at(kk + j) * factor;
-        put(kk + j, (same(0.0f) - direction));
+        put(kk + j, -direction);
         put(rate + j, at(rate + j) * direction);
     }
     if (N == N7) state_and_y(N7, state, decay, kk, rate, key, value, r, y);
     else state_and_y(N, state, decay, kk, rate, key, value, r, y);
     float mean = mean_of(y, N), scale = 1.0f / root(mean_of_squares(y, N, mean) + run->c[code[19]]);
     for (int64_t j = 0; j < N; j += 8) {
-        floats normal = fused((at(y + j) - same(mean)) * same(scale), at(weight + j), at(bias + j));
+        floats normal = fused((at(y + j) - mean) * scale, at(weight + j), at(bias + j));
         put(y + j, fused(share, at(value + j), normal) * at(gate + j));
     }
 }
@@ -254,8 +254,8 @@ INLINE void carry_out(const struct run *run, enum kind kind, const int64_t *inst
     }
 }
 
-// The arguments of a call, as c_v0.py lists them. Of each instruction a counter of the tiles that are taken and one of those that are
-// done, all 0.
+// The arguments of a call, as c_v0.py lists them. Of each instruction a counter of the tiles that are taken and one of those
+// that are done, all 0.
 struct call {
     const float *c;
     const void *m;
@@ -267,8 +267,8 @@ struct call {
 };
 
 INLINE void run_program(enum kind kind, const struct call *call) {
-    const struct run run = {call->small_is_bfloat16 ? OF_BFLOAT16 : OF_FLOAT32, call->m, call->c, call->g, call->q, call->R, call->size,
-                            call->q_size, call->parts};
+    enum kind small = call->small_is_bfloat16 ? OF_BFLOAT16 : OF_FLOAT32;
+    const struct run run = {small, call->m, call->c, call->g, call->q, call->R, call->size, call->q_size, call->parts};
     for (int64_t i = 0; i < call->count; i++) {
         const int64_t *instruction = call->code + i * WIDTH;
         int32_t *taken = call->counters + 2 * i * APART, *done = taken + APART;

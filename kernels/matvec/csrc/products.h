@@ -34,12 +34,12 @@ INLINE wide wide_fused(wide a, wide b, wide c) { return __builtin_elementwise_fm
 INLINE wide wide_same(float x) { return (wide)x; }
 INLINE void wide_put(float *p, wide x) { memcpy(p, &x, sizeof x); }
 
+INLINE int32_t sum_of_ints(wide_ints x) { return __builtin_reduce_add(x); }
+
 #ifdef __AVX512F__
 INLINE float sum_of_wide(wide x) { return sum_of(x.lo + x.hi); }
-INLINE int32_t sum_of_ints(wide_ints x) { return __builtin_reduce_add(x); }
 #else
 INLINE float sum_of_wide(wide x) { return sum_of(x); }
-INLINE int32_t sum_of_ints(wide_ints x) { return __builtin_reduce_add(x); }
 #endif
 
 // The first n numbers of `size` bytes, of a vector of `most`; the others are 0.
@@ -72,8 +72,8 @@ INLINE bytes wide_bytes(const void *p, int64_t n) {
 
 INLINE void fetch_ahead(const void *p) { __builtin_prefetch((const char *)p + AHEAD, 0, 3); }
 
-// Of x, whole numbers from 0 to 127, with AVX-512 to 255, and w, bytes with a sign: the products, of which neighbours are added up, two
-// (each sum fits into 16 bits) or four.
+// Of x, whole numbers from 0 to 127, with AVX-512 to 255, and w, bytes with a sign: the products, of which neighbours are added
+// up, two (each sum fits into 16 bits) or four.
 #if defined __AVX512F__
 INLINE wide_ints add_products(wide_ints sums, bytes x, bytes w) {
     return (wide_ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
@@ -136,8 +136,8 @@ INLINE wide read_weights(enum kind kind, const void *p, int64_t n) {
 }
 
 // the products of n <= WIDE numbers from k on
-INLINE void add_floats(const struct product *p, int rows, int columns, const uint8_t *const *w, const float *x, int64_t k, int64_t n,
-                       wide (*acc)[COLUMNS]) {
+INLINE void add_floats(const struct product *p, int rows, int columns, const uint8_t *const *w, const float *x, int64_t k,
+                       int64_t n, wide (*acc)[COLUMNS]) {
     int64_t place = k * size_in(p->kind);
     wide weights[COLUMNS];
     UNROLLED for (int j = 0; j < columns; j++) {
@@ -250,7 +250,8 @@ INLINE bytes by_group(bytes words) {
                                           16, 24, 17, 25, 18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31);
 }
 
-// where by_group puts element e of group g, of 256 bytes: the low nibbles of words 0 to 3, their high nibbles, and those of the others
+// where by_group puts element e of group g, of 256 bytes: the low nibbles of words 0 to 3, their high nibbles, and those of the
+// others
 INLINE int place_of(int g, int e) {
     int nibble = e / 16, word = e % 16 / 2, byte = e % 2;
     return word / 4 * 128 + nibble * 64 + word % 4 / 2 * 32 + g * 4 + word % 2 * 2 + byte;

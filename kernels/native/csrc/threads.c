@@ -1,5 +1,5 @@
-// A pool of threads. The caller of `share` begins at once; the others, which sleep or have just finished something, join while there
-// is work.
+// A pool of threads. The caller of `share` begins at once; the others, which sleep or have just finished something, join while
+// there is work.
 //
 // Where another program has taken a core, the thread that was to run on it comes late or not at all, and the others do its tasks.
 // OpenMP, which torch has, waits for each of its threads at the end. A thread that has finished looks for new work for some

@@ -5,13 +5,13 @@
 //     y = (a + e^(u+k) v) / (b + e^(u+k))         a <- e^w a + e^k v         b <- e^w b + e^k
 //
 // P is the larger of the decayed state's exponent and the newest step's: nothing is lost however far apart the k are. (e^(u+k)
-// relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], moves b away from 2^P. After each chunk its power
-// moves into P, computed from w alone: backward finds the same P, to the bit. Exponents are float32, which are exact up to 2^24; |k|,
-// |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction, and a state that decays by more is lost anyway. NaN
-// stays NaN, in its channel, and infinity becomes NaN.
+// relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], moves b away from 2^P. After each chunk its
+// power moves into P, computed from w alone: backward finds the same P, to the bit. Exponents are float32, which are exact up to
+// 2^24; |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction, and a state that decays by more is
+// lost anyway. NaN stays NaN, in its channel, and infinity becomes NaN.
 //
-// g is the gradient of what stands behind it. Backward notes the state before each chunk; then, from the last chunk to the first, it
-// computes the chunk again and goes back through it:
+// g is the gradient of what stands behind it. Backward notes the state before each chunk; then, from the last chunk to the
+// first, it computes the chunk again and goes back through it:
 //
 //     gnum = gy / (b + now)       gk = now gnum (v - y) + new (ga v + gb)         gv = now gnum + new ga
 //     ga <- kept ga + gnum        gb <- kept gb - gnum y         gw += kept (ga a + gb b)         gu += now gnum (v - y)

@@ -4,18 +4,18 @@
 //
 //     S <- S (diag(w) + a b^T) + v k^T        y = S r         sa_t = S_{t-1} a_t
 //
-// Within a chunk of steps W_t is the product of w from the chunk's first step to t, S = S' diag(W_t) and G = dL/dS = G' / diag(W_t).
-// With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} no step has a decay, and each of four passes over a matrix adds two
-// outer products to it, and multiplies it by two vectors:
+// Within a chunk of steps W_t is the product of w from the chunk's first step to t, S = S' diag(W_t) and G = dL/dS = G' /
+// diag(W_t). With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} no step has a decay, and each of four passes over a
+// matrix adds two outer products to it, and multiplies it by two vectors:
 //
 //     forward   lanes i   S' += sa_t b'_t + v_t k'_t              y_t = S' r'_t              sa_{t+1} = S' a'_{t+1}
 //     rows      lanes i   G' += gsa_{t+1} a'_{t+1} + gy_t r'_t    gv_t = G' k'_t             gsa_t = G' b'_t
 //     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
 //     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 //
-// Backward goes twice through the sequences: from the last chunk to the first for rows, which keep G after each chunk; then forwards,
-// a chunk at a time, for its states and, back from its end, for its keys. States keep S' after each step of the chunk, so that keys
-// have both matrices of one moment for gl, the gradient of log_w:
+// Backward goes twice through the sequences: from the last chunk to the first for rows, which keep G after each chunk; then
+// forwards, a chunk at a time, for its states and, back from its end, for its keys. States keep S' after each step of the chunk,
+// so that keys have both matrices of one moment for gl, the gradient of log_w:
 //
 //     gl_t = sum_i (S_{t-1} diag(w_t))_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij
 //
@@ -96,8 +96,8 @@ INLINE void stage_rows(enum form form, const struct head *head, int64_t t_0, int
     }
 }
 
-// Puts `from`, a strip, plus p x^T + q y^T into `to`, and returns its products with u and v. Two sums for each, since one that waits
-// for its last addition at every vector would be the slowest part.
+// Puts `from`, a strip, plus p x^T + q y^T into `to`, and returns its products with u and v. Two sums for each, since one that
+// waits for its last addition at every vector would be the slowest part.
 INLINE void pass(const float *from, float *to, int64_t N, floats p, floats q, const float *x, const float *y, const float *u,
                  const float *v, floats *of_u, floats *of_v) {
     floats sums_u[2] = {same(0.0f), same(0.0f)}, sums_v[2] = {same(0.0f), same(0.0f)};
