@@ -14,7 +14,7 @@ GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: llama-server bench-peers train test quick soak lint bench peers parity native bitcode gpu-check clean
+.PHONY: llama-server bench-peers train test quick soak lint bench peers parity native gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -57,9 +57,6 @@ parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' a
 
 native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every system, into kernels/native/lib: zig's clang from PyPI
 	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python
-
-bitcode: $(READY_TO_TEST)                ## C of decoding, matvec and draw, compiled for Taichi's kernels; clang 15
-	$(BIN)/python -m kernels.backends.bitcode
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
 	$(PYTHON) -m kernels.bench.gpu_check $(OUT)

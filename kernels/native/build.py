@@ -50,9 +50,10 @@ def build(target: Target, output: Path, zig: str = sys.executable) -> None:
         for i, (source, flags) in enumerate(_pieces(target)):
             objects.append(str(Path(folder) / f"{i}.o"))
             subprocess.run([*compiler, *FLAGS, *flags, "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
-        name = f"-Wl,-install_name,@rpath/{target.path.name}" if target.system == "macos" else "-Wl,--as-needed"
+        options = {"macos": f"-Wl,-install_name,@rpath/{target.path.name}", "windows": "-Wl,/Brepro"}     # no time inside
         library = Path(folder) / target.path.name        # its name stands in it
-        subprocess.run([*compiler, "-shared", "-s", name, *objects, "-o", str(library)], check=True, cwd=ROOT)
+        subprocess.run([*compiler, "-shared", "-s", options.get(target.system, "-Wl,--as-needed"), *objects,
+                        "-o", str(library)], check=True, cwd=ROOT)
         output.write_bytes(library.read_bytes())
 
 

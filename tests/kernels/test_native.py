@@ -17,20 +17,30 @@ from typing import Any
 
 import pytest
 import torch
+from models import small_model, tokens
 from torch import Tensor
 
-from kernels import native, wkv4, wkv7
+from kernels import matvec, native, wkv4, wkv7
 from kernels.compare import errors, misses
+from kernels.decoding import c_v0, reference
+from kernels.draw import NO_BIAS, Filters
+from kernels.draw import c_v0 as c_draw
+from kernels.matvec import cases as matvec_cases
 from kernels.native import build
 from kernels.registry import why_not
 from kernels.select import why_auto
 from kernels.wkv4 import cases as wkv4_cases
 from kernels.wkv7 import cases as wkv7_cases
+from rwkv.generation.decoder import ProgramDecoder
+from rwkv.model import quantized
+from rwkv.model.decoding.program import program_of
+from rwkv.model.quantized import to_int4, to_int8
 
 HERE = native._here()
 AVAILABLE = native.why_not() is None
 in_c = pytest.mark.skipif(not AVAILABLE, reason=str(native.why_not()))
 QEMU = "qemu-aarch64-static"
+RUN = native.run
 
 
 def zig() -> str | None:
@@ -224,56 +234,142 @@ def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest
     assert why_auto("wkv7").startswith("taichi_v3")
 
 
-# The code for ARM, in an emulator. The calls of c_v0.py go to a program of the same sources, which has no need of a C library.
-
-ENTRY = re.compile(r"^ENTRY\((\w+)\)", re.MULTILINE)
+# The code for ARM, in an emulator. The calls go to a program of the same sources, which needs no C library of ARM.
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """native.run on ARM."""
-    folder = tmp_path_factory.mktemp("arm")
-    sources = [source for source in build.sources() if source.endswith(".c")]
-    names = [f"{name}_neon" for source in sources for name in ENTRY.findall((build.ROOT / source).read_text(encoding="ascii"))]
-    listed = "".join(f'{{"{name}", {name}}}, ' for name in names)
-    (folder / "entries.h").write_text("".join(f"function {name};\n" for name in names)
-                                      + f"static const struct entry ENTRIES[] = {{{listed}}};\n")
-    program, harness = folder / "native_calls", Path(__file__).parent / "native_calls.c"
-    subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static", *build.FLAGS, "-DLEVEL=neon",
-                    '-DSOURCES=""', f"-I{folder}", str(harness), *sources, "-o", str(program)], check=True, cwd=build.ROOT)
+def entries(level: str) -> list[str]:
+    """The functions that Python calls."""
+    texts = [(build.ROOT / source).read_text(encoding="ascii") for source in build.sources() if source.endswith(".c")]
+    plain = [name for text in texts for name in re.findall(r"^ENTRY\((\w+)\)", text, re.MULTILINE)]
+    programs = [f"decoding_{name}" for text in texts for name in re.findall(r"^PROGRAM\((\w+),", text, re.MULTILINE)]
+    return [f"{name}_{level}" for name in (*plain, *programs)]
 
-    def run(name: str, threads: int, *arguments: int | Tensor | None) -> None:
-        file = folder / "call"
-        tensors: list[tuple[Tensor, int]] = []
-        with file.open("wb") as out:
-            out.write(f"{name}_neon".encode().ljust(64, b"\0"))
-            out.write(integers(threads, len(arguments)))
-            for argument in arguments:
-                if isinstance(argument, Tensor):
-                    out.write(integers(1, argument.nbytes))
-                    tensors.append((argument, out.tell()))
-                    out.write(ctypes.string_at(argument.data_ptr(), argument.nbytes))
-                else:
-                    out.write(integers(0, argument or 0))
-        subprocess.run([QEMU, str(program), str(file)], check=True)
-        after = file.read_bytes()
-        for tensor, at in tensors:
-            ctypes.memmove(tensor.data_ptr(), after[at:], tensor.nbytes)
 
-    return run
+class Emulated:
+    """native.run on ARM. reachable: tensors whose addresses may stand in a tensor of int64."""
+
+    def __init__(self, folder: Path, level: str) -> None:
+        self._program, self._file, self._level = folder / "native_calls", folder / "call", level
+        self.reachable: list[Tensor] = []
+        names = entries(level)
+        listed = "".join(f'{{"{name}", {name}}}, ' for name in names)
+        (folder / "entries.h").write_text("".join(f"function {name};\n" for name in names)
+                                          + f"static const struct entry ENTRIES[] = {{{listed}}};\n")
+        sources = [source for source in build.sources() if source.endswith(".c")]
+        harness = Path(__file__).parent / "native_calls.c"
+        subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static", *build.FLAGS,
+                        *build.OF_LEVEL[level], f"-DLEVEL={level}", '-DSOURCES=""', f"-I{folder}", str(harness), *sources,
+                        "-o", str(self._program)], check=True, cwd=build.ROOT)
+
+    def __call__(self, name: str, threads: int, *arguments: int | float | Tensor | None) -> None:
+        known = [tensor for tensor in self.reachable if tensor.numel()]
+        tables = [argument for argument in arguments if isinstance(argument, Tensor) and argument.dtype == torch.int64]
+        all_arguments = [*arguments, *(known if tables else [])]
+        places, pointers = {}, []
+        with self._file.open("wb") as out:
+            out.write(f"{name}_{self._level}".encode().ljust(64, b"\0") + integers(threads, len(all_arguments)))
+            for i, argument in enumerate(all_arguments):
+                if not isinstance(argument, Tensor):
+                    out.write(integers(0, native._number(argument)))
+                    continue
+                argument = argument if argument.numel() else torch.zeros(1)
+                out.write(integers(1, argument.nbytes))
+                places[i] = out.tell()
+                out.write(ctypes.string_at(argument.data_ptr(), argument.nbytes))
+                if i < len(arguments) and argument.dtype == torch.int64:
+                    for at, number in enumerate(argument.flatten().tolist()):
+                        pointers += [(i, 8 * at, len(arguments) + j) for j, tensor in enumerate(known)
+                                     if number == tensor.data_ptr()]
+            out.write(integers(len(pointers), *(number for pointer in pointers for number in pointer)))
+        subprocess.run([QEMU, str(self._program), str(self._file)], check=True)
+        after = self._file.read_bytes()
+        for i, at in places.items():
+            tensor = all_arguments[i]
+            assert isinstance(tensor, Tensor)
+            ctypes.memmove(tensor.data_ptr(), after[at:at + tensor.nbytes], tensor.nbytes)
 
 
 def integers(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
 
 
-@pytest.mark.soak
-@with_zig
-@pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"needs {QEMU} (qemu-user-static)")
-def test_arm_computes_the_operators(emulated: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", params=native.LEVELS["aarch64"])
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated(tmp_path_factory.mktemp("arm"), request.param)
+
+
+@pytest.fixture
+def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     monkeypatch.setattr(native, "run", emulated)
+    monkeypatch.setattr(native, "why_not", lambda: None)
     monkeypatch.setattr(native, "threads_for", lambda tasks: min(tasks, 3))
+    monkeypatch.setattr(quantized, "multiplies", lambda dtype: False)
+    return emulated
+
+
+with_qemu = pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"needs {QEMU} (qemu-user-static)")
+in_emulator = [pytest.mark.soak, with_zig, with_qemu]
+
+
+def marked(test: Any) -> Any:
+    for mark in in_emulator:
+        test = mark(test)
+    return test
+
+
+@marked
+def test_arm_computes_time_mixing(on_arm: Emulated) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert not wkv4_misses(dtype)
         assert not wkv7_misses(dtype)
     assert rounded_as_by_torch()
+
+
+@marked
+def test_arm_computes_products(on_arm: Emulated) -> None:
+    """In every form, and rows alone as beside others."""
+    for form in matvec.FORMS:
+        for shape in ((1, 7, 13), (5, 9, 100), (9, 20, 600)):
+            x, packed = matvec_cases.inputs(*shape, form=form)
+            y = matvec.MatVec("c_v0")(x, packed)
+            assert not misses(errors({"y": y}, {"y": matvec_cases.expected(x, packed)}), matvec_cases.tolerance("c_v0", form))
+            assert torch.equal(matvec.MatVec("c_v0")(x[-1:], packed)[0], y[-1])
+    packed = matvec.pack(torch.randn(7, 300), "int4")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(matvec.MatVec("c_v0").unpacked(packed, dtype), matvec.unpacked(packed, dtype))
+
+
+@marked
+@torch.no_grad()
+@pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
+@pytest.mark.parametrize("form", matvec.FORMS)
+def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> None:
+    """Those of the reference in float64; a row alone as beside others."""
+    model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
+    model = {"int8": to_int8, "int4": to_int4}[form](model) if form.startswith("int") else model.to(getattr(torch, form))
+    program = program_of(model)
+    assert program is not None
+    run = c_v0.bind(program.program, program.form)
+    on_arm.reachable = [tensor for packed in run.weights for tensor in packed]
+    exact = ProgramDecoder(model, model.empty_state(5), program, reference.bind(program.program, program.form))
+    exact._registers = exact._registers.double()
+    together, alone = (ProgramDecoder(model, model.empty_state(rows), program, run) for rows in (5, 1))
+    several = tokens(model, B=5, T=3)
+    for t in range(3):
+        logits = together.step(several[:, t])
+        off = (logits - exact.step(several[:, t])).abs().amax(-1)
+        assert (off.min() if form == "bfloat16" else off.median()) <= 2e-5
+        assert torch.equal(alone.step(several[:1, t])[0], logits[0])
+
+
+@marked
+def test_arm_draws(on_arm: Emulated) -> None:
+    """The tokens of this machine's C."""
+    logits = 3 * torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for filters in (Filters(), Filters(0.7, top_k=40), Filters(1.2, top_p=0.9), Filters(min_p=0.1),
+                    Filters(2.0, 50, 0.8, 0.05, True)):
+        on_arm_drawn = c_draw.draw(logits, uniform, filters, NO_BIAS)
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr(native, "run", RUN)
+            assert torch.equal(on_arm_drawn, c_draw.draw(logits, uniform, filters, NO_BIAS))
