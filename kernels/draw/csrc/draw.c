@@ -196,7 +196,8 @@ INLINE long pick_of_some(const float *logits, const struct options *o, double un
     }
     double sum = 0, before = 0;
     for (long i = 0; i < n; i++) {
-        if (tokens[i].weight < o->min_p) tokens[i].weight = 0;
+        int likely = o->min_p < 1 ? tokens[i].weight >= o->min_p : tokens[i].logit == largest;       // others may have 1, too
+        if (!likely) tokens[i].weight = 0;
         else if (o->filters_first) tokens[i].weight = weight_of(logits[tokens[i].id], largest, 1 / o->temperature);
         sum += tokens[i].weight;
     }
