@@ -193,7 +193,8 @@ INLINE int64_t pick_of_some(const float *logits, const struct options *o, double
     }
     double sum = 0, before = 0;
     for (int64_t i = 0; i < n; i++) {
-        if (tokens[i].weight < o->min_p) tokens[i].weight = 0;
+        int likely = o->min_p < 1 ? tokens[i].weight >= o->min_p : tokens[i].logit == largest;       // others may have 1, too
+        if (!likely) tokens[i].weight = 0;
         else if (o->filters_first) tokens[i].weight = weight_of(logits[tokens[i].id], largest, 1 / o->temperature);
         sum += tokens[i].weight;
     }
