@@ -6,6 +6,7 @@ INSTALLED := .venv/installed
 READY_TO_TEST := .venv/installed-dev
 PEERS := .venv-peers
 LLAMA := .venv-llama
+ZIG := .venv-zig
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 OUT ?= gpu-check
 BENCH := $(BIN)/python -m kernels.bench
@@ -14,7 +15,7 @@ GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan
 
-.PHONY: llama-server bench-peers train test quick soak lint bench peers parity bitcode gpu-check clean
+.PHONY: llama-server bench-peers train test quick soak lint bench peers parity native gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -55,8 +56,8 @@ llama-server: $(LLAMA)/llama-server      ## llama.cpp's own server, for benchmar
 parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
 
-bitcode: $(READY_TO_TEST)                ## C for x86-64 CPUs, compiled for Taichi's kernels; clang 15
-	$(BIN)/python -m kernels.backends.bitcode
+native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every system, into kernels/native/lib: zig's clang from PyPI
+	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
 	$(PYTHON) -m kernels.bench.gpu_check $(OUT)
@@ -101,5 +102,11 @@ $(PEERS)/installed: constraints.txt
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers peft
 	touch $@
 
+$(ZIG)/installed: kernels/native/build.py        # 411 MB, for those who change C
+	$(PYTHON) -m venv $(ZIG)
+	$(ZIG)/bin/python -m pip install -q --disable-pip-version-check \
+		ziglang==$(shell sed -n 's/^ZIG = "\(.*\)"/\1/p' kernels/native/build.py)
+	touch $@
+
 clean:
-	rm -rf .venv $(PEERS) $(LLAMA) .cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) $(LLAMA) $(ZIG) .cache .mypy_cache .ruff_cache .hypothesis

@@ -18,11 +18,9 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
+RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # names of before, by operator, which configurations of runs may have
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
-AVX2 = ("avx2", "fma3")                  # as torch calls the instructions of a CPU
-AVX512 = (*AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
-LEVELS = {"avx512bf16": (*AVX512, "avx512_bf16"), "avx512": AVX512, "avx2": AVX2}          # C is compiled for; the best first
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -52,7 +50,7 @@ class Requires:
     dtypes are cast to float32 and back.  T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop. native: whether it is C for the instructions of some CPUs, LEVELS.
+    torch.jit.script does, which torch means to drop. native: whether it is C of the library kernels/native.
     """
 
     packages: tuple[str, ...] = ()
@@ -81,6 +79,11 @@ def names(op: str) -> tuple[str, ...]:
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
+
+
+def name_now(op: str, name: str) -> str:
+    """What an implementation of that name is called now."""
+    return RENAMED.get(op, {}).get(name, name)
 
 
 def all_names(op: str) -> set[str]:
@@ -114,7 +117,7 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
-    return reason or _instructions_missing(name, requires)
+    return reason or _library_missing(name, requires)
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
@@ -172,20 +175,13 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
 
 
-def _instructions_missing(name: str, requires: Requires) -> str | None:
-    if not requires.native or level():
+def _library_missing(name: str, requires: Requires) -> str | None:
+    if not requires.native:
         return None
-    return f"{name} needs a CPU with the instructions of {' or '.join(LEVELS)}, which this one lacks (use another kernel)"
+    from kernels import native
 
-
-@cache
-def level() -> str | None:
-    """The best of LEVELS whose instructions this CPU has; None where it has none. Older versions of torch tell AVX2 alone."""
-    import torch
-
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    has = ask() if ask else dict.fromkeys(AVX2, torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
-    return next((name for name, needs in LEVELS.items() if all(has.get(need) for need in needs)), None)
+    reason = native.why_not()
+    return reason and f"{name} cannot run: {reason}"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:

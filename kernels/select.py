@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, names, operators, why_not
+from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, name_now, names, operators, why_not
 
 AUTO = "auto"
 
@@ -26,11 +26,11 @@ class Rule(NamedTuple):
 
 
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
-CPU = Rule(("taichi_scan", "torch_scan"), measured=True)
+CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=False)
 CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
-CPU_7 = Rule(("taichi_v4", "taichi_v3", "torch_chunk"), measured=True)
+CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=False)
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
-MATVEC = Rule(("taichi_v1", "taichi_v0", "torch_linear"), measured=False)
+MATVEC = Rule(("c_v0", "torch_linear"), measured=False)
 RULES = {
     ("wkv4", "cpu", torch.float32): CPU,
     ("wkv4", "cpu", torch.bfloat16): CPU,
@@ -45,10 +45,10 @@ RULES = {
     **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", torch.float32): MATVEC,            # by the form of the weights
     ("matvec", "cpu", torch.bfloat16): MATVEC,
-    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "taichi_v1", "taichi_v0", "reference"), measured=False),
-    ("matvec", "cpu", torch.int16): Rule(("taichi_v1", "taichi_v0", "reference"), measured=False),
-    ("draw", "cpu", torch.float32): Rule(("taichi_v0",), measured=True),
-    **{("decoding", "cpu", dtype): Rule(("taichi_v2", "taichi_v0"), measured=True)
+    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "c_v0", "reference"), measured=False),
+    ("matvec", "cpu", torch.int16): Rule(("c_v0", "reference"), measured=False),
+    ("draw", "cpu", torch.float32): Rule(("c_v0",), measured=True),
+    **{("decoding", "cpu", dtype): Rule(("c_v0",), measured=True)
        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int16)},
 }
 
@@ -86,9 +86,9 @@ def folder(operator: str, name: str) -> str:
 
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
-    """The kernel that `auto` means for `dtype` on `device`, the rule's last where none runs; any other name as it is."""
+    """The kernel that `auto` means for `dtype` on `device`, the rule's last where none runs; any other name as it is now."""
     if name != AUTO or not _has_rule(operator):
-        return name
+        return name_now(operator, name)
     device = torch.device(device).type
     choices = rule(operator, device, dtype).order
     return next((choice for choice in choices if why_not(folder(operator, choice), choice, device) is None), choices[-1])

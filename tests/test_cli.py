@@ -25,6 +25,7 @@ from rwkv import cli
 from rwkv.cli.help import WIDTH
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, free_text, options
 from rwkv.errors import UserError
+from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV
 from rwkv.training.run import as_plain, with_max_steps
 
@@ -54,6 +55,16 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", *selectable("wkv4")])
 def test_every_kernel_can_be_chosen(name: str) -> None:
     assert compose("generate", f"kernel={name}").kernel.name == name
+
+
+def test_a_name_that_a_kernel_had_before_is_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose("train", "kernel=taichi_v4", "model=rwkv7_tiny")
+    wkv = operator_for(config.model, config.kernel.name, "cpu", torch.float32)
+    assert wkv.name == "c_v0"
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "taichi_v4" in told
+    assert "c_v0" in told
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:
@@ -232,9 +243,9 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
 
 
 @pytest.mark.parametrize(("argument", "said"), [
-    ("kernel=nonsense", "'nonsense'; there are: auto, conv1d, "),
-    ("kernel.name=nonsense", "'nonsense'; there are: auto, conv1d, "),
-    ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, conv1d, "),
+    ("kernel=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
+    ("kernel.name=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
+    ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
     ("kernel=fft", "fft"),
     ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
     ("model=null", "'null'; there are: 169m"),

@@ -22,8 +22,8 @@ each row:
     wkv7      all of RWKV-7's time mixing that lies between its products (rwkv/model/rwkv7.py), whose state goes on
 
 A file beside this one has REQUIRES and bind(program, form) -> function(registers), which runs the program once on the registers
-(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it, but for products by PyTorch. In
-the form float32 taichi_v2 also takes weights in bfloat16, which it reads as float32.
+(R,size) of R rows, R >= 1. A row's result does not depend, to the bit, on the rows beside it. In the form float32 c_v0 also
+takes weights in bfloat16, which it reads as float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,6 @@ PART = 32                                # outputs of `up` that are computed tog
 NONE = -1                                # in the place of a register or a constant that an instruction lacks
 MAPS = ("tanh", "sigmoid", "relu2")
 FASTEST_LOG_W = -0.6065306597126334      # of RWKV-7's decay: -e^-0.5
-Function = Callable[[Tensor], Tensor]
 Run = Callable[[Tensor], None]
 LEAST_NORM = 1e-12                       # of RWKV-7's kk, as in torch.nn.functional.normalize
 
@@ -96,16 +95,12 @@ class Wkv7(NamedTuple):
 
 
 class Product(NamedTuple):
-    """y = W x. function: the same by PyTorch for many rows, (R,K) -> (R,N); None where there is none.
-
-    In int8 the function takes whole numbers, and y lacks the factor of its row.
-    """
+    """y = W x."""
 
     x: int
     y: int
     weight: Packed
     K: int
-    function: Function | None = None
 
 
 @dataclass
@@ -119,7 +114,6 @@ class Program:
     whole_size: int = 0
     instructions: list[Instruction] = field(default_factory=list)
     weights: list[Packed] = field(default_factory=list)
-    functions: list[Function | None] = field(default_factory=list)       # of the products
     _constants: list[Tensor] = field(default_factory=list)
     _constants_size: int = 0
     _joined: Tensor | None = None
@@ -182,7 +176,6 @@ class Program:
         prepared = [self._prepare(i, product) for i, product in enumerate(products)]
         for (x, extra, whole), product in zip(prepared, products, strict=True):
             self.weights.append(product.weight)
-            self.functions.append(product.function)
             self._add("product", x, product.y, len(product.weight.weight), product.K, extra, whole, len(self.weights) - 1)
 
     def down(self, x: int, y: int, weight: Tensor) -> None:

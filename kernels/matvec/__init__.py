@@ -63,7 +63,7 @@ class Packed(NamedTuple):
 
 
 class MatVec(Operator):
-    """One implementation of the operator, by name: `MatVec("taichi_v0")(x, packed) -> y`.
+    """One implementation of the operator, by name: `MatVec("c_v0")(x, packed) -> y`.
 
     x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. `bind` is the fast way for weights that are
     used often. Raises ValueError for an unknown name, an x that does not fit or requires a gradient, and a form that the

@@ -24,7 +24,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
-from kernels.registry import KernelUnavailable, UnknownKernel, all_names, operators
+from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, free_text, options
 from rwkv.errors import UserError
@@ -36,6 +36,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
+FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
 OPTIONAL = ("experiment", "debug")       # groups with null as a choice
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
@@ -208,6 +209,8 @@ def choices(group: str) -> list[str]:
 
 
 def _check_choice(group: str, choice: str) -> None:
+    if group == "kernel" and choice in FORMER_KERNELS:
+        return
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
         raise UserError(f"unknown {group} {choice!r}; there are: {', '.join(choices(group))}")
 
@@ -283,7 +286,7 @@ def _register(schema: type, config_name: str) -> None:
 
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=schema)
-    for name in KERNELS:
+    for name in (*KERNELS, *FORMER_KERNELS):
         store.store(group="kernel", name=name, node={"name": name})
 
 

@@ -6,30 +6,26 @@ hooks or layers of another kind.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.decoding import Run
-from kernels.registry import KernelUnavailable
 from rwkv.model.base import Model, State
 from rwkv.model.decoding.layers import PLAIN, norm_function, product_function
 from rwkv.model.decoding.program import ModelProgram, Runner, decodes_by_program, program_of
 from rwkv.model.hooks import untouched
 
 
-def decoder_of(model: Model, state: State) -> "Decoder | FallbackDecoder | CallingDecoder":
+def decoder_of(model: Model, state: State) -> "Decoder | ProgramDecoder | CallingDecoder":
     """The fastest decoder that fits the model."""
     if not (untouched(model) and all(_plain(module, model) for module in model.modules() if module is not model)):
         return CallingDecoder(model, state)
     program = program_of(model) if decodes_by_program(model) else None
     if program is None:
         return Decoder(model, state)
-    runner = Runner(model, program)
-    return FallbackDecoder(model, ProgramDecoder(model, state, program, runner), runner.warm_up)
+    return ProgramDecoder(model, state, program, Runner(model, program))
 
 
 def _plain(module: nn.Module, model: Model) -> bool:
@@ -166,38 +162,3 @@ class ProgramDecoder:
 
     def _register(self, at: int, width: int) -> Tensor:
         return self._registers[:, at:at + width]
-
-
-class FallbackDecoder:
-    """A ProgramDecoder, and a Decoder from when its program cannot run, as after Taichi was started for a GPU."""
-
-    def __init__(self, model: Model, decoder: ProgramDecoder, warm_up: Callable[[], None]) -> None:
-        self._model, self._warm_up = model, warm_up
-        self._decoder: ProgramDecoder | Decoder = decoder
-
-    def warm_up(self) -> None:
-        """Compiles what steps of one row, several and many need."""
-        with suppress(KernelUnavailable):                # the next step finds out
-            self._warm_up()
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) that follow tokens (B,). They may lie in the decoder's memory: use them before it goes on."""
-        try:
-            return self._decoder.step(tokens)
-        except KernelUnavailable:        # it has computed nothing yet
-            if isinstance(self._decoder, Decoder):
-                raise
-            self._decoder = Decoder(self._model, self._decoder.state())
-            return self._decoder.step(tokens)
-
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, each of them once, in this order."""
-        self._decoder.keep(rows)
-
-    def join(self, state: State) -> None:
-        """Goes on with the rows of `state` too, after those that are here."""
-        self._decoder.join(state)
-
-    def state(self, rows: list[int] | None = None) -> State:
-        """A copy of the state, of these rows or of all."""
-        return self._decoder.state(rows)

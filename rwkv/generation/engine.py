@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import FallbackDecoder, decoder_of
+from rwkv.generation.decoder import ProgramDecoder, decoder_of
 from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
@@ -67,9 +67,9 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                    cache: PrefixCache | None = None, logprobs: int = 0, **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
-    It is so to the token for small models, for int8, and for large models on a CPU with AVX2; on other CPUs with up to as many
-    rows as MOST_ROWS in rwkv/model/decoding/program.py allows. Otherwise PyTorch's products of several rows have other last
-    bits than those of one, and texts may go apart where two tokens are almost as likely.
+    It is so to the token for small models, for int8, and for large models on a CPU with C kernels (kernels/native). Otherwise
+    PyTorch's products of several rows may have other last bits than those of one, and texts may go apart where two tokens are
+    almost as likely.
 
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """
@@ -147,8 +147,6 @@ class Engine:
         """Compiles the kernels that prompts and steps need, so that no text waits for it later."""
         for tokens in (SLICE, PASS):                     # kernels may have a form for short sequences
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
-        if isinstance(self._decoder, FallbackDecoder):
-            self._decoder.warm_up()
         for rows in (1, 2):
             next_tokens(torch.zeros(rows, self._model.vocab_size), torch.zeros(rows), Sampling(), draw=self._draw_by)
 
@@ -201,7 +199,7 @@ class Engine:
         """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._draw_by = drawing() if isinstance(self._decoder, FallbackDecoder) else None
+        self._draw_by = drawing() if isinstance(self._decoder, ProgramDecoder) else None
 
     def _read_new_weights(self) -> None:
         """Goes on with the model's weights as they are now; prompts are read anew. What old ones have read is not cached."""

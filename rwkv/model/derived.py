@@ -3,8 +3,8 @@
 A weight has changed where another tensor or module is in its place (load_state_dict(assign=True), adapters), where its numbers
 lie elsewhere in memory (`weight.data = ...`, model.to), and where torch has counted a change in place. It counts its own,
 under no_grad and inference_mode too, but not writes through `weight.data`, NumPy or other programs, not those of its fused
-optimisers, and none in tensors made under inference_mode. Evenly spaced elements are compared for these: a change of a whole
-matrix is seen, and one of a few of its numbers is not. Write `with torch.no_grad(): weight[rows] = ...` in place of
+optimisers, and none in tensors made under inference_mode. For these some elements are compared: a change of a whole matrix is
+seen, and one of a few of its numbers is not. Write `with torch.no_grad(): weight[rows] = ...` in place of
 `weight.data[rows] = ...`.
 """
 
@@ -20,7 +20,8 @@ from kernels.backends.memory import available_memory
 from kernels.matvec import Packed
 
 ROWS = 1024                              # of a matrix that are compared at once
-SPACED = 16                              # elements of each tensor that a Watch compares, for each token
+WATCHED = 8                              # elements in the middle of each tensor that a Watch compares, for each token
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}      # by their size in bytes
 SAMPLED = 4096                           # elements of each matrix that are compared with its copy, for each text
 
 
@@ -35,7 +36,8 @@ class Watch:
         self._elements: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for place in self._places:
             if place.tensor.is_contiguous():             # else they would be a copy
-                self._elements[place.tensor.dtype].append(_spaced(place.tensor.detach(), SPACED))
+                flat = place.tensor.detach().flatten()
+                self._elements[flat.dtype].append(flat[len(flat) // 2:][:WATCHED])
         self._before = self._read()
 
     def unchanged(self) -> bool:
@@ -44,8 +46,8 @@ class Watch:
                 and all(map(torch.equal, self._read(), self._before)))
 
     def _read(self) -> list[Tensor]:
-        """The elements that are compared, as bytes: NaN is not equal to itself."""
-        return [torch.cat(elements).view(torch.uint8) for elements in self._elements.values()]
+        """The elements that are compared, as integers: NaN is not equal to itself. They are few enough for one thread."""
+        return [torch.cat(elements).view(INTEGERS[dtype.itemsize]) for dtype, elements in self._elements.items()]
 
 
 class _Place(NamedTuple):

@@ -7,20 +7,23 @@ import torch
 
 from kernels.draw import Draw
 from kernels.matvec import FORMS, MatVec
-from kernels.registry import UnknownKernel, all_names, load, why_not
+from kernels.registry import UnknownKernel, all_names, load, name_now, why_not
 from kernels.select import AUTO, resolve, runnable_on, select, why_auto
 from rwkv.config import GENERATIONS, ModelConfig
+from rwkv.distributed import log
 from rwkv.model.base import generation
-
-FEW, MANY = "taichi_v0", "taichi_v1"     # of kernels/decoding, on CPUs for which taichi_v2 has no instructions
 
 
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
     """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
 
+    A name that the kernel had before is taken, with a line that says what it is called now.
     Raises UnknownKernel where the kernel is of another generation's operator alone, and as kernels.select.select does.
     """
     model = generation(config)
+    before, kernel = kernel, name_now(model.OPERATOR, kernel)
+    if kernel != before:
+        log(f"the kernel {before} is called {kernel} now")
     if kernel != AUTO and kernel not in all_names(model.OPERATOR):
         others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]
@@ -37,23 +40,20 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
-def decoding_for(form: str) -> str:
-    """The implementation of kernels/decoding that carries out a step of few rows on a CPU, for weights of the form."""
-    return resolve("decoding", AUTO, "cpu", FORMS[form])
+def decoding_for(form: str) -> Any:
+    """The function bind of kernels/decoding for weights of the form, on a CPU."""
+    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind
 
 
-def decodings_for(form: str) -> tuple[Any, Any]:
-    """The functions bind of kernels/decoding for weights of the form, on a CPU: for few rows, or all, and for many."""
-    return load("decoding", decoding_for(form)).bind, load("decoding", MANY).bind
-
-
-def can_decode(form: str) -> bool:
-    """Whether an implementation of kernels/decoding can run on this CPU with weights of the form."""
-    return form in FORMS and why_not("decoding", decoding_for(form)) is None
+def why_no_decoding(form: str) -> str | None:
+    """None where an implementation of kernels/decoding can run on this CPU with weights of the form, otherwise the reason."""
+    if form not in FORMS:
+        return f"kernels/decoding does not take weights in {form}"
+    return why_not("decoding", resolve("decoding", AUTO, "cpu", FORMS[form]))
 
 
 def decoding_name(form: str) -> str:
-    """The implementation that decodings_for gives for few rows, and why."""
+    """The implementation that decoding_for gives, and why."""
     return why_auto("decoding", "cpu", FORMS[form])
 
 

@@ -66,11 +66,6 @@ class Int8Linear(nn.Module):
         weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
         return weight
 
-    def of_whole_numbers(self, rows: Tensor) -> Tensor:
-        """The product for rows (B,K) in whole steps, as `packed` says, without the factors of the rows -> (B,N)."""
-        out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, self._zero, self._packed)
-        return out
-
     def product(self, rows: Tensor) -> Tensor:
         """The integer product without the scales: rows (B,K) within [-1, 1] -> (B,N)."""
         out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(

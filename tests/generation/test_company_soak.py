@@ -7,7 +7,6 @@ import torch
 from models import each_generation, small_model
 
 from rwkv.generation.engine import generate_batch
-from rwkv.model.decoding.program import most_rows
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -28,14 +27,11 @@ def model_in(dtype: str, generation: str) -> RWKV:
 @each_generation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_text_of_a_batch_is_the_text_alone(dtype: str, generation: str) -> None:
-    """In batches of one launch a step, of any size where a launch takes any number of rows; in int8 always."""
     model = model_in(dtype, generation)
-    together = TOGETHER if dtype == "int8" else min(TOGETHER, most_rows(model) or TOGETHER)
-    assert together > 1
     draw = random.Random(0)
     prompts = ["".join(draw.choices("abcdefgh \n", k=draw.randrange(1, 40))) for _ in range(TEXTS)]
-    for first in range(0, TEXTS, together):
-        batch, seeds = prompts[first:first + together], list(range(first, first + together))
+    for first in range(0, TEXTS, TOGETHER):
+        batch, seeds = prompts[first:first + TOGETHER], list(range(first, first + TOGETHER))
         samples = generate_batch(model, BYTES, batch, TOKENS, seeds=seeds)
         for prompt, seed, sample in zip(batch, seeds, samples, strict=True):
             alone, = generate_batch(model, BYTES, [prompt], TOKENS, seeds=[seed])

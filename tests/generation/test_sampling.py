@@ -64,7 +64,8 @@ def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
         if total < options.top_p and (token in by_k or not hf):
             kept.add(token)
             total += nucleus[token]
-    kept = {token for token in kept & by_k if before[token] >= options.min_p * before[likeliest[0]]}
+    away = (logits - logits.max()) / (options.temperature if hf else 1)
+    kept = {token for token in kept & by_k if options.min_p == 0 or away[token] >= math.log(options.min_p)}
     after = before if hf else softmax(logits / options.temperature)
     after = np.array([probability if token in kept else 0.0 for token, probability in enumerate(after)])
     return after / after.sum()

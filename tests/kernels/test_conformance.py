@@ -203,7 +203,7 @@ class OfMatVec(OfTimeX):
         return {"y": matvec_cases.expected(inputs[0], Packed(*inputs[1:]))}
 
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
-        return matvec_cases.tolerance("taichi_v0", "float32", dtype)
+        return matvec_cases.tolerance("c_v0", "float32", dtype)
 
     def refused(self) -> list[Inputs]:
         x, *packed = self.inputs((2, 3, 8), torch.float32, "cpu")

@@ -74,7 +74,7 @@ def test_int4_of_the_largest_numbers_overflows_nowhere(rows: int) -> None:
     weight[:, ::GROUP] = 0.0             # so that a group has a range, and all else in it the largest integer
     packed = pack(weight, "int4")
     for signed in (x, -x):
-        torch.testing.assert_close(MatVec("taichi_v0")(signed, packed), MatVec("reference")(signed, packed))
+        torch.testing.assert_close(MatVec("c_v0")(signed, packed), MatVec("reference")(signed, packed))
 
 
 def rounding(weight: torch.Tensor, form: str) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_a_packed_matrix_is_a_value() -> None:
     x, packed = cases.inputs(2, 9, 64, "int4")
     copied = Packed(*(tensor.clone() for tensor in packed))
     assert copied.form == "int4"
-    assert torch.equal(MatVec("taichi_v0")(x, copied), MatVec("taichi_v0")(x, packed))
+    assert torch.equal(MatVec("c_v0")(x, copied), MatVec("c_v0")(x, packed))
 
 
 def test_a_float_that_has_the_form_already_is_not_copied() -> None:

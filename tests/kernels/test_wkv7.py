@@ -3,7 +3,6 @@
 What all operators share is in test_conformance.py.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import torch
 from implementations import implementations
 from torch import Tensor
 
-from kernels import registry
-from kernels.backends import bitcode
 from kernels.compare import err_ratio, errors, misses
 from kernels.wkv7 import WKV7, cases, empty_state
 
@@ -139,51 +136,3 @@ def test_nan_stays_in_its_head_and_reaches_no_earlier_step(wkv7: WKV7, device: s
             assert torch.equal(y[..., 6:], expected[..., 6:]), "other rows of the state"
         if name == "r":
             assert torch.equal(y[1, t + 1:], expected[1, t + 1:]), "other steps"
-
-
-in_c = pytest.mark.implementation("wkv7", "taichi_v4", device="cpu")
-
-
-@pytest.fixture
-def avx2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a CPU without AVX-512."""
-    from kernels.wkv7 import taichi_v4
-
-    caches = (bitcode.function, bitcode.version_of, taichi_v4._kernel)
-    with monkeypatch.context() as patched:
-        patched.setattr(registry, "level", lambda: "avx2")
-        for cached in caches:
-            cached.cache_clear()
-        yield
-    for cached in caches:
-        cached.cache_clear()
-
-
-def rounded_as_by_torch() -> bool:
-    """Whether y of a step that adds two numbers, to a state of one column, is what PyTorch has in bfloat16; one y is NaN."""
-    r, log_w, k, v, a, b = torch.zeros(6, 1, 1, 1, 64)
-    r[..., 0] = k[..., 0] = 1.0
-    state = torch.zeros(1, 1, 64, 64)
-    v[0, 0, 0], state[0, 0, :, 0] = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    state[0, 0, 5, 0] = float("nan")
-    half = [tensor.bfloat16() for tensor in (r, k, v, a, b)]
-    y, _ = WKV7("taichi_v4")(half[0], log_w, *half[1:], state)
-    expected = (state[0, 0, :, 0] + half[2][0, 0, 0].float()).bfloat16()
-    return torch.allclose(y[0, 0, 0], expected, rtol=0, atol=0, equal_nan=True)
-
-
-@in_c
-def test_bfloat16_is_rounded_to_nearest_and_nan_stays_nan() -> None:
-    assert rounded_as_by_torch()
-
-
-@in_c
-@pytest.mark.usefixtures("avx2")
-def test_in_avx2() -> None:
-    """Over whole chunks and a piece of one; 24 channels are padded."""
-    for N, dtype in ((64, torch.float32), (24, torch.float32), (64, torch.bfloat16)):
-        inputs = cases.inputs(2, 37, 2, N, dtype=dtype)
-        found = errors(cases.results(WKV7("taichi_v4"), inputs), cases.results(WKV7("reference"), cases.double(inputs)))
-        assert not misses(found, cases.tolerance(dtype))
-    test_where_nothing_is_read_and_where_nothing_has_come(WKV7("taichi_v4"), "cpu")
-    assert rounded_as_by_torch()

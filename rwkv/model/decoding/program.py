@@ -1,4 +1,4 @@
-"""A model's step for one token as a program of kernels/decoding, in which all of it is one launch.
+"""A model's step for one token as a program of kernels/decoding, in which all of it is one call of C.
 
 The instructions of a block are written down in rwkvN_program.py beside this file.
 """
@@ -7,20 +7,14 @@ from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.backends.cpu import multiplies
 from kernels.decoding import LANES, Product, Program, Run
 from kernels.matvec import FORMS, pack
-from rwkv.model.operators import FEW, MANY, can_decode, decoding_for, decoding_name, decodings_for, drawing
+from rwkv.model.operators import decoding_for, decoding_name, drawing, why_no_decoding
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
-LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch, and compile nothing
-# The most rows for which one launch of taichi_v0 was faster than PyTorch's products on two cores; in bfloat16 fewer where the
-# CPU multiplies it itself, which PyTorch makes use of. taichi_v2 is faster for any number of rows.
-MOST_ROWS = {"float32": 32, "bfloat16": 64, "int4": 64, "int8": 4}
-MOST_ROWS_NATIVE = 8                     # in bfloat16
+LEAST_NUMBERS = 2**22                    # of a model's matrices: smaller models are as fast in PyTorch
 
 
 class Place(NamedTuple):
@@ -59,17 +53,13 @@ def program_of(model: Any) -> ModelProgram | None:
 
 def decodes_by_program(model: Any) -> bool:
     """Whether the model is large enough, on a CPU, and of a form that a program takes."""
+    return _is_large(model) and why_no_decoding(form_of(model.head)) is None
+
+
+def _is_large(model: Any) -> bool:
     matrices = sum(layer.in_features * layer.out_features
                    for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear)))
-    return model.emb.weight.device.type == "cpu" and matrices >= LEAST_NUMBERS and can_decode(form_of(model.head))
-
-
-def most_rows(model: Any) -> int | None:
-    """The most rows that one launch takes, while those of more are multiplied by PyTorch; None for any number."""
-    form = form_of(model.head)
-    if decoding_for(form) != FEW:
-        return None
-    return MOST_ROWS_NATIVE if form == "bfloat16" and multiplies(torch.bfloat16) else MOST_ROWS[form]
+    return bool(model.emb.weight.device.type == "cpu" and matrices >= LEAST_NUMBERS)
 
 
 class Runner:
@@ -80,37 +70,24 @@ class Runner:
     """
 
     def __init__(self, model: Any, program: ModelProgram) -> None:
-        self._model = model
-        self._program = program
-        self._most = most_rows(model)
-        self._bind_few, self._bind_many = decodings_for(program.form)
+        self._model, self._program = model, program
 
     @cached_property
-    def _few(self) -> Run:
+    def _run(self) -> Run:
         copies = matrix_copies(self._model, self._program)
         program = self._program.program
-        return cast(Run, self._bind_few(program if copies is None else program.with_weights(copies), self._program.form))
-
-    @cached_property
-    def _many(self) -> Run:
-        return cast(Run, self._bind_many(self._program.program, self._program.form))
+        bind = decoding_for(self._program.form)
+        return cast(Run, bind(program if copies is None else program.with_weights(copies), self._program.form))
 
     def __call__(self, registers: Tensor) -> None:
-        (self._few if self._most is None or len(registers) <= self._most else self._many)(registers)
-
-    def warm_up(self) -> None:
-        """Compiles what one row, several and many need. Raises KernelUnavailable where the program cannot run."""
-        for rows in (1, 2):
-            self._few(torch.zeros(rows, self._program.program.size))
-        if self._most is not None:
-            self._many(torch.zeros(2, self._program.program.size))
+        self._run(registers)
 
 
 def matrix_copies(model: Any, program: ModelProgram) -> list[Tensor] | None:
     """The program's matrices in bfloat16, which its steps then read; None where they read the matrices themselves, as those of
     a model that is trained."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    if program.form != "float32" or most_rows(model) is not None or trained:
+    if program.form != "float32" or trained:
         model.bfloat16_copies.drop()
         return None
     copies: list[Tensor] | None = model.bfloat16_copies.of([packed.weight for packed in program.program.weights])
@@ -118,12 +95,14 @@ def matrix_copies(model: Any, program: ModelProgram) -> list[Tensor] | None:
 
 
 def decoding_line(model: Any) -> str | None:
-    """One line to print: what computes a step while a text is generated; None where that is PyTorch alone."""
-    if not decodes_by_program(model):
+    """One line to print: what computes a step while a text is generated; None for a small model, and on a GPU."""
+    form = form_of(model.head)
+    if not _is_large(model):
         return None
-    line, most = f"decoding: {decoding_name(form_of(model.head))}, one launch a token", most_rows(model)
-    if most is not None:
-        line += f", up to {most} rows; of more, products by torch and all else by {MANY}"
+    reason = why_no_decoding(form)
+    if reason is not None:
+        return f"decoding: by PyTorch ({reason})"
+    line = f"decoding: {decoding_name(form)}, one call a token"
     if model.bfloat16_copies:
         line += ", reading its matrices as bfloat16, which is exact here"
     return line + ("; tokens drawn in C" if drawing() else "")
@@ -149,14 +128,10 @@ def add_products(program: Program, *products: tuple[nn.Module, int, int]) -> Non
 
 
 def _product(layer: nn.Module, x: int, y: int) -> Product:
-    if isinstance(layer, Int8Linear):
-        return Product(x, y, layer.packed, layer.in_features, layer.of_whole_numbers)
-    if isinstance(layer, Int4Linear):
-        return Product(x, y, layer.packed, layer.in_features, layer.of_rows)
+    if isinstance(layer, (Int8Linear, Int4Linear)):
+        return Product(x, y, layer.packed, layer.in_features)
     assert isinstance(layer, nn.Linear)
-    weight = layer.weight.detach()
-    return Product(x, y, pack(weight, form_of(layer)), layer.in_features,
-                   lambda rows: F.linear(rows.to(weight.dtype), weight))
+    return Product(x, y, pack(layer.weight.detach(), form_of(layer)), layer.in_features)
 
 
 def shares(*parameters: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""The C kernels: one shared library for each system, in lib/, which comes with the package. Users need no compiler.
+
+    run("wkv4_forward_float32", threads, B, T, C, ...)
+
+calls a C function with a struct of 64-bit numbers and addresses. Each function is in the library once for each of LEVELS, sets
+of vector instructions; `level` is the best that this CPU has. `python -m kernels.native.build` makes the libraries.
+"""
+
+import ctypes
+import platform
+import struct
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "lib"
+LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # the best last, from 1 in levels.c
+SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
+MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
+
+
+class Target(NamedTuple):
+    """What a library is for: a machine of LEVELS and a system of SUFFIXES."""
+
+    machine: str
+    system: str
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"timemix.{self.machine}-{self.system}.{SUFFIXES[self.system]}"
+
+
+TARGETS = (Target("x86_64", "linux"), Target("aarch64", "linux"), Target("aarch64", "macos"), Target("x86_64", "macos"),
+           Target("x86_64", "windows"))
+
+
+def why_not() -> str | None:
+    """None where the C kernels run, otherwise the reason in one sentence."""
+    library = _library()
+    return library if isinstance(library, str) else None if level() else (
+        f"the C kernels need a CPU with {LEVELS[_here().machine][0].upper()}, which this one lacks (use another kernel)")
+
+
+@cache
+def levels() -> tuple[str, ...]:
+    """Those of LEVELS whose instructions this CPU has, the best last; none where there is no library."""
+    library = _library()
+    return () if isinstance(library, str) else LEVELS[_here().machine][:library.timemix_level()]
+
+
+def level() -> str | None:
+    """The best of them."""
+    return levels()[-1] if levels() else None
+
+
+def run(name: str, threads: int, *arguments: int | float | Tensor | None) -> None:
+    """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them, a
+    float as a double; a tensor is the address of its first number, None the null address."""
+    of_level = level()
+    assert of_level is not None, why_not()
+    call = (ctypes.c_int64 * len(arguments))(*map(_number, arguments))
+    _function(name, of_level)(call, threads)
+
+
+def threads_for(tasks: int) -> int:
+    """As many threads as torch uses, and at most one for each task."""
+    return min(tasks, torch.get_num_threads())
+
+
+def _number(argument: int | float | Tensor | None) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return int.from_bytes(struct.pack("<d", argument), "little", signed=True)
+    return argument or 0
+
+
+@cache
+def _function(name: str, of_level: str) -> Callable[[Any, int], None]:
+    function = getattr(_library(), f"{name}_{of_level}")
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), None
+    return function
+
+
+def _here() -> Target:
+    return Target(MACHINES.get(platform.machine().lower(), platform.machine()), SYSTEMS.get(sys.platform, sys.platform))
+
+
+@cache
+def _library() -> Any:
+    """The opened library, or the reason why there is none."""
+    here = _here()
+    if here not in TARGETS:
+        there_are = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)
+        return f"the C kernels are made for {there_are}, not for {here.system} on {here.machine} (use another kernel)"
+    try:
+        return ctypes.CDLL(str(here.path))
+    except OSError as error:
+        return f"the C kernels cannot be opened ({error}): use another kernel"

@@ -1,0 +1,375 @@
+"""kernels/native: the libraries are of their sources, every level and every number of threads computes the same operator.
+
+The code for ARM runs under qemu, in make soak.
+"""
+
+import ctypes
+import importlib.util
+import multiprocessing
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import small_model, tokens
+from torch import Tensor
+
+from kernels import matvec, native, wkv4, wkv7
+from kernels.compare import errors, misses
+from kernels.decoding import c_v0, reference
+from kernels.draw import NO_BIAS, Filters
+from kernels.draw import c_v0 as c_draw
+from kernels.matvec import cases as matvec_cases
+from kernels.native import build
+from kernels.registry import why_not
+from kernels.select import why_auto
+from kernels.wkv4 import cases as wkv4_cases
+from kernels.wkv7 import cases as wkv7_cases
+from rwkv.generation.decoder import ProgramDecoder
+from rwkv.model import quantized
+from rwkv.model.decoding.program import program_of
+from rwkv.model.quantized import to_int4, to_int8
+
+HERE = native._here()
+AVAILABLE = native.why_not() is None
+in_c = pytest.mark.skipif(not AVAILABLE, reason=str(native.why_not()))
+QEMU = "qemu-aarch64-static"
+RUN = native.run
+
+
+def zig() -> str | None:
+    """The Python that has zig's compiler: that of make native, or this one."""
+    own = build.ROOT / ".venv-zig" / "bin" / "python"
+    return str(own) if own.exists() else sys.executable if importlib.util.find_spec("ziglang") else None
+
+
+with_zig = pytest.mark.skipif(zig() is None, reason="needs zig's compiler (make native installs it)")
+
+
+@pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
+def test_a_library_is_of_its_sources(target: native.Target) -> None:
+    """Else `make native` has to be run again."""
+    is_of_them = build.name_of_sources().encode() in target.path.read_bytes()
+    assert is_of_them, "run make native"
+
+
+@pytest.mark.soak
+@with_zig
+@pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
+def test_the_compiler_makes_the_same_bytes_in_another_folder(target: native.Target, tmp_path: Path) -> None:
+    shutil.copytree(build.ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    subprocess.run([sys.executable, "-m", "kernels.native.build", "--zig", str(zig()), f"{target.system}-{target.machine}"],
+                   check=True, cwd=tmp_path)
+    made = tmp_path / target.path.relative_to(build.ROOT)
+    is_the_same = made.read_bytes() == target.path.read_bytes()
+    assert is_the_same
+
+
+@pytest.mark.parametrize("arguments", [["linux-riscv64"], ["--zig", sys.executable + "-nowhere"]], ids=["target", "compiler"])
+def test_what_cannot_be_built_is_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        build.main(arguments)
+    assert status.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def wkv4_misses(dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """More channels than whole vectors, more steps than whole chunks."""
+    found = {}
+    for shape, spread in (((2, 70, 37), 5.0), ((1, 33, 3), 1.0)):
+        inputs = wkv4_cases.inputs(*shape, spread)
+        inputs = (*inputs[:2], inputs[2].to(dtype), inputs[3].to(dtype), inputs[4])
+        expected = wkv4_cases.results(wkv4.WKV4("reference"), wkv4_cases.double(inputs))
+        found |= misses(errors(wkv4_cases.results(wkv4.WKV4("c_v0"), inputs), expected), wkv4_cases.tolerance(dtype))
+    return found
+
+
+def wkv7_misses(dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """Over whole chunks and a piece of one; 24 channels are padded."""
+    found = {}
+    for N in (24, 64):
+        inputs = wkv7_cases.inputs(2, 37, 2, N, dtype=dtype)
+        expected = wkv7_cases.results(wkv7.WKV7("reference"), wkv7_cases.double(inputs))
+        found |= misses(errors(wkv7_cases.results(wkv7.WKV7("c_v0"), inputs), expected), wkv7_cases.tolerance(dtype))
+    return found
+
+
+def rounded_as_by_torch() -> bool:
+    """Whether y of a step that adds two numbers, to a state of one column, is what PyTorch has in bfloat16; one y is NaN."""
+    r, log_w, k, v, a, b = torch.zeros(6, 1, 1, 1, 64)
+    r[..., 0] = k[..., 0] = 1.0
+    state = torch.zeros(1, 1, 64, 64)
+    v[0, 0, 0], state[0, 0, :, 0] = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    state[0, 0, 5, 0] = float("nan")
+    half = [tensor.bfloat16() for tensor in (r, k, v, a, b)]
+    y, _ = wkv7.WKV7("c_v0")(half[0], log_w, *half[1:], state)
+    expected = (state[0, 0, :, 0] + half[2][0, 0, 0].float()).bfloat16()
+    return torch.allclose(y[0, 0, 0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("level", native.levels())
+def test_every_level_computes_the_operators(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: level)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not wkv4_misses(dtype)
+        assert not wkv7_misses(dtype)
+    assert rounded_as_by_torch()
+
+
+def of_both() -> list[Tensor]:
+    found = [wkv4_cases.results(wkv4.WKV4("c_v0"), wkv4_cases.inputs(3, 70, 100)),
+             wkv7_cases.results(wkv7.WKV7("c_v0"), wkv7_cases.inputs(2, 37, 3, 16))]
+    return [tensor for results in found for tensor in results.values()]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@in_c
+def test_any_number_of_threads_gives_the_bits_of_one(threads: Callable[[int], None]) -> None:
+    threads(1)
+    of_one = of_both()
+    for n in (2, 5, 3):
+        threads(n)
+        assert all(same(of_both(), of_one) for _ in range(20))
+
+
+@in_c
+def test_two_callers_at_once_do_not_disturb_each_other(threads: Callable[[int], None]) -> None:
+    threads(1)
+    expected, found = of_both(), []
+    threads(3)
+
+    def work() -> None:
+        torch.set_num_threads(3)         # of this thread, in torch
+        found.extend(same(of_both(), expected) for _ in range(20))
+
+    callers = [threading.Thread(target=work) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 60
+    assert all(found)
+
+
+def in_child(queue: Any) -> None:
+    """With the kernels alone: torch's own threads do not survive a fork."""
+    torch.set_num_threads(1)
+    inputs = wkv4_cases.inputs(3, 70, 100)
+    native.threads_for = lambda tasks: 3  # type: ignore[assignment]
+    y, _ = wkv4.WKV4("c_v0")(*inputs)
+    queue.put(y.double().sum().item())
+
+
+@in_c
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_forked_child_has_threads_of_its_own(threads: Callable[[int], None]) -> None:
+    threads(3)
+    y, _ = wkv4.WKV4("c_v0")(*wkv4_cases.inputs(3, 70, 100))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=in_child, args=(queue,))
+    child.start()
+    assert queue.get(timeout=60) == y.double().sum().item()
+    child.join(timeout=60)
+    assert child.exitcode == 0
+
+
+@pytest.fixture
+def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    caches = (native._library, native.levels, why_not)
+    for cached in caches:
+        cached.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("here", [native.Target("riscv64", "linux"), native.Target("x86_64", "plan9")], ids=str)
+def test_a_system_without_a_library_takes_another_kernel(here: native.Target, unavailable: pytest.MonkeyPatch) -> None:
+    unavailable.setattr(native, "_here", lambda: here)
+    reason = why_not("wkv4", "c_v0")
+    assert reason is not None
+    assert here.machine in reason
+    assert here.system in reason
+    for operator in ("wkv4", "wkv7"):
+        assert why_auto(operator).startswith("taichi")
+        assert reason.partition(": ")[2] in why_auto(operator)
+
+
+@in_c
+def test_a_library_that_cannot_be_opened_is_a_sentence(unavailable: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unavailable.setattr(native, "FOLDER", tmp_path)
+    reason = why_not("wkv7", "c_v0")
+    assert reason is not None
+    assert "cannot be opened" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.skipif(HERE.machine != "x86_64" or not AVAILABLE, reason="needs a library for x86-64")
+def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest.MonkeyPatch) -> None:
+    class Old:
+        def timemix_level(self) -> int:
+            return 0
+
+    unavailable.setattr(native, "_library", Old)
+    assert native.level() is None
+    assert "AVX2" in str(why_not("wkv4", "c_v0"))
+    assert why_auto("wkv7").startswith("taichi_v3")
+
+
+# The code for ARM, in an emulator. The calls go to a program of the same sources, which needs no C library of ARM.
+
+
+def entries(level: str) -> list[str]:
+    """The functions that Python calls."""
+    texts = [(build.ROOT / source).read_text(encoding="ascii") for source in build.sources() if source.endswith(".c")]
+    plain = [name for text in texts for name in re.findall(r"^ENTRY\((\w+)\)", text, re.MULTILINE)]
+    programs = [f"decoding_{name}" for text in texts for name in re.findall(r"^PROGRAM\((\w+),", text, re.MULTILINE)]
+    return [f"{name}_{level}" for name in (*plain, *programs)]
+
+
+class Emulated:
+    """native.run on ARM. reachable: tensors whose addresses may stand in a tensor of int64."""
+
+    def __init__(self, folder: Path, level: str) -> None:
+        self._program, self._file, self._level = folder / "native_calls", folder / "call", level
+        self.reachable: list[Tensor] = []
+        names = entries(level)
+        listed = "".join(f'{{"{name}", {name}}}, ' for name in names)
+        (folder / "entries.h").write_text("".join(f"function {name};\n" for name in names)
+                                          + f"static const struct entry ENTRIES[] = {{{listed}}};\n")
+        sources = [source for source in build.sources() if source.endswith(".c")]
+        harness = Path(__file__).parent / "native_calls.c"
+        subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static", *build.FLAGS,
+                        *build.OF_LEVEL[level], f"-DLEVEL={level}", '-DSOURCES=""', f"-I{folder}", str(harness), *sources,
+                        "-o", str(self._program)], check=True, cwd=build.ROOT)
+
+    def __call__(self, name: str, threads: int, *arguments: int | float | Tensor | None) -> None:
+        known = [tensor for tensor in self.reachable if tensor.numel()]
+        tables = [argument for argument in arguments if isinstance(argument, Tensor) and argument.dtype == torch.int64]
+        all_arguments = [*arguments, *(known if tables else [])]
+        places, pointers = {}, []
+        with self._file.open("wb") as out:
+            out.write(f"{name}_{self._level}".encode().ljust(64, b"\0") + integers(threads, len(all_arguments)))
+            for i, argument in enumerate(all_arguments):
+                if not isinstance(argument, Tensor):
+                    out.write(integers(0, native._number(argument)))
+                    continue
+                argument = argument if argument.numel() else torch.zeros(1)
+                out.write(integers(1, argument.nbytes))
+                places[i] = out.tell()
+                out.write(ctypes.string_at(argument.data_ptr(), argument.nbytes))
+                if i < len(arguments) and argument.dtype == torch.int64:
+                    for at, number in enumerate(argument.flatten().tolist()):
+                        pointers += [(i, 8 * at, len(arguments) + j) for j, tensor in enumerate(known)
+                                     if number == tensor.data_ptr()]
+            out.write(integers(len(pointers), *(number for pointer in pointers for number in pointer)))
+        subprocess.run([QEMU, str(self._program), str(self._file)], check=True)
+        after = self._file.read_bytes()
+        for i, at in places.items():
+            tensor = all_arguments[i]
+            assert isinstance(tensor, Tensor)
+            ctypes.memmove(tensor.data_ptr(), after[at:at + tensor.nbytes], tensor.nbytes)
+
+
+def integers(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
+
+
+@pytest.fixture(scope="module", params=native.LEVELS["aarch64"])
+def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated(tmp_path_factory.mktemp("arm"), request.param)
+
+
+@pytest.fixture
+def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    monkeypatch.setattr(native, "run", emulated)
+    monkeypatch.setattr(native, "why_not", lambda: None)
+    monkeypatch.setattr(native, "threads_for", lambda tasks: min(tasks, 3))
+    monkeypatch.setattr(quantized, "multiplies", lambda dtype: False)
+    return emulated
+
+
+with_qemu = pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"needs {QEMU} (qemu-user-static)")
+in_emulator = [pytest.mark.soak, with_zig, with_qemu]
+
+
+def marked(test: Any) -> Any:
+    for mark in in_emulator:
+        test = mark(test)
+    return test
+
+
+@marked
+def test_arm_computes_time_mixing(on_arm: Emulated) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not wkv4_misses(dtype)
+        assert not wkv7_misses(dtype)
+    assert rounded_as_by_torch()
+
+
+@marked
+def test_arm_computes_products(on_arm: Emulated) -> None:
+    """In every form, and rows alone as beside others."""
+    for form in matvec.FORMS:
+        for shape in ((1, 7, 13), (5, 9, 100), (9, 20, 600)):
+            x, packed = matvec_cases.inputs(*shape, form=form)
+            y = matvec.MatVec("c_v0")(x, packed)
+            assert not misses(errors({"y": y}, {"y": matvec_cases.expected(x, packed)}), matvec_cases.tolerance("c_v0", form))
+            assert torch.equal(matvec.MatVec("c_v0")(x[-1:], packed)[0], y[-1])
+    packed = matvec.pack(torch.randn(7, 300), "int4")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(matvec.MatVec("c_v0").unpacked(packed, dtype), matvec.unpacked(packed, dtype))
+
+
+@marked
+@torch.no_grad()
+@pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
+@pytest.mark.parametrize("form", matvec.FORMS)
+def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> None:
+    """Those of the reference in float64; a row alone as beside others."""
+    model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
+    model = {"int8": to_int8, "int4": to_int4}[form](model) if form.startswith("int") else model.to(getattr(torch, form))
+    program = program_of(model)
+    assert program is not None
+    run = c_v0.bind(program.program, program.form)
+    on_arm.reachable = [tensor for packed in run.weights for tensor in packed]
+    exact = ProgramDecoder(model, model.empty_state(5), program, reference.bind(program.program, program.form))
+    exact._registers = exact._registers.double()
+    together, alone = (ProgramDecoder(model, model.empty_state(rows), program, run) for rows in (5, 1))
+    several = tokens(model, B=5, T=3)
+    for t in range(3):
+        logits = together.step(several[:, t])
+        off = (logits - exact.step(several[:, t])).abs().amax(-1)
+        assert (off.min() if form == "bfloat16" else off.median()) <= 2e-5
+        assert torch.equal(alone.step(several[:1, t])[0], logits[0])
+
+
+@marked
+def test_arm_draws(on_arm: Emulated) -> None:
+    """The tokens of this machine's C."""
+    logits = 3 * torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for filters in (Filters(), Filters(0.7, top_k=40), Filters(1.2, top_p=0.9), Filters(min_p=0.1),
+                    Filters(2.0, 50, 0.8, 0.05, True)):
+        on_arm_drawn = c_draw.draw(logits, uniform, filters, NO_BIAS)
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr(native, "run", RUN)
+            assert torch.equal(on_arm_drawn, c_draw.draw(logits, uniform, filters, NO_BIAS))
