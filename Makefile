@@ -1,5 +1,6 @@
 # make train, make test: each makes its own environment in .venv first, from constraints.txt; offline once that is there.
 PYTHON ?= python3
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 BIN := .venv/bin
 INSTALLED := .venv/installed
 READY_TO_TEST := .venv/installed-dev
@@ -61,8 +62,17 @@ native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every syst
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
 	$(PYTHON) -m kernels.bench.gpu_check $(OUT)
 
+ifneq ($(origin PYTHON),file)            # make PYTHON=python3.13: an environment of another Python is made anew
+ifneq ($(shell ($(PYTHON) --version) 2>&1),$(shell ($(BIN)/python --version) 2>&1))
+ANEW := --clear
+.PHONY: $(INSTALLED)
+endif
+endif
+
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c "$(SUPPORTED)" || { echo "timemix needs Python 3.11 to 3.14, and $(PYTHON) is" \
+		"$$( ($(PYTHON) --version) 2>&1): install one, and name it, as in make $(or $(MAKECMDGOALS),train) PYTHON=python3.13"; exit 1; }
+	$(PYTHON) -m venv $(ANEW) .venv
 	$(PIP) -e .
 	touch $@
 

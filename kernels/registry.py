@@ -20,6 +20,7 @@ NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # names of before, by operator, which configurations of runs may have
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
+LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -155,6 +156,9 @@ def _installed(package: str) -> bool:
 
 
 def _package_missing(name: str, package: str) -> str:
+    last = LAST_PYTHON.get(package, sys.version_info[:2])
+    if sys.version_info[:2] > last:
+        return f"{name} needs the package {package}, which has none for Python later than {last[0]}.{last[1]} (use that one)"
     return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
 
 
@@ -163,6 +167,8 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
 
     if requires.scripted and not hasattr(torch.jit, "script"):
         return f"{name} needs torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
+    if requires.scripted and sys.version_info >= (3, 14):
+        return f"{name} needs torch.jit.script, which does not support Python 3.14 (use an earlier one)"
     compiler = missing_compiler()
     if not requires.compiled or compiler is None:
         return None

@@ -18,22 +18,23 @@ GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
 
 
-PATH, NAME, TEXT = "path", "name", "text"                # options whose values are taken verbatim from the command line
+PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
+GRAMMAR = "grammar"                                      # of Hydra, in which all other options are written
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
            most: float = math.inf, above: float | None = None, below: float = math.inf, verbatim: str | None = None,
-           only: str | None = None, needs: tuple[str, ...] = (), heading: str | None = None) -> Any:
+           filled: bool = False, only: str | None = None, needs: tuple[str, ...] = (), heading: str | None = None) -> Any:
     """A dataclass field for one option.
 
     default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
     and of those after it. one_of, least, most, above and below: the allowed values, beside None; least: a finite number of that
-    size. verbatim: PATH (~/ is the home folder), NAME, or TEXT (null is a text); None for a value in Hydra's grammar. only: the
-    generation of models that has the option, None for all. needs: an option by its dotted key, and the values of it with which
-    alone this one has an effect.
+    size. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
+    filled: no text may be empty. only: the generation of models that has the option, None for all. needs: an option by its
+    dotted key, and the values of it with which alone this one has an effect.
     """
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
-                "below": below, "verbatim": verbatim, "only": only, "needs": needs}
+                "below": below, "verbatim": verbatim, "filled": filled, "only": only, "needs": needs}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -50,12 +51,26 @@ def options(schema: type, prefix: str = "") -> dict[str, Field]:
     return found
 
 
+def free_text(item: Field) -> str | None:
+    """PATH, NAME or TEXT for an option whose value is free text, taken as it stands; None for one in Hydra's grammar.
+
+    A text is free where its option does not say otherwise and has no list of choices.
+    """
+    stated: str | None = item.metadata["verbatim"]
+    if stated is None and item.type in (str, str | None, list[str]) and not item.metadata["one_of"]:
+        return NAME
+    return None if stated == GRAMMAR else stated
+
+
 def check_options(config: Any, group: str = "") -> None:
     """Raises UserError for the first value of `config` that its option does not allow. group: the prefix of names, "model."."""
     for item in fields(config):
         value, limits = getattr(config, item.name), item.metadata
         if value is None or not limits:
             continue
+        if limits["filled"] and "" in (value if isinstance(value, list) else [value]):
+            raise UserError(f"{group}{item.name} is empty, as where a variable of the shell is not set: give a value, or leave "
+                            f"{group}{item.name}= out")
         if limits["one_of"]:
             _one_of(group + item.name, value, limits["one_of"])
         if limits["least"] is not None:
@@ -89,7 +104,7 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
 
 @dataclass
 class KernelConfig:
-    name: str = option("auto", "set by kernel=")
+    name: str = option("auto", "set by kernel=", verbatim=GRAMMAR)
 
 
 @dataclass
@@ -121,14 +136,17 @@ class DataConfig:
     name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "chat", "binidx", "hf"),
                        heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
-    field: str = option("text", "name of the field with the text, in jsonl and hf", needs=("data.name", "jsonl", "hf"))
+    field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
+                       needs=("data.name", "jsonl", "hf"))
     template: str | None = option(None, "of conversations: world, g1 or a jinja2 file; null: by the name of init_from's file",
                                   verbatim=PATH, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
                            needs=("data.name", "chat"))
-    split: str = option("train", "split of a Hugging Face data set", needs=("data.name", "hf"))
+    split: str = option("train", "split of a Hugging Face data set", filled=True, needs=("data.name", "hf"))
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257, most=2**24)
+    end_of_text: str | None = option(None, "text of the token of FILE.json that ends a document; null: what FILE.json says",
+                                     verbatim=NAME)
     batch_size: int = option(8, "windows in one backward pass, over all processes", least=1)
     cache_dir: str = option(".cache", "folder where tokenised data are kept for other runs", verbatim=PATH)
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0)
@@ -189,6 +207,8 @@ class TrainerConfig:
     max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
     max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1, most=1e18)
     val_every: int = option(500, "steps between two validations", least=1)
+    val_tokens: int | None = option(None, "tokens that each validation reads, the first of the validation split; null: all",
+                                    least=1)
     checkpoint_every: int = option(500, "steps between two checkpoints", least=1)
     keep_last: int = option(2, "number of checkpoints kept beside the best", least=1)
     log_every: int = option(10, "steps between two rows of metrics", least=1)
@@ -230,9 +250,9 @@ class TrainerConfig:
 @dataclass
 class LoggerConfig:
     name: str = option("wandb", "set by logger=", one_of=("wandb", "csv", "none"), heading="Logger")
-    project: str = option("timemix", "project in W&B")
-    group: str | None = option(None, "group of runs in W&B; null: none", verbatim=NAME)
-    run_name: str | None = option(None, "name of the run in W&B; null: chosen by W&B", verbatim=NAME)
+    project: str = option("timemix", "project in W&B", filled=True)
+    group: str | None = option(None, "group of runs in W&B; null: none")
+    run_name: str | None = option(None, "name of the run in W&B; null: chosen by W&B")
     published_losses: list[float] = option(list, "mean training losses of a published run, for the report: of its first "
                                            "published_steps steps, of the next, ...")
     published_steps: int = option(0, "steps that each of published_losses is the mean of", least=0)
@@ -255,7 +275,7 @@ class TuneConfig:
     alpha: float = option(32.0, "factor on the adapters, divided by the rank (lora)", above=0.0, needs=LORA)
     dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0, needs=LORA)
     modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)",
-                                needs=LORA)
+                                verbatim=GRAMMAR, needs=LORA)
     base: str = option("float32", "dtype of the frozen weights: float32, or int8 for the blocks' matrices, on a CPU",
                        one_of=("float32", "int8"))
 
@@ -312,6 +332,8 @@ class SavedModelConfig:
     checkpoint: str = option("runs/latest", "a file, a Hugging Face directory, or a run's directory", heading="Model",
                              verbatim=PATH)
     tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
+    end_of_text: str | None = option(None, "text of the token that ends a text; null: what the checkpoint or FILE.json "
+                                     "says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
     dtype: str = option("float32", "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU)", one_of=DTYPES)
@@ -331,7 +353,7 @@ class GenerateConfig(SavedModelConfig):
     batch_size: int = option(16, "batch size: texts at a time; a text depends on its prompt, its seed and the options alone",
                              least=1)
     max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
-    stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times", verbatim=NAME)
+    stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times")
     stop_tokens: list[int] = option(list, "[ID,...]: tokens that end a sample and are not shown")
     temperature: float = option(0.8, "temperature; 0: always the likeliest token", heading="Sampling")
     top_k: int = option(0, "choose among that many likeliest tokens; 0: all")
@@ -340,10 +362,10 @@ class GenerateConfig(SavedModelConfig):
     repetition_penalty: float = option(1.0, "divides positive logits of earlier tokens, multiplies negative ones; 1: off")
     presence_penalty: float = option(0.0, "subtracted from the logit of each earlier token")
     frequency_penalty: float = option(0.0, "subtracted for each time that the token came earlier")
-    logit_bias: list[str] = option(list, "ID:X adds X to a token's logit; may be given several times", verbatim=NAME)
+    logit_bias: list[str] = option(list, "ID:X adds X to a token's logit; may be given several times")
     banned: list[int] = option(list, "[ID,...]: tokens never chosen; [0]: a text ends at max_new_tokens alone")
     order: str = option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before it, as "
-                        "in ChatRWKV")
+                        "in ChatRWKV", one_of=("hf", "rwkv"))
     stream: bool = option(True, "show a single text token by token", heading="Output")
     out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)
     logprobs: int = option(0, "number of likeliest tokens whose log-probabilities are written, to out= or else to standard "
@@ -361,7 +383,7 @@ class ChatConfig(SavedModelConfig):
 
     template: str | None = option(None, "world, g1 or a jinja2 file; null: the one of the run's data, else by the file's name",
                                   verbatim=PATH, heading="Conversation")
-    system: str | None = option(None, "system message", verbatim=NAME)
+    system: str | None = option(None, "system message")
     state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
                                verbatim=PATH)
     think: bool = option(False, "true: answers begin with thoughts (template g1)")
@@ -401,13 +423,13 @@ class EvaluateConfig(SavedModelConfig):
 
 @dataclass
 class ServeConfig(SavedModelConfig):
-    model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name", verbatim=NAME)
+    model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name")
     template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: the one of the run's data, else by "
                                   "the file's name", verbatim=PATH)
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", verbatim=NAME)
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: a free one", least=0)
-    api_key: str | None = option(None, "key that clients must send; null: none", verbatim=NAME)
-    cors: list[str] = option(list, "origin whose pages may use the server; may be given several times", verbatim=NAME)
+    api_key: str | None = option(None, "key that clients must send; null: none", filled=True)
+    cors: list[str] = option(list, "origin whose pages may use the server; may be given several times", filled=True)
     max_rows: int = option(32, "batch size: texts generated at a time", least=1, heading="Limits")
     max_queue: int = option(128, "texts that may wait; a request beyond them is refused with 429", least=0)
     max_tokens: int = option(4096, "largest number of tokens in a text", least=1)
@@ -423,12 +445,6 @@ class ServeConfig(SavedModelConfig):
         check_options(self)
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")
-        if self.api_key == "":
-            raise UserError("api_key is empty, as where a variable of the shell is not set: give a key, or leave api_key= out")
-        if not self.host:
-            raise UserError("host is empty: give an address, or leave host= out")
-        if "" in self.cors:
-            raise UserError("cors is empty: give an origin, as in https://example.org, or leave cors= out")
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:

@@ -9,12 +9,13 @@ them when one fails.
 
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +28,9 @@ from rwkv.errors import UserError
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
 POLL_SECONDS = 0.5                       # between two checks that the launcher is alive
+SAVE_SECONDS = 30.0                      # in which a process may save once its launcher has died
 FAILED = 1                               # exit status of a process that ends because another process failed
+STOPPED = 130                            # exit status after a signal
 
 _waiting_group: "distributed.ProcessGroup | None" = None       # all processes, with RANK0_TIMEOUT
 
@@ -37,10 +40,10 @@ def launched() -> bool:
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
-def launch(count: int) -> int:
+def launch(count: int, signals: Iterable[int]) -> int:
     """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
 
-    Ctrl-C and SIGTERM are passed on to the processes, which then have half a minute to save.
+    signals: they are passed on to the processes, which then have half a minute to save; the status is STOPPED.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,14 +51,15 @@ def launch(count: int) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)        # each process prints its own error
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
-                          rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+                          rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          signals_to_handle=",".join(signal.Signals(number).name for number in signals))
     try:
         elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else FAILED
-    except SignalException as signalled:
-        return 128 + signalled.sigval
+    except SignalException:
+        return STOPPED
     return 0
 
 
@@ -63,11 +67,15 @@ def launch(count: int) -> int:
 def connected() -> Iterator[None]:
     """Connects the processes that were launched together, for the time of the `with` block.
 
-    Raises UserError in this process when another one of the run has ended.
+    Raises UserError in this process when another one of the run has ended, and where the launcher's variables are incomplete.
     """
     global _waiting_group
     threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except ValueError as error:          # such as "environment variable RANK expected, but not set"
+        raise UserError(f"TORCHELASTIC_RUN_ID is set, as torchrun sets it for its processes, but not all that belongs to it "
+                        f"({error}): start the processes with torchrun, or unset it") from None
     _waiting_group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
     _share_cores()
     try:
@@ -150,9 +158,13 @@ def _outcome(decide: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _exit_with(parent: int) -> None:
-    """Ends this process when its launcher has died; otherwise it would train on beside the run that continues it."""
+    """Stops this process, as SIGTERM does, when its launcher has died: torchrun does so at SIGUSR1. Otherwise it would train on
+    beside the run that continues it.
+    """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SAVE_SECONDS)
     os._exit(FAILED)
 
 

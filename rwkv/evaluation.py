@@ -3,11 +3,13 @@ accuracy on the last words of many texts.
 
 A text is one sequence after the end-of-text token: each of its tokens is predicted once, from all tokens before it, so bits per
 byte count every byte of the file. Neither the file nor its tokens are in memory as a whole (Tokenizer.encode_stream).
+Where the tokenizer loses too much of the text (rwkv/tokenizer/lost.py), no number per byte or per word is given.
 
 A last word is the text after the last space. It is right if each of its tokens is the most likely one after the context and
-the word's tokens before it; the perplexity over words is exp of the mean negative log-likelihood of a word. Sources: LAMBADA,
-Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness, lm_eval/tasks/lambada (split, accuracy, perplexity);
-BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its context; each text begins with a newline: start="\\n").
+the word's tokens before it, and if they tell the whole word; the perplexity over words is exp of the mean negative
+log-likelihood of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
+lm_eval/tasks/lambada (split, accuracy, perplexity); BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its
+context; each text begins with a newline: start="\\n").
 
 Legend: B rows, T positions, C channels, N predictions, V vocabulary.
 """
@@ -23,12 +25,14 @@ from torch import Tensor
 
 from rwkv.data.sources.chat import parts_of
 from rwkv.data.sources.files import chunks, open_file
-from rwkv.data.sources.jsonl import lines
+from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.chat import END, ChatTemplate
+from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.rendered import encode, for_tokenizer, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
@@ -36,59 +40,87 @@ MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
 
 @dataclass(frozen=True)
 class TextScore:
-    """A text of `tokens` predicted tokens and `bytes` of UTF-8; `nats` is the sum of their negative log-likelihoods."""
+    """A text of `tokens` predicted tokens and `bytes` of UTF-8; `nats` is the sum of their negative log-likelihoods.
+
+    lost: what the tokenizer loses of the text.
+    """
 
     tokens: int
     bytes: int
     nats: float
+    lost: Lost = NOTHING
 
     def as_dict(self) -> dict[str, float | int | None]:
         loss = self.nats / self.tokens
+        bits_per_byte = None if self.lost.too_much else self.nats / math.log(2) / self.bytes
         return {"tokens": self.tokens, "bytes": self.bytes, "loss": loss, "perplexity": _exp(loss),
-                "bits_per_byte": self.nats / math.log(2) / self.bytes}
+                "bits_per_byte": bits_per_byte, **_counts(self.lost)}
 
 
 @dataclass(frozen=True)
 class WordScore:
-    """`words` last words, `right` of them predicted; `nats` is the sum of their negative log-likelihoods."""
+    """`words` last words, `right` of them predicted; `nats` is the sum of their negative log-likelihoods.
+
+    lost: what the tokenizer loses of the words.
+    """
 
     words: int
     right: int
     nats: float
+    lost: Lost = NOTHING
+
+    def __add__(self, other: "WordScore") -> "WordScore":
+        return WordScore(self.words + other.words, self.right + other.right, self.nats + other.nats, self.lost + other.lost)
 
     def as_dict(self) -> dict[str, float | int | None]:
-        return {"words": self.words, "accuracy": self.right / self.words, "perplexity": _exp(self.nats / self.words)}
+        perplexity = None if self.lost.too_much else _exp(self.nats / self.words)
+        return {"words": self.words, "accuracy": self.right / self.words, "perplexity": perplexity, **_counts(self.lost)}
 
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """`conversations` with `tokens` of answers, their ends included; `nats` is the sum of their negative log-likelihoods."""
+    """`conversations` with `tokens` of answers, their ends included; `nats` is the sum of their negative log-likelihoods.
+
+    lost: what the tokenizer loses of the answers.
+    """
 
     conversations: int
     tokens: int
     nats: float
+    lost: Lost = NOTHING
+
+    def __add__(self, other: "AnswerScore") -> "AnswerScore":
+        return AnswerScore(self.conversations + other.conversations, self.tokens + other.tokens, self.nats + other.nats,
+                           self.lost + other.lost)
 
     def as_dict(self) -> dict[str, float | int | None]:
         loss = self.nats / self.tokens
-        return {"conversations": self.conversations, "tokens": self.tokens, "loss": loss, "perplexity": _exp(loss)}
+        return {"conversations": self.conversations, "tokens": self.tokens, "loss": loss, "perplexity": _exp(loss),
+                **_counts(self.lost)}
+
+
+def _counts(lost: Lost) -> dict[str, int]:
+    return {"lost_bytes": lost.bytes, "unknown_tokens": lost.unknown}
 
 
 class Scored(NamedTuple):
-    """The ids of a text, and for each whether it is to be predicted; the first is not."""
+    """The ids of a text, and for each whether it is to be predicted; the first is not. lost: of the text that is predicted."""
 
     ids: list[int]
     counts: list[bool]
+    lost: Lost = NOTHING
 
 
 @dataclass(frozen=True)
 class LastWord:
-    """The ids of a context, at least one, and of the word to predict after it."""
+    """The ids of a context, at least one, and of the word to predict after it. lost: what the tokenizer loses of the word."""
 
     context: list[int]
     word: list[int]
+    lost: Lost = NOTHING
 
     def scored(self) -> Scored:
-        return Scored(self.context + self.word, [False] * len(self.context) + [True] * len(self.word))
+        return Scored(self.context + self.word, [False] * len(self.context) + [True] * len(self.word), self.lost)
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -97,12 +129,21 @@ def read_text(path: Path) -> Iterator[str]:
     return chunks(path)
 
 
-def count_tokens(tokenizer: Tokenizer, path: Path) -> int:
-    """The number of tokens that score_text will predict. Raises UserError where the file is empty, or as `read_text` does."""
-    tokens = sum(len(ids) for ids in tokenizer.encode_stream(read_text(path)))
+def count_tokens(tokenizer: Tokenizer, path: Path) -> tuple[int, Lost]:
+    """The number of tokens that score_text will predict, and what the tokenizer loses of the text.
+
+    Raises UserError where there are none, or as `read_text` does.
+    """
+    counter = LossCounter(tokenizer)
+    tokens = 0
+    lost = NOTHING
+    for text, ids in tokenizer.encode_pieces(read_text(path)):
+        tokens += len(ids)
+        lost += counter.count([text], [ids])
     if not tokens:
-        raise UserError(f"data.path={path} is empty: there is nothing to predict")
-    return tokens
+        why = lost.describe("it") if lost.bytes else "it is empty"
+        raise UserError(f"data.path={path} has nothing to predict: {why}")
+    return tokens, lost
 
 
 def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
@@ -125,8 +166,9 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[LastWord]:
     """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first line that is wrong."""
     _require_file(path)
+    counter = LossCounter(tokenizer)
     with open_file(path) as file:
-        words = [_last_word(tokenizer, line, f"line {number} of data.path={path}", start)
+        words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
                  for number, line in enumerate(file, start=1) if line.strip()]
     if not words:
         raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
@@ -137,8 +179,10 @@ def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, c
     """Yields the score of each batch; texts of similar length are in one batch."""
     ordered = sorted(words, key=lambda word: len(word.context) + len(word.word))
     for first in range(0, len(ordered), batch_size):
-        nats, right = score_batch(model, [word.scored() for word in ordered[first:first + batch_size]], chunk_len)
-        yield WordScore(len(nats), int(right.sum()), nats.sum().item())
+        batch = ordered[first:first + batch_size]
+        nats, right = score_batch(model, [word.scored() for word in batch], chunk_len)
+        whole = torch.tensor([word.lost.bytes == 0 for word in batch])
+        yield WordScore(len(nats), int((right & whole).sum()), nats.sum().item(), sum((word.lost for word in batch), NOTHING))
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
@@ -147,20 +191,27 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     Raises UserError with the number of the first line that is wrong.
     """
     _require_file(path)
+    template = for_tokenizer(template, tokenizer)
+    counter = LossCounter(tokenizer)
     found = []
-    for line, where, _ in lines(path):
-        parts = parts_of(line, where, template)
+    for entry, where, _ in entries(path):
+        parts = parts_of(entry, where, template)
+        if not any(learnt for _, learnt in parts):
+            continue
         try:
             pieces = [(ids, learnt) for ids, (_, learnt) in
-                      zip(tokenizer.encode_batch([text for text, _ in parts]), parts, strict=True)]
+                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
-        pieces.append(([tokenizer.end_of_text], parts[-1][1]))
+        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
+        lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
+        if not parts[-1][0].endswith(END):
+            pieces.append(([tokenizer.end_of_text], parts[-1][1]))
         ids = [token for piece, _ in pieces for token in piece]
         counts = [learnt for piece, learnt in pieces for _ in piece]
-        found.append(Scored(ids, [False, *counts[1:]]))
+        found.append(Scored(ids, [False, *counts[1:]], lost))
     if not found:
-        raise UserError(f"data.path={path} is empty: expected a conversation on each line")
+        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
     return found
 
 
@@ -170,7 +221,8 @@ def score_answers(model: Model, conversations: Sequence[Scored], batch_size: int
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
         nats, _ = score_batch(model, batch, chunk_len)
-        yield AnswerScore(len(batch), sum(sum(conversation.counts) for conversation in batch), nats.sum().item())
+        yield AnswerScore(len(batch), sum(sum(conversation.counts) for conversation in batch), nats.sum().item(),
+                          sum((conversation.lost for conversation in batch), NOTHING))
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,12 +290,15 @@ def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
     return tokens, counts
 
 
-def _last_word(tokenizer: Tokenizer, line: bytes, where: str, start: Sequence[int]) -> LastWord:
+def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> LastWord:
     context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
         raise UserError(f"{where} has no word before its last one: nothing to predict it from")
     try:
-        return LastWord([*start, *tokenizer.encode(context)], tokenizer.encode(f" {word}"))
+        before, whole = tokenizer.encode(context), tokenizer.encode(f"{context} {word}")
+        goes_on = whole[:len(before)] == before          # else a token spans the two, or the vocabulary reads them as one
+        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
+        return LastWord([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 

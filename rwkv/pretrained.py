@@ -109,7 +109,8 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     checkpoint = read_checkpoint(config.checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
-    return OpenCheckpoint(checkpoint, wkv, tokenizer_of(checkpoint, config.tokenizer), device, config.dtype)
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype)
 
 
 def computed_in(dtype: str) -> torch.dtype:
@@ -121,15 +122,17 @@ SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pi
              65536: "world (a vocabulary of 65536 is that of the World models)"}
 
 
-def tokenizer_of(checkpoint: Checkpoint, name: str | None = None) -> Tokenizer:
+def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint.
 
-    Raises UserError where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
+    end_of_text: the text of the token that ends a text; None: as the checkpoint has it, or else the file. Raises UserError
+    where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
     """
     if name is not None:
-        tokenizer, described = Tokenizer.named(name), f"tokenizer={name}"
+        tokenizer = Tokenizer.named(name, end_of_text=end_of_text, like=checkpoint.tokenizer)
+        described = f"tokenizer={name}"
     elif checkpoint.tokenizer is not None:
-        tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
+        tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text), "the tokenizer in the file"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.select import select, selectable
 from rwkv import cli
 from rwkv.cli.help import WIDTH
-from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, options
+from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, free_text, options
 from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV
@@ -157,13 +157,58 @@ def test_free_text_is_taken_as_it_is(text: str) -> None:
     assert (config.prompt, config.stop) == (text, [text])
 
 
+TEXTS = [(program, key) for program, (_, schema) in PROGRAMS.items() for key, item in options(schema).items()
+         if free_text(item)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_text_without_choices_is_free(program: str) -> None:
+    texts = {key for key, item in options(PROGRAMS[program][1]).items() if str in (item.type, *get_args(item.type))}
+    grammar = {key for key, item in options(PROGRAMS[program][1]).items() if item.metadata["one_of"]}
+    assert texts - grammar - {"kernel.name", "tune.modules"} == {key for name, key in TEXTS if name == program}
+
+
+@pytest.mark.parametrize("text", ["内容", "true", "1e3", "007", "🙂 'a\"b', c={d} $x", " space ", "a,b"])
+def test_every_free_text_of_every_program_is_taken_as_it_is(text: str) -> None:
+    for program, (_, schema) in PROGRAMS.items():
+        keys = [key for name, key in TEXTS if name == program]
+        line = cli.split([f"{key}={text}" for key in keys], schema)
+        assert (line.overrides, list(line.verbatim)) == ([], keys)
+    config = compose("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
+    assert (config.data.field, config.data.split, config.logger.project) == (text,) * 3
+    swept = cli.jobs(cli.split([f"data.field={text}", "seed=0,1"], TrainConfig), TrainConfig, "train")
+    assert [job.config.data.field for job in swept] == [text, text]
+
+
+def test_cfg_job_shows_free_texts_too(run: Run) -> None:
+    status, output, error = run("train", "--cfg", "job", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
+    assert status == 0, error
+    shown = yaml.safe_load(output)
+    assert (shown["data"]["path"], shown["logger"]["project"], shown["optim"]["betas"]) == ("a b,c", "内容", [0.5, 0.6])
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("flag", ["-O", "-OO"])
+def test_a_range_is_a_sweep_without_asserts_too(flag: str) -> None:
+    """Hydra's parser reads inside assert statements; --help is the docstring."""
+    code = ("from rwkv import cli; from rwkv.config import TrainConfig; from rwkv.tools.train import train\n"
+            "line = cli.split(['seed=range(0,3)', 'optim.lr=choice(1e-3,2e-3)'], TrainConfig)\n"
+            "print(len(cli.jobs(line, TrainConfig, 'train')))\n"
+            "import sys; sys.argv[1:] = ['--help']; cli.run(train, TrainConfig, 'train', None)")
+    done = subprocess.run([sys.executable, flag, "-c", code], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("6\nTrains an RWKV language model")
+
+
 @pytest.mark.parametrize(("arguments", "chosen"), [
     (["optim=adamw", "logger.name=csv"], {"optim.name"}),
     (["kernel=conv1d"], {"kernel.name"}),
     (["trainer=auto", "seed=1", "debug=null"], {"trainer.accelerator"}),
     (["+debug=overfit"], {
         "model.n_layer", "model.n_embd", "model.ctx_len", "data.tokenizer", "data.batch_size", "optim.warmup_steps",
-        "trainer.max_steps", "trainer.max_tokens", "trainer.val_every", "trainer.checkpoint_every", "trainer.overfit_batches"}),
+        "trainer.max_steps", "trainer.max_tokens", "trainer.val_every", "trainer.val_tokens", "trainer.checkpoint_every",
+        "trainer.overfit_batches"}),
 ])
 def test_a_chosen_group_sets_what_is_in_its_file(arguments: list[str], chosen: set[str]) -> None:
     assert set(cli.split(arguments, TrainConfig).chosen) == chosen
@@ -238,6 +283,13 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("seed=-1", "seed"),
     ("seed=4294967296", "seed"),
     ("seed=1,2", "-m"),
+    ("seed=三", "seed is a whole number"),
+    ("optim.schedule=余弦", "optim.schedule is one of cosine, linear"),
+    ("tune.modules=[内容]", "tune.modules is a list"),
+    ("model=内容", "'内容'; there are: 169m"),
+    ("data.field=", "data.field is empty"),
+    ("logger.project=null", "logger.project cannot be null"),
+    ("logger.project=a/b", "logger.project"),
     ("optim.lrr=1", "optim.lrr; did you mean optim.lr?"),
     ("n_layer=1", "n_layer; did you mean model.n_layer?"),
     ("nonsense=1", "nonsense; --help"),

@@ -33,9 +33,10 @@ class Done(NamedTuple):
     error: str
 
 
-def start(folder: Path, program: str, *arguments: str, apart: bool = False) -> subprocess.Popen[str]:
-    """`apart`: as the first of a group of processes, to which a signal can be sent."""
-    return subprocess.Popen([sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder, env=ENVIRONMENT,
+def start(folder: Path, program: str, *arguments: str, apart: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """`apart`: as the first of a group of processes, to which a signal can be sent. environment: more variables."""
+    return subprocess.Popen([sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder,
+                            env=ENVIRONMENT | environment,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
                             start_new_session=apart)
 

@@ -6,13 +6,16 @@ reach Hydra's grammar: commas, quotes, equals signs and newlines need no escapin
 are imported.
 """
 
+import argparse
+import ast
 import io
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -23,8 +26,9 @@ import yaml
 
 from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.cli.help import description, page
-from rwkv.config import PATH, TEXT, options
+from rwkv.config import PATH, TEXT, free_text, options
 from rwkv.errors import UserError
+from rwkv.io import signals
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, unread
 
@@ -34,6 +38,7 @@ TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # on
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
 OPTIONAL = ("experiment", "debug")       # groups with null as a choice
+SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
 VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")         # Hydra's: the next argument is their value
@@ -89,12 +94,14 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
         if any(flag in HELP_FLAGS for flag in line.flags):
-            print(help_page(line, schema, config_name, about or ""), flush=True)
+            print(help_page(line, schema, config_name, about or _docstring(task)), flush=True)
             return
         check(line, schema)
         if not several and any(flag in SWEEP_FLAGS for flag in line.flags):
             raise UserError("-m runs a program once for each of several values, and this one goes on until it is ended: leave "
                             "-m out")
+        if any(flag in SWEEP_FLAGS for flag in line.flags):
+            _say_what_is_not_split(line, schema)
         if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
@@ -107,9 +114,16 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback."""
+    """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback.
+
+    The signals of rwkv/io/signals.py end the block as Ctrl-C does, with exit status 130.
+    """
     try:
-        yield
+        with signals.raising():
+            yield
+    except signals.Signalled as signalled:
+        print(f"interrupted by {signalled.name}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -125,17 +139,29 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(USER_ERROR)
 
 
+def _docstring(task: Callable[..., None]) -> str:
+    """That of the task's file, read from it: python -OO leaves docstrings out."""
+    return ast.get_docstring(ast.parse(Path(task.__code__.co_filename).read_text(encoding="utf-8"))) or ""
+
+
+def _say_what_is_not_split(line: CommandLine, schema: type) -> None:
+    for key, value in line.verbatim.items():
+        if "," in value and free_text(options(schema)[key]) != PATH and isinstance(value, str):
+            print(f"{key}={value} is one value, also with -m: names and texts are taken verbatim", file=sys.stderr)
+
+
 def split(arguments: list[str], schema: type) -> CommandLine:
     """Sorts the arguments into overrides, values of verbatim options of `schema`, and flags."""
     line = CommandLine([], {}, [])
     known, rest = options(schema), iter(arguments)
     for argument in rest:
         key, equals, value = argument.partition("=")
-        verbatim = known[key].metadata["verbatim"] if equals and key in known else None
-        if verbatim and known[key].type == list[str]:
+        key = key.lstrip("+")
+        kind = free_text(known[key]) if equals and key in known else None
+        if kind and known[key].type == list[str]:
             line.verbatim[key] = [*line.verbatim.get(key, []), value]
-        elif verbatim:
-            line.verbatim[key] = _from_home(value) if verbatim == PATH else value
+        elif kind:
+            line.verbatim[key] = _from_home(value) if kind == PATH else value
         elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
@@ -223,7 +249,7 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
 def compose(line: CommandLine, schema: type, config_name: str) -> Any:
     """The schema's object for a command line. Raises UserError for a value of the wrong type and for several values."""
     with _hydra(schema, config_name):
-        for _, swept in _combinations(line.overrides):
+        for _, swept in _combinations(line.overrides, schema):
             if swept:
                 raise UserError(f"several values of {', '.join(swept)} make a sweep, which starts with the flag -m")
         return _compose(config_name, schema, line.overrides, line.verbatim)
@@ -236,12 +262,12 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
     """
     check(line, schema)
     with _hydra(schema, config_name):
-        params = _params(config_name, line)
+        params = _params(config_name, schema, line)
         for override in params:
             check_override(override, schema)
         verbatim = [f"{key}={value}" for key, value in line.verbatim.items()]
         return [Job(swept, [*chosen, *verbatim], _compose(config_name, schema, chosen, line.verbatim))
-                for chosen, swept in _combinations([*params, *line.overrides])]
+                for chosen, swept in _combinations([*params, *line.overrides], schema)]
 
 
 @contextmanager
@@ -249,6 +275,7 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
     """Hydra with our schema, kernels and folder of configurations."""
     import hydra
 
+    _restore_asserts_of_the_parser()
     _register(schema, config_name)
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         yield
@@ -264,46 +291,57 @@ def _register(schema: type, config_name: str) -> None:
 
 
 def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, line: CommandLine) -> None:
-    """Hydra's own flags: --cfg job, and -m for a program without sweeps."""
+    """Hydra's own flags, and -m for a program without sweeps. --cfg job shows the verbatim values too, which Hydra lacks."""
     import hydra
 
     with _hydra(schema, config_name):                            # for the sentences: Hydra shows its errors in many lines
-        for overrides, _ in _combinations(line.overrides):
+        for overrides, _ in _combinations(line.overrides, schema):
             _compose(config_name, schema, overrides, line.verbatim)
+    if line.flags in SHOW_JOB:
+        print(_as_yaml(compose(line, schema, config_name)), end="", flush=True)
+        return
 
     def job(composed: Any) -> None:
         with exit_on_user_error():
             task(build(composed, line.verbatim), line)
 
+    if sys.version_info >= (3, 14):      # whose argparse checks helps as strings; Hydra 1.3 has another object among its own
+        argparse.ArgumentParser._check_help = lambda self, action: None       # type: ignore[attr-defined]
     sys.argv[1:] = line.flags + line.overrides
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
 
 
-def _params(config_name: str, line: CommandLine) -> list[str]:
+def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
     """The sweep of the configuration, as overrides, but for the keys on the command line."""
     import hydra
     from omegaconf import OmegaConf
 
-    single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override]))]
+    single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override], schema))]
     composed = hydra.compose(config_name, single, return_hydra_config=True)
     params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
     return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
 
 
-def _combinations(overrides: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
     """The product over all overrides with several values: for each job its overrides, and the options that the sweep set."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise UserError(f"cannot read the options: {_first_line(error)}") from None
+    parsed = [_parsed(override, schema) for override in overrides]
     alternatives: list[list[tuple[str, dict[str, str]]]] = [
         [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
         if item.is_sweep_override() else [(text, {})] for text, item in zip(overrides, parsed, strict=True)]
     return [([text for text, _ in job], {key: value for _, swept in job for key, value in swept.items()})
             for job in itertools.product(*alternatives)]
+
+
+def _parsed(override: str, schema: type) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_overrides([override])[0]
+    except HydraException as error:
+        key = override.partition("=")[0].lstrip("+")
+        expected = _expected(key, schema)
+        raise UserError(f"cannot read {override}: " + (f"{key} is {expected}" if expected else _first_line(error))) from None
 
 
 def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
@@ -328,28 +366,52 @@ def _wrong_type(error: Any, schema: type, overrides: list[str]) -> str:
     """The sentence about a value that OmegaConf has refused, by the option's type."""
     key = str(error.full_key)
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    kind: Any = options(schema)[key].type if key in options(schema) else None
-    if isinstance(kind, UnionType):
-        kind, *_ = get_args(kind)        # int | None
-    expected = EXPECTED.get(get_origin(kind) or kind)
+    expected = _expected(key, schema)
     if expected is None or key not in given:
         return f"{key}: {_first_line(error)}"
     return f"{key} is {expected}; got {given[key]}"
 
 
-def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object with the verbatim values. `null` is None, as in YAML, but in a text."""
+def _expected(key: str, schema: type) -> str | None:
+    """What the option's value is, in words; None where nothing shorter than its help says it."""
+    item = options(schema).get(key)
+    if item is None:
+        return None
+    if item.metadata["one_of"]:
+        return f"one of {', '.join(item.metadata['one_of'])}"
+    kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # int | None
+    return EXPECTED.get(get_origin(kind) or kind)
+
+
+def _as_yaml(config: Any) -> str:
+    plain = json.loads(json.dumps(asdict(config)))       # tuples as lists
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _restore_asserts_of_the_parser() -> None:
+    """Hydra's parser of overrides reads on inside assert statements, which python -O leaves out: compile it with them."""
+    if sys.flags.optimize == 0:
+        return
+    from hydra.core.override_parser import overrides_parser, overrides_visitor
+
+    source = Path(overrides_visitor.__file__).read_text(encoding="utf-8")
+    exec(compile(source, overrides_visitor.__file__, "exec", optimize=0), vars(overrides_visitor))
+    vars(overrides_parser)["HydraOverrideVisitor"] = overrides_visitor.HydraOverrideVisitor
+
+
+def build(composed: Any, given: dict[str, str | list[str]]) -> Any:
+    """The schema's object with the verbatim values `given`. `null` is None, as in YAML, but in a text."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_object(composed)
     known = options(type(config))
     changed = {}
-    for key, value in verbatim.items():
+    for key, value in given.items():
         *parents, last = key.split(".")
         target = config
         for parent in parents:
             target = getattr(target, parent)
-        is_null = value == "null" and known[key].metadata["verbatim"] != TEXT
+        is_null = value == "null" and free_text(known[key]) != TEXT
         if is_null and type(None) not in get_args(known[key].type):
             raise UserError(f"{key} cannot be null: give a value, or leave {key}= out")
         setattr(target, last, None if is_null else value)

@@ -28,6 +28,7 @@ from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_json
+from rwkv.tokenizer.lost import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -48,7 +49,8 @@ class Index(NamedTuple):
 class Tokens(NamedTuple):
     """sha256: of the index and the checksum of the ids. bytes_per_token: of the validation split's text, per predicted token.
 
-    gzip_bpb: bits per byte of `gzip -9` on that text.
+    gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None where the
+    tokenizer's definition tells that it loses nothing.
     """
 
     train: TokenArray
@@ -57,6 +59,7 @@ class Tokens(NamedTuple):
     sha256: str
     bytes_per_token: float
     gzip_bpb: float
+    unknown: float | None
 
 
 def files(path: str) -> tuple[Path, Path]:
@@ -207,8 +210,12 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
     return wanted, 1
 
 
-def _measured(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float]:
-    """Bytes per predicted token and bits per byte of gzip -9, for the text of the split's first SAMPLE ids."""
+def _measured(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
+    """Bytes per predicted token, bits per byte of gzip -9 and the share of unknown tokens, of the split's first SAMPLE ids."""
     ids = val[:SAMPLE]
+    counter = LossCounter(tokenizer)
+    unknown = None
+    if counter.uncertain:
+        unknown = 0.0 if counter.unknown_token is None else float((ids == counter.unknown_token).mean())
     text = tokenizer.decode(ids.tolist()).encode()
-    return len(text) / max(len(ids) - 1, 1), 8 * len(zlib.compress(text, 9, 31)) / max(len(text), 1)
+    return len(text) / max(len(ids) - 1, 1), 8 * len(zlib.compress(text, 9, 31)) / max(len(text), 1), unknown

@@ -4,11 +4,13 @@
     row 1   [ conversation 5 ................................. ] padding
 
 A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued; then
-end_of_text. Each id predicts the next one; what is not learnt is no target. end_of_text after an answer is learnt: a tuned
-model stops. No end_of_text stands before a conversation, as none stands before a prompt.
+end_of_text, unless the chat template has written it. Each id predicts the next one; what is not learnt is no target.
+end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a conversation, as none stands before a
+prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
-trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py).
+trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py); its validation reads them
+whole too where one is longer than a row.
 
 The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (one byte), and where conversations begin.
 """
@@ -16,6 +18,7 @@ The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (on
 import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from operator import itemgetter
@@ -28,27 +31,37 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.chat import Conversation, conversations
+from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
+from rwkv.tokenizer.chat import END
+from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.rendered import encode, for_tokenizer, shown, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 1                              # of the files in the cache
+VERSION = 2                              # of the files in the cache
 AT_ONCE = 1000                           # conversations given to the tokenizer at a time
 SPLITS = ("train", "val")
 
 
 class Tokenised(NamedTuple):
-    """The ids of a split and, for each, 1 where a model learns it. bytes: of its text; learnt_bytes: of what is learnt."""
+    """The ids of a split and, for each, 1 where a model learns it. bytes: of its text; learnt_bytes: of what is learnt.
+
+    left_out: the conversations that are in neither split, because none of their answers is learnt.
+    lost: what the tokenizer has lost of its text; learnt_lost: of what is learnt.
+    """
 
     tokens: TokenArray
     learnt: TokenArray
     bytes: int
     learnt_bytes: int
+    lost: Lost
+    learnt_lost: Lost
+    left_out: int = 0
 
 
 class Packed(NamedTuple):
@@ -64,6 +77,14 @@ class Packed(NamedTuple):
     weight: float = 1.0
 
 
+class Whole(NamedTuple):
+    """A batch of whole conversations, one in each row: x, y (B,L) int64. It is read slice by slice, of T positions each."""
+
+    x: Tensor
+    y: Tensor
+    T: int
+
+
 class Rows(NamedTuple):
     """The numbers of a batch's rows, and Packed.weight."""
 
@@ -77,32 +98,45 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer,
 
     identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
     """
-    folder = cache / f"chat-{sha256([*identity, tokenizer.hash, str(VERSION)])[:16]}"
+    folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION)])[:16]}"
+    counter = LossCounter(tokenizer)
     manifest = read_json(folder / "manifest.json")
-    if not manifest or not all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items()):
-        manifest = _make(config, tokenizer, folder)
+    intact = manifest and all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items())
+    if not intact or not (counter.never or "lost" in manifest):      # an earlier version did not count what is lost
+        manifest = _make(config, tokenizer, counter, folder)
     train, val = (_tokenised(folder, manifest, split) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
 
 
-def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of what is not learnt, and of what is
     packer, packed = zlib.compressobj(9, wbits=31), 0
+    left_out = 0
     for conversation, of_parts in _encoded(config, tokenizer):
+        if not conversation.learnt:
+            left_out += 1
+            continue
         split = SPLITS[conversation.val]
-        for (text, is_learnt), _ in zip(conversation.parts, of_parts, strict=True):
+        for (rendered, is_learnt), part in zip(conversation.parts, of_parts, strict=True):
+            text = written(rendered)
+            lost[split][is_learnt] += counter.count([text], [part])
             content = text.encode()
             sizes[split]["bytes"] += len(content)
             sizes[split]["learnt_bytes"] += len(content) * is_learnt
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
         flags = [np.full(len(part), is_learnt, np.uint8)
                  for part, (_, is_learnt) in zip(of_parts, conversation.parts, strict=True)]
-        ids[split].append(np.array([*chain.from_iterable(of_parts), tokenizer.end_of_text], dtype))
-        learnt[split].append(np.concatenate([*flags, np.array([conversation.parts[-1][1]], np.uint8)]))
+        last_text, last_is_learnt = conversation.parts[-1]
+        if not last_text.endswith(END):
+            of_parts.append([tokenizer.end_of_text])
+            flags.append(np.array([last_is_learnt], np.uint8))
+        ids[split].append(np.array([*chain.from_iterable(of_parts)], dtype))
+        learnt[split].append(np.concatenate(flags))
     packed += len(packer.flush())
     for split in SPLITS:
         lengths = [len(each) for each in ids[split]]
@@ -111,18 +145,20 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> dict[str, A
         write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
-    manifest = {"dtype": dtype.name, "splits": sizes, "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
-                "files": {name: _checksum(folder / name) for name in names}}
+    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
+                "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
+                "files": {name: _checksum(folder / name) for name in names},
+                "lost": {split: [asdict(one) for one in lost[split]] for split in SPLITS}}
     write_json(folder / "manifest.json", manifest)
     return manifest
 
 
 def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Conversation, list[list[int]]]]:
     """Each conversation with the ids of each of its parts."""
-    found = conversations(config)
+    found = conversations(config, for_tokenizer(template_of(config), tokenizer))
     while batch := list(islice(found, AT_ONCE)):
         try:
-            ids = iter(tokenizer.encode_batch([text for conversation in batch for text, _ in conversation.parts]))
+            ids = iter(encode(tokenizer, [text for conversation in batch for text, _ in conversation.parts]))
         except ValueError:
             _name_wrong(batch, tokenizer)
             raise
@@ -133,7 +169,7 @@ def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Convers
 def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
     for conversation in batch:
         try:
-            tokenizer.encode("".join(text for text, _ in conversation.parts))
+            encode(tokenizer, ["".join(text for text, _ in conversation.parts)])
         except ValueError as error:
             raise UserError(f"{conversation.where}: {error}") from None
 
@@ -147,7 +183,9 @@ def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
     offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
     tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)
                       for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
-    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"])
+    other, learnt_lost = (Lost(**one) for one in manifest["lost"][split]) if "lost" in manifest else (NOTHING, NOTHING)
+    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], other + learnt_lost, learnt_lost,
+                     manifest["left_out"])
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
@@ -155,12 +193,21 @@ def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
     bounds = [*split.tokens.starts.tolist(), len(split.tokens)]
     for begin, end in pairwise(bounds):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
-        shown = []
+        pieces = []
         for is_learnt, run in groupby(pairs, itemgetter(0)):
-            ids = [token for _, token in run]
-            text = tokenizer.decode(ids) + "<end of text>" * (ids[-1] == tokenizer.end_of_text)
-            shown.append(f"[[{text}]]" if is_learnt else text)
-        yield "".join(shown)
+            text = _shown([token for _, token in run], tokenizer)
+            pieces.append(f"[[{text}]]" if is_learnt else text)
+        yield "".join(pieces)
+
+
+def _shown(ids: list[int], tokenizer: Tokenizer) -> str:
+    pieces: list[list[int]] = [[]]
+    for token in ids:
+        if token == tokenizer.end_of_text:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return "<end of text>".join(shown(tokenizer, piece) for piece in pieces)
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
@@ -192,7 +239,7 @@ class ConversationRows(Dataset[Packed]):
         self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
         self._bounds = np.append(tokens.starts, len(tokens))
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is a target alone
-        self.cut = int((lengths > ctx_len).sum())
+        self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
         before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
@@ -201,7 +248,8 @@ class ConversationRows(Dataset[Packed]):
         self.counts = np.array([targets[row].sum() for row in self._rows])
         if not self.counts.any():
             raise UserError(f"in no conversation does an answer begin within model.ctx_len={ctx_len} tokens, so that there is "
-                            "nothing to learn or to validate: raise model.ctx_len")
+                            "nothing to learn or to validate: raise model.ctx_len, or read conversations whole with "
+                            "trainer.tbptt")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -234,6 +282,34 @@ class ConversationRows(Dataset[Packed]):
                if self.cut else "")
         return (f"{len(self._lengths):,} conversations in {len(self):,} rows, {100 * self.padding():.1f} % of positions padding"
                 f"{cut}; only the answers' {self.counts.sum():,} tokens are learnt")
+
+
+class WholeConversations(Dataset[Whole]):
+    """The conversations of a split, the longest first, so that those of a batch are of similar length. None is cut."""
+
+    def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
+        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self._bounds = np.append(tokens.starts, len(tokens))
+        self._order = np.argsort(-np.diff(self._bounds), kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitems__(self, numbers: list[int]) -> Whole:
+        """The batch. Missing inputs are 0, missing targets IGNORED."""
+        texts = [slice(self._bounds[text], self._bounds[text + 1]) for text in self._order[numbers]]
+        x = np.zeros((len(texts), max(text.stop - text.start for text in texts) - 1), np.int64)
+        y = np.full_like(x, IGNORED)
+        for row, text in enumerate(texts):
+            ids, learnt = self.tokens[text], self.learnt[text]
+            x[row, :len(ids) - 1] = ids[:-1]
+            y[row, :len(ids) - 1] = np.where(learnt[1:], ids[1:].astype(np.int64), IGNORED)
+        return Whole(torch.from_numpy(x), torch.from_numpy(y), self.ctx_len)
+
+
+def longer_than(tokens: TokenArray, ctx_len: int) -> int:
+    """The number of conversations that a row of ctx_len positions does not hold."""
+    return int((np.diff(np.append(tokens.starts, len(tokens))) - 1 > ctx_len).sum())
 
 
 class RowSampler(ShuffleSampler):

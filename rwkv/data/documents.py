@@ -12,7 +12,8 @@ A document longer than one stream's share of all segments is divided into severa
 empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
 end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token but the first of all
 is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted.
-Of conversations (rwkv/data/conversations.py) only what is learnt is predicted.
+Of conversations (rwkv/data/conversations.py) only what is learnt is predicted, and none is divided: an answer needs what was
+said before.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from rwkv.config import TrainConfig
+from rwkv.data.conversations import longer_than
 from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import Permutations
@@ -72,7 +74,7 @@ class BatchPlan(NamedTuple):
 class DocumentChunks:
     """Documents, divided into chunks where they are longer than one stream's share. segments (P,): the length of each chunk.
 
-    learnt: for each token whether it counts as a target; None where all do.
+    learnt: of conversations, for each token whether it counts as a target; None for documents, where all do.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -80,7 +82,11 @@ class DocumentChunks:
         self.tokens, self.end_of_text, self.ctx_len = tokens, end_of_text, ctx_len
         bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
         self.documents = len(bounds) - 1
-        counts, length = _divided(-(-np.diff(bounds) // ctx_len), streams)
+        segments = -(-np.diff(bounds) // ctx_len)
+        counts, length = _divided(segments, streams)
+        self.were_divided = learnt is not None and bool((counts > 1).any())      # conversations, in runs begun before
+        if learnt is not None:
+            counts, length = np.ones_like(segments), segments
         document = np.repeat(np.arange(self.documents), counts)                                # (P,), of each chunk
         nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,), within its document
         self._starts = bounds[document] + nth * length[document] * ctx_len
@@ -237,14 +243,18 @@ class SegmentIterator(Iterator[BatchPlan]):
     def state_dict(self) -> dict[str, Any]:
         """Between two batches of a step, the positions are those at its beginning."""
         between_steps = self._batches % self.sampler.layout.parts == 0
-        return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
+        lanes = self._positions.state_dict() if between_steps else self._before
+        return {"batches": self._batches, "lanes": lanes} | ({"whole": True} if self.sampler.chunks.were_divided else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError if the run had another number of streams, or none."""
+        """Raises UserError if the run had another number of streams, or none, or divided conversations."""
         before, now = len(state["lanes"]["left"]) if "lanes" in state else 0, self.sampler.layout.streams
         if before != now:
             raise UserError(f"the run was begun with {before or 'no'} document streams, and data.batch_size times "
                             f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
+        if self.sampler.chunks.were_divided and not state.get("whole"):
+            raise UserError("the run was begun with conversations divided into chunks, without what was said before an answer; "
+                            "now they are read whole: begin a new run with init_from=")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:
@@ -264,8 +274,11 @@ def describe(config: TrainConfig, corpus: Corpus) -> str:
     """One line for people: the segments of a step, and how much of them is padding."""
     chunks = chunks_of(config, corpus)
     divided = f", divided into {len(chunks):,} chunks" if len(chunks) > chunks.documents else ""
+    longer = longer_than(corpus.val, config.model.ctx_len) if corpus.conversations else 0
+    validation = f"; validation reads conversations whole, {longer:,} of them longer than model.ctx_len" if longer else ""
     return (f"{_streams(config):,} document streams, {config.trainer.tbptt} segments of each in a step; {chunks.documents:,} "
-            f"documents{divided}, {chunks.segments.sum():,} segments, {100 * chunks.padding():.1f} % of positions padding")
+            f"documents{divided}, {chunks.segments.sum():,} segments, {100 * chunks.padding():.1f} % of positions padding"
+            f"{validation}")
 
 
 def _streams(config: TrainConfig) -> int:

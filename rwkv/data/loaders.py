@@ -12,6 +12,8 @@ rows: rwkv/data/conversations.py.
 """
 
 import os
+import signal
+import threading
 import warnings
 from typing import Any
 
@@ -21,11 +23,12 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
-from rwkv.data.conversations import ConversationRows, RowSampler
+from rwkv.data.conversations import ConversationRows, RowSampler, WholeConversations, longer_than
 from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
 from rwkv.errors import UserError
+from rwkv.io.signals import STOPPING
 
 
 class DataModule(LightningDataModule):
@@ -51,10 +54,14 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_ignore_interrupts, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed, the last one smaller: every token but the first is a target once."""
+        """Batches (x, y), each (B,T), or Packed, the last one smaller: every token but the first is a target once.
+
+        With tbptt, conversations come as Whole where one is longer than ctx_len: their answers may begin after it.
+        """
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
-            windows = ConversationRows(*self.corpus.conversations[1][:2], self.ctx_len)
+            whole = self.tbptt and longer_than(self.corpus.val, self.ctx_len)
+            windows = (WholeConversations if whole else ConversationRows)(*self.corpus.conversations[1][:2], self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, str]:
@@ -102,10 +109,25 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Puts a worker into its own process group, which the terminal's Ctrl-C does not reach: training ends its workers itself,
-    after it has saved a checkpoint."""
+    """Keeps signals that ask for a stop from a worker: training ends its workers itself, after it has saved a checkpoint.
+
+    They come to every process of a job that systemd or SLURM ends, and the terminal's Ctrl-C to the process group.
+    """
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+    for number in STOPPING:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):           # on Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_for(parent: int) -> None:
+    """Ends this process at a SIGTERM from its parent alone."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _own_generator(seed: int) -> torch.Generator:

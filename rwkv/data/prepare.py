@@ -27,6 +27,7 @@ from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
+from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
 
@@ -39,6 +40,7 @@ class Sizes:
     """Sizes of both splits. Tokens include end_of_text; bytes are those of the text in UTF-8, without it.
 
     gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, to compare with the model's.
+    train_lost, val_lost: what the tokenizer has lost of the text; nothing is known of data=binidx.
     """
 
     train_tokens: int
@@ -46,6 +48,8 @@ class Sizes:
     train_bytes: int
     val_bytes: int
     gzip_bpb: float
+    train_lost: Lost = NOTHING
+    val_lost: Lost = NOTHING
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Corpus:
     """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
 
     conversations: of data=chat, the training and the validation split with what is learnt of them.
+    unknown: of data=binidx, the share of the validation ids that are the unknown token; None where the tokenizer loses nothing.
     """
 
     tokenizer: Tokenizer
@@ -62,10 +67,22 @@ class Corpus:
     source: str
     sha256: str
     conversations: tuple[Tokenised, Tokenised] | None = None
+    unknown: float | None = None
 
     @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of the validation text per predicted token; of conversations, bytes of the answers per token learnt."""
+    def val_lost(self) -> float:
+        """The lost share of the validation text; of conversations, of the answers; of data=binidx, the share of unknown ids."""
+        lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
+        return lost.share if self.unknown is None else self.unknown
+
+    @property
+    def val_bytes_per_token(self) -> float | None:
+        """Bytes of the validation text per predicted token; of conversations, bytes of the answers per token learnt.
+
+        None where more of them is lost than WITHHELD: bits per byte would not be those of the text.
+        """
+        if self.val_lost > WITHHELD:
+            return None
         if self.conversations:
             val = self.conversations[1]
             return val.learnt_bytes / int(val.learnt[:].sum())
@@ -80,6 +97,18 @@ class Corpus:
     def val_share(self) -> float:
         """The validation split's fraction of all bytes."""
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
+
+    def describe_lost(self) -> str | None:
+        """A sentence on what the tokenizer loses of the text, and whether val/bpb is given; None if it loses nothing."""
+        if self.unknown is not None:
+            withheld = f"; val/bpb is not given above {percent(WITHHELD)}" if self.unknown else ""
+            return ("what the tokenizer loses of the text is not known, since the ids were made elsewhere: "
+                    f"{percent(self.unknown)} of the validation ids are its unknown token{withheld}")
+        texts = {"the training text": self.sizes.train_lost, "the validation text": self.sizes.val_lost}
+        found = [lost.describe(text) for text, lost in texts.items() if lost.bytes]
+        withheld = (f"val/bpb is not given, since more than {percent(WITHHELD)} is lost" if self.val_lost > WITHHELD else
+                    f"val/bpb divides by all bytes, the lost ones too, and is not given above {percent(WITHHELD)}")
+        return "; ".join([*found, withheld]) if found else None
 
     def describe(self) -> str:
         """One line for people."""
@@ -105,8 +134,9 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache)
-    sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb)
-    return Corpus(tokenizer, train.tokens, val.tokens, sizes, source.about, source.sha256, (train, val))
+    sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
+    about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
+    return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val))
 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
@@ -115,13 +145,13 @@ def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cac
     if tokenizer is None and config.tokenizer in FROM_TEXT:
         raise UserError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the tokenizer "
                         "that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
-    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer")
+    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
     found = binidx.read(config.path, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
     train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
     sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
     about = f"{Path(config.path).name}, {found.documents:,} documents, the last {100 * config.val_fraction:g} % for validation"
-    return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256)
+    return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown)
 
 
 def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
@@ -133,22 +163,27 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
     folder = cache / f"tokens-{shards.cache_key(identity, tokenizer)}"
     manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
     train, val = (shards.token_array(folder, manifest, split) for split in shards.SPLITS)
-    _require_context(ctx_len, len(train), len(val))
-    sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"])
+    lost = shards.lost(manifest)
+    _require_context(ctx_len, len(train), len(val), lost=lost)
+    sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"], *lost)
     return Corpus(tokenizer, train, val, sizes, source.about, source.sha256)
 
 
-def _require_context(ctx_len: int, train: int, val: int, about: str = "") -> None:
-    for split, tokens in (("training", train), ("validation", val)):
+def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: tuple[Lost, Lost] = (NOTHING, NOTHING)) -> None:
+    for split, tokens, of_split in zip(("training", "validation"), (train, val), lost, strict=True):
         if tokens < ctx_len + 1:
+            why = f"; {of_split.describe('it')}" if of_split.bytes else ""
             raise UserError(f"the {split} text is shorter than one context: it has {about}{tokens} tokens, and "
-                            f"model.ctx_len={ctx_len} needs {ctx_len + 1}; use more text or a smaller model.ctx_len")
+                            f"model.ctx_len={ctx_len} needs {ctx_len + 1}{why}; use more text or a smaller model.ctx_len")
 
 
 def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
     """The tokenizer that `config` names. char covers both splits and bpe is trained on the training split; both are cached."""
     if config.tokenizer not in FROM_TEXT:
-        return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}")
+        return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}", config.end_of_text)
+    if config.end_of_text is not None:
+        raise UserError(f"data.end_of_text names a token of a tokenizer's .json file, and data.tokenizer={config.tokenizer} "
+                        "makes one from the data: leave it out")
     path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
     definition = read_json(path)
     if definition:

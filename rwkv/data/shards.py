@@ -34,6 +34,7 @@ from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, write, write_bytes, write_json
+from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -67,7 +68,7 @@ class Shard(NamedTuple):
 
 def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
     """A hash of the text and its split (`identity`), the tokenizer and the layout, for the folder's name."""
-    return sha256([*identity, tokenizer.hash, str(VERSION), str(SHARD)])[:16]
+    return sha256([*identity, tokenizer.data_key, str(VERSION), str(SHARD)])[:16]
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
@@ -76,11 +77,12 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 
     workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS. Raises UserError if a text cannot be read or
     encoded, or a file cannot be written.
     """
-    manifest = read_manifest(folder)
+    counter = LossCounter(tokenizer)
+    manifest = _finished(folder, counter)
     if manifest is None:
         with _locked(folder):
             workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
-            manifest = read_manifest(folder) or _make(source, tokenizer, folder, workers)
+            manifest = _finished(folder, counter) or _make(source, tokenizer, counter, folder, workers)
     return manifest
 
 
@@ -97,6 +99,26 @@ def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
     return train, val
 
 
+def lost(manifest: dict[str, Any]) -> tuple[Lost, Lost]:
+    """What the tokenizer has lost of (training, validation)."""
+    train, val = (sum((Lost(entry.get("lost", 0), entry["bytes"], entry.get("unknown", 0))
+                       for entry in (shard[split] for shard in manifest["shards"])), NOTHING) for split in SPLITS)
+    return train, val
+
+
+def _finished(folder: Path, counter: LossCounter) -> dict[str, Any] | None:
+    """The manifest; None where the shards are not all made, or need a count of what the tokenizer loses and have none."""
+    manifest = read_manifest(folder)
+    if manifest is None or counter.never or all(_is_counted(shard) for shard in manifest["shards"]):
+        return manifest
+    print(f"{folder} is of an earlier version, which did not count what the tokenizer loses: counting it", file=sys.stderr)
+    return None
+
+
+def _is_counted(shard: dict[str, Any]) -> bool:
+    return all("lost" in shard[split] for split in SPLITS)
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest, or None if it or any file it lists is missing or damaged."""
     manifest = read_json(folder / "manifest.json")
@@ -105,13 +127,17 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if all(_intact(folder / name, entry) for name, entry in manifest["files"].items()) else None
 
 
-def encode(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The ids of each piece, with end_of_text before each document."""
+def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
+           dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
+    """The ids of each batch of pieces, with end_of_text before each document, and what is lost of its text."""
     for batch in _batches(parts):
-        for part, ids in zip(batch, _encode_batch(batch, tokenizer), strict=True):
+        found = []
+        encoded = _encode_batch(batch, tokenizer)
+        for part, ids in zip(batch, encoded, strict=True):
             if part.starts_document:
-                yield np.array([tokenizer.end_of_text], dtype)
-            yield np.array(ids, dtype)
+                found.append(np.array([tokenizer.end_of_text], dtype))
+            found.append(np.array(ids, dtype))
+        yield np.concatenate(found), counter.count([part.text for part in batch], encoded)
 
 
 def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
@@ -160,11 +186,11 @@ def _locked(folder: Path) -> AcquireReturnProxy:
         raise UserError(cannot_write(folder, error)) from None
 
 
-def _make(source: Source, tokenizer: Tokenizer, folder: Path, workers: int) -> dict[str, Any]:
+def _make(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> dict[str, Any]:
     for leftover in folder.glob(".*"):   # temporary files of a process that was killed
         leftover.unlink()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    shards = _make_shards(source, tokenizer, folder, dtype, workers)
+    shards = _make_shards(source, tokenizer, counter, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
     names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
     files = {name: _entry(folder / name) for name in [*names, *(f"{split}-starts.npy" for split in SPLITS)]}
@@ -175,11 +201,13 @@ def _make(source: Source, tokenizer: Tokenizer, folder: Path, workers: int) -> d
     return manifest
 
 
-def _make_shards(source: Source, tokenizer: Tokenizer, folder: Path, dtype: np.dtype, workers: int) -> list[dict[str, Any]]:
+def _make_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
+                 workers: int) -> list[dict[str, Any]]:
     """The entry of each shard; finished ones are kept, the others are made."""
     bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
     with ThreadPoolExecutor(workers) as pool, bar:
-        tasks = (partial(_shard, shard, tokenizer, folder, dtype) for shard in shards_of(source, safe_split(tokenizer)))
+        tasks = (partial(_shard, shard, tokenizer, counter, folder, dtype)
+                 for shard in shards_of(source, safe_split(tokenizer)))
         entries = []
         for entry, weight in _in_order(pool, tasks, workers):
             entries.append(entry)
@@ -230,14 +258,20 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
             before += len(text)
 
 
-def _shard(shard: Shard, tokenizer: Tokenizer, folder: Path, dtype: np.dtype) -> tuple[dict[str, Any], int]:
-    """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged."""
+def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
+           dtype: np.dtype) -> tuple[dict[str, Any], int]:
+    """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged.
+
+    Those of an earlier version are made again to count what is lost, unless the text tells that it is nothing.
+    """
     weight, path = sum(piece.weight for piece in shard.pieces), folder / f"{shard.number:05}.json"
     entry = _read_entry(path, folder, shard.number)
-    if entry is None:
-        entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, dtype,
-                                     folder / _ids_file(shard.number, split)) for split in SPLITS}
+    if entry is None or not (_is_counted(entry) or all(counter.keeps(piece.text) for piece in shard.pieces)):
+        entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, counter,
+                                     dtype, folder / _ids_file(shard.number, split)) for split in SPLITS}
         write_json(path, entry)
+    for split in SPLITS:
+        entry[split].setdefault("lost", 0)
     return entry, weight
 
 
@@ -248,11 +282,14 @@ def _read_entry(path: Path, folder: Path, number: int) -> dict[str, Any] | None:
     return entry if all(file.is_file() and _crc32(file) == about["crc32"] for file, about in files) else None
 
 
-def _write_split(parts: list[Piece], tokenizer: Tokenizer, dtype: np.dtype, path: Path) -> dict[str, int]:
-    ids = np.concatenate([np.empty(0, dtype), *encode(parts, tokenizer, dtype)])
+def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, int]:
+    batches = list(encode(parts, tokenizer, counter, dtype))
+    ids = np.concatenate([np.empty(0, dtype), *(some for some, _ in batches)])
     if len(ids):
         write_bytes(path, ids.tobytes())
-    return {"tokens": len(ids), "bytes": sum(len(part.text.encode()) for part in parts), "crc32": zlib.crc32(ids.tobytes())}
+    of_split = sum((lost_of_batch for _, lost_of_batch in batches), NOTHING)
+    return {"tokens": len(ids), "bytes": of_split.of, "crc32": zlib.crc32(ids.tobytes()), "lost": of_split.bytes,
+            "unknown": of_split.unknown}
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:

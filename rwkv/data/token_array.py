@@ -69,6 +69,13 @@ class TokenArray:
             index += 1
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
 
+    def first(self, length: int) -> "TokenArray":
+        """The first `length` ids, at most all of them."""
+        begins = [end - part.length for part, end in zip(self.parts, self._ends, strict=True)]
+        parts = [part._replace(length=min(part.length, length - begin))
+                 for part, begin in zip(self.parts, begins, strict=True) if begin < length]
+        return TokenArray(parts, self._offsets._replace(length=int(np.searchsorted(self.starts, length))))
+
     @cached_property
     def starts(self) -> np.ndarray:
         """Places where documents begin: of the end-of-text token before each, or of its first token. (D,), int64, ascending."""

@@ -18,6 +18,7 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.model.derived import Watch
 from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages
+from rwkv.tokenizer.rendered import encode, for_tokenizer, marked
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are dropped first
@@ -52,6 +53,9 @@ class Chat:
     stats: Stats = field(default_factory=Stats)
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
     _weights: Watch | None = None        # that _points were read with
+
+    def __post_init__(self) -> None:
+        self.template = for_tokenizer(self.template, self.tokenizer)
 
     def say(self, text: str) -> Iterator[str]:
         """Adds a turn of the user, and yields the answer piece by piece.
@@ -98,14 +102,14 @@ class Chat:
         return self._answer(engine, prompt, started)
 
     def _prepared(self) -> tuple[Engine, str, float]:
-        """An engine that has read the conversation up to the answer, the text of it, and when the reading began."""
+        """An engine that has read the conversation up to the answer, the text of it with marks, and when the reading began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._points, self._weights = [], Watch(self.model)
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
-        engine = Engine(self.model, self.tokenizer, [prompt[len(read):]], [self.seed],
+        engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]]), [self.seed],
                         StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
         self.seed += 1
         self.stats = Stats(engine.prompt_tokens)
@@ -114,6 +118,7 @@ class Chat:
 
     def _answer(self, engine: Engine, prompt: str, started: float) -> Iterator[str]:
         sample, stats = engine.samples[0], self.stats
+        before = engine.context().last_ids
         begun = False
         try:
             for _, piece in engine:
@@ -122,7 +127,8 @@ class Chat:
                 if piece:
                     yield piece
         finally:
-            self._keep(prompt + self.tokenizer.decode(sample.tokens), engine.context())
+            answer = self.tokenizer.decode(sample.tokens, before)
+            self._keep(prompt + marked(self.tokenizer, answer), engine.context())
             content = f"{self.template.answer_start(self.think)}{sample.text}".strip()
             self.messages.append({"role": "assistant", "content": content})
             stats.written, stats.all_s = len(sample.tokens), time.perf_counter() - started

@@ -22,7 +22,7 @@ from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 from rwkv.model.operators import drawing
-from rwkv.tokenizer.decoders import require_id
+from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
@@ -85,20 +85,22 @@ class Engine:
     """Continues texts together, one row for each, which join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    The constructor checks the options, adds a row for each of `prompts` and reads them; it raises ValueError as generate does.
+    The constructor checks the options, adds a row for each of `prompts`, texts or lists of ids, and reads them; it raises
+    ValueError as generate does.
     samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
     later; its prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache: also gets what
     each row has read and written when it ends. Where the model's weights change meanwhile, the next step reads the new ones (as
     far as rwkv/model/derived.py can tell), from the states that the old ones left. Not for several threads.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] = (), seeds: Sequence[int] = (),
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]] = (),
+                 seeds: Sequence[int] = (),
                  stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
                  context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0) -> None:
-        prompts = strings("prompts", prompts)
+        checked = _checked(prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
-        if len(prompts) != len(seeds):
-            raise UserError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
+        if len(checked) != len(seeds):
+            raise UserError(f"one seed per prompt: got {len(checked)} prompts and {len(seeds)} seeds")
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
                             "belong together")
@@ -111,7 +113,7 @@ class Engine:
         self._added = 0                                  # rows so far
 
         n = whole_number("logprobs", n_logprobs) or None
-        rows = [self.add(prompt, seed, stopping, sampling, n, context) for prompt, seed in zip(prompts, seeds, strict=True)]
+        rows = [self.add(prompt, seed, stopping, sampling, n, context) for prompt, seed in zip(checked, seeds, strict=True)]
         self.samples = [row.sample for row in rows]
         self.prompt_tokens = sum(len(row.prompt_ids) for row in rows)
         while self._readings:
@@ -130,7 +132,7 @@ class Engine:
         ids = self._prompt_ids(prompt, context)
         sample = Sample(prompt if isinstance(prompt, str) else "", whole_number("seed", seed, most=LARGEST_SEED))
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, n_logprobs,
-                  self._cache if context is None else None)
+                  self._cache if context is None else None, context.last_ids if context else ())
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
         shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
         if shared is None:
@@ -188,7 +190,7 @@ class Engine:
             self._read_new_weights()
         if row.last_token_in_text:
             self._read_drawn()
-        return self._result(0)
+        return self._result(0)._replace(last_ids=tuple(row.last_ids()))
 
     def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> Reading:
         return Reading(self._model, ids, context, self._cache, n_logprobs, self._tokenizer.vocab_size)
@@ -288,7 +290,7 @@ class Engine:
         own, ids, values = logprobs(logits[positions], torch.tensor([tokens[position] for position in positions]), n)
         for index, position in enumerate(positions):
             row = self._rows[position]
-            entry = self._logprob_entry(tokens[position], own[index], ids[index], values[index], row.n_logprobs)
+            entry = self._logprob_entry(tokens[position], own[index], ids[index], values[index], row.n_logprobs, row.last_ids())
             row.sample.logprobs.append(entry)
 
     def _name_prompt_logprobs(self, shared: "_Shared") -> None:
@@ -297,16 +299,20 @@ class Engine:
             done = len(shared.logprobs) + 1
             following = shared.reading.tokens[done:done + len(own)]
             for token, its_own, its_ids, its_values in zip(following, own, ids, values, strict=True):
-                shared.logprobs.append(self._logprob_entry(token, its_own, its_ids, its_values, shared.n_logprobs))
+                place = len(shared.logprobs) + 1
+                before = shared.reading.tokens[max(0, place - LAST_IDS):place]
+                shared.logprobs.append(self._logprob_entry(token, its_own, its_ids, its_values, shared.n_logprobs, before))
         shared.reading.logprobs.clear()
 
-    def _logprob_entry(self, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor,
-                       n: int | None) -> dict[str, Any]:
-        top = zip(likeliest.tolist()[:n], their_logprobs.tolist()[:n], strict=True)
-        return {**self._named(token, logprob.item()), "top": [self._named(*each) for each in top]}
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": token, "text": self._tokenizer.decode([token]), "logprob": logprob}
+    def _logprob_entry(self, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor, n: int | None,
+                       before: Sequence[int]) -> dict[str, Any]:
+        """before: the ids that the token follows, the last ones of them."""
+        tokens = [token, *likeliest.tolist()[:n]]
+        names = self._tokenizer.names(tokens, before)
+        logprobs = [logprob.item(), *their_logprobs.tolist()[:n]]
+        own, *top = [{"token": each, "text": name, "logprob": value}
+                     for each, name, value in zip(tokens, names, logprobs, strict=True)]
+        return {**own, "top": top}
 
 
 @dataclass
@@ -327,11 +333,12 @@ class Row:
     """One text while it is generated: its random numbers, its text decoder and its stop strings.
 
     sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
-    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested.
+    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. before: the last
+    ids that were read before the prompt.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
-                 sampling: Sampling, n_logprobs: int | None, cache: PrefixCache | None) -> None:
+                 sampling: Sampling, n_logprobs: int | None, cache: PrefixCache | None, before: Sequence[int] = ()) -> None:
         self.index, self.sample, self.prompt_ids, self.sampling = index, sample, prompt_ids, sampling
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
         self.cache = cache
@@ -340,10 +347,12 @@ class Row:
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.counts = TokenCounts([prompt_ids], tokenizer.vocab_size) if sampling.needs_counts else None
         self.last_token_in_text = True           # False after an end-of-text or stop token
-        self._tokenizer = tokenizer
+        self._ends = {*tokenizer.ends}
         self._stopping = stopping
+        self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._random = _uniform(sample.seed)
-        self._text_decoder = tokenizer.decoder()
+        self._before = [*before, *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
+        self._text_decoder = tokenizer.decoder(self._before)
         self._stop_strings = StopStrings(stopping.stop)
         if stopping.max_new_tokens == 0:
             sample.finish_reason = "length"
@@ -367,6 +376,10 @@ class Row:
         written = self.sample.tokens
         return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
 
+    def last_ids(self) -> list[int]:
+        """The last ids of the text, of the prompt and of what precedes it too."""
+        return [*self._before, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
+
     def uniform(self) -> float:
         """The row's next random number from [0, 1)."""
         return next(self._random)
@@ -374,9 +387,9 @@ class Row:
     def push(self, token: int) -> str:
         """Appends a token that was drawn; returns the text that can be shown now. Sets finish_reason where the text ends."""
         sample = self.sample
-        if token == self._tokenizer.end_of_text or token in self._stopping.stop_tokens:
+        if token in self._ends or token in self._stop_tokens:
             self.last_token_in_text = False
-            sample.finish_reason = "end_of_text" if token == self._tokenizer.end_of_text else "stop"
+            sample.finish_reason = "end_of_text" if token in self._ends else "stop"
             text = self._flush()
         else:
             sample.tokens.append(token)
@@ -393,6 +406,13 @@ class Row:
         """The text held back, at the end."""
         text = self._stop_strings.push(self._text_decoder.flush())
         return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
+
+
+def _checked(prompts: Sequence[str] | Sequence[list[int]]) -> list[str | list[int]]:
+    """The prompts, which are all lists, whose ids a row checks, or all texts. Raises UserError for others."""
+    if prompts and all(isinstance(prompt, list) for prompt in prompts):
+        return list(prompts)
+    return list(strings("prompts", prompts))                     # type: ignore[arg-type]
 
 
 def _uniform(seed: int) -> Iterator[float]:

@@ -6,7 +6,6 @@ their prompts. out=FILE gets one JSON object per text, standard error the speed.
 
 import itertools
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -83,13 +82,15 @@ def prompts_from(config: GenerateConfig) -> list[str]:
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None) -> bool:
-    """Generates and writes num_samples texts for each prompt. Ctrl-C ends it: it writes the texts so far and returns False."""
+    """Generates and writes num_samples texts for each prompt. A signal such as Ctrl-C ends it: it writes the texts so far and
+    returns False.
+    """
     stopping = stopping_from(config)
     sampling = sampling_from(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
-          StopRequest((signal.SIGINT,)) as stop):
+          StopRequest() as stop):
         written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
             texts, seeds = zip(*batch, strict=True)

@@ -31,10 +31,15 @@ START = 48                               # what reading all weights costs in eac
 
 
 class PrefillResult(NamedTuple):
-    """What B rows have read: the logits (B,V) after the last token of each, and the state. Nothing changes it in place."""
+    """What B rows have read: the logits (B,V) after the last token of each, and the state. Nothing changes it in place.
+
+    last_ids: of one row, the ids that it has read last, since the text of the next one may depend on them; () where they are
+    not known, or where nothing of a text was read.
+    """
 
     logits: Tensor
     state: State
+    last_ids: tuple[int, ...] = ()
 
     def rows(self, rows: Sequence[int]) -> "PrefillResult":
         """A copy of these rows, in this order; a row may come more than once."""

@@ -9,8 +9,9 @@ from rwkv.errors import UserError
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """A text ends after max_new_tokens, before the first stop string or stop token, or at the end-of-text token.
+    """A text ends after max_new_tokens, before the first stop string or stop token, or at an end-of-text token.
 
+    A special token whose name a stop string begins with is a stop token too: it is not shown, so no string would find it.
     Raises UserError for a value out of range or of another type.
     """
 

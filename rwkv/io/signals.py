@@ -1,21 +1,64 @@
-"""Stopping on Ctrl-C or SIGTERM at a safe point: the signal sets a flag, and the program looks at it where it can stop."""
+"""The signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP of a terminal that closes, and those that batch systems send
+before a job's time is over (SIGUSR1, SIGUSR2, SIGXCPU).
+
+    with raising(): ...                    each of them ends the block with an exception, as Ctrl-C does
+    with StopRequest() as stop: ...        each sets stop.requested, and the program looks at it where it can stop
+
+A signal that the program was started to ignore, as SIGHUP by nohup, stays ignored. The exception is Ctrl-C in a StopRequest:
+shells start background commands without it, and a user who sends it all the same wants an end.
+"""
 
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-DEFAULT_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has the first two
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal of STOPPING has come; `name` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        super().__init__(self.name)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """In the `with` block each signal of STOPPING but Ctrl-C, which Python handles, raises Signalled, once. Elsewhere than in
+    the main thread nothing changes."""
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, _raise) for number in heeded() if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)        # a closing terminal sends it twice: the second would interrupt the clean-up
+    raise Signalled(number)
+
+
+def heeded() -> list[int]:
+    """The signals of STOPPING that this program was not started to ignore."""
+    return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopRequest:
     """`with StopRequest() as stop:` sets stop.requested at one of `signals`, and then calls on_signal(number) if given.
 
-    The next signal has its default effect (the second Ctrl-C raises KeyboardInterrupt) unless every_signal=True: then each
+    Later signals change nothing, but for Ctrl-C, which raises KeyboardInterrupt after any of them. With every_signal=True each
     one is handled like the first. install() and restore() do what the `with` block does. Main thread only.
     """
 
-    def __init__(self, signals: tuple[int, ...] = tuple(DEFAULT_HANDLERS), on_signal: Callable[[int], object] | None = None,
+    def __init__(self, signals: tuple[int, ...] = STOPPING, on_signal: Callable[[int], object] | None = None,
                  every_signal: bool = False) -> None:
         self.requested = False
         self._signals = signals
@@ -24,7 +67,8 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        self._previous = {number: signal.signal(number, self._handle) for number in self._signals}
+        handled = {*heeded(), signal.SIGINT}
+        self._previous = {number: signal.signal(number, self._handle) for number in self._signals if number in handled}
 
     def restore(self) -> None:
         """Gives the signals back the handlers that they had before install()."""
@@ -40,9 +84,9 @@ class StopRequest:
         self.restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.requested and not self._every_signal
         self.requested = True
-        if not self._every_signal:
-            for each in self._signals:
-                signal.signal(each, DEFAULT_HANDLERS[each])
-        if self._on_signal is not None:
+        if signal.SIGINT in self._previous and not self._every_signal:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._on_signal is not None and not again:
             self._on_signal(number)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, column
+from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.reading import Run
 
 MAX_DISTANCE = {"32-true": 1e-3}         # nats in the first EARLY steps; a hundred times the effect of rounding
@@ -19,7 +19,7 @@ class Finding(NamedTuple):
 
 def findings(comparison: Comparison) -> list[Finding]:
     """All findings; a good one at the end if there is a comparison and nothing is bad."""
-    found = [*_options(comparison), *_machines(comparison), *_damaged(comparison)]
+    found = [*_options(comparison), *_machines(comparison), *_damaged(comparison), *_lost(comparison)]
     for kernel in comparison.kernels:
         found += [*_errors(kernel, comparison.results), *_distances(kernel, comparison.reference), *_unfinished(kernel)]
     if comparison.reference and not any(finding.kind == BAD for finding in found):
@@ -39,6 +39,20 @@ def _machines(comparison: Comparison) -> list[Finding]:
 
 def _damaged(comparison: Comparison) -> list[Finding]:
     return [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
+
+
+def _lost(comparison: Comparison) -> list[Finding]:
+    """One finding for each share of the validation text that tokenizers lose."""
+    found: dict[float, list[Numbers]] = {}
+    for numbers in (numbers for kernel in comparison.kernels for numbers in kernel.numbers if "val_lost" in numbers):
+        found.setdefault(numbers["val_lost"], []).append(numbers)
+    sentences = []
+    for share, runs in found.items():
+        which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {len(comparison.runs)} runs"
+        withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not given"
+        sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses leave that out"
+                         f"{withheld}.")
+    return [Finding(NOTE, sentence) for sentence in sentences]
 
 
 def _by_value(values: dict[str, list[str]]) -> str:

@@ -94,8 +94,10 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
     """The numbers of a run. difference: the run's distance to the reference by step."""
+    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of another step is of a part before the run was resumed
     found = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
-             "val_bpb": _last(run.curve("val/bpb")), "train_loss": _last(run.curve("train/loss")),
+             "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
+             "train_loss": _last(run.curve("train/loss")),
              "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
              "peak_mib": max(run.curve("peak_mem").values(), default=None), **_times(run), **_errors(run)}
     if difference:
@@ -219,7 +221,8 @@ IDENTITY = {
 QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, nats per token",
-    "val_bpb": "last validation loss, bits per byte",
+    "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
+    "val_lost": "share of the validation text that the tokenizer loses, if any; of ids made elsewhere, of unknown tokens",
     "train_loss": "training loss of the last logged step, nats per token",
     "tok_per_sec": "tokens per second, median of the logged steps after warm-up",
     "step_ms": "milliseconds of a training step, median of the sampled steps",

@@ -40,6 +40,8 @@ def _is_single(comparison: Comparison) -> bool:
 def _lead(comparison: Comparison) -> str:
     config = next((flat(run.config) for run in comparison.runs if run.config), {})
     settings = ", ".join(f"{key} {config[key]}" for key in SETTINGS if key in config)
+    if config.get("trainer.val_tokens") is not None:
+        settings += f"; validation of the first {config['trainer.val_tokens']} tokens of its split"
     if _is_single(comparison):
         subject = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}"
     else:

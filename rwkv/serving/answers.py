@@ -12,9 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.logprobs import ShownTokens
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.tools import CallParser
+from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length"}
@@ -137,16 +139,19 @@ class _Text:
         self._shape, self._number, self._prompt = shape, number, prompt
         self._content, self._logprobs = shape.before[number], list[dict[str, Any]]()
         self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
+        self._skipped, self._written = 0, 0      # characters of that space, and of all that came
+        self._tokens = ShownTokens(shape.tokenizer.decoder(prompt)) if shape.logprobs else None
         self._parser = CallParser(shape.functions, shape.call_start) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
-        self._decoder, self._offset = shape.tokenizer.decoder(), 0       # where the next token's first character begins
+        self._decoder = shape.tokenizer.decoder(prompt if shape.logprobs and not shape.echo_logprobs else ())
+        self._offset = 0                 # where the next token's first character begins
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        text, calls = self._parsed(event)
+        text, calls, logprobs = self._parsed(event)
         self._content += text
         self._calls += calls
-        self._logprobs += event.logprobs
+        self._logprobs += logprobs
         if event.finish_reason is not None:
             self.last = event
 
@@ -175,10 +180,10 @@ class _Text:
             self.add(event)
             return [self._choice(self._content, self._logprobs_of(self._logprobs), self._reason(event))] if finished else []
         before = self._parser.found if self._parser else 0
-        text, calls = self._parsed(event)
+        text, calls, logprobs = self._parsed(event)
         found = []
-        if text or event.logprobs:
-            found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(event.logprobs), None))
+        if text or logprobs:
+            found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(logprobs), None))
         if calls:
             numbered = [{"index": index, **call} for index, call in enumerate(calls, start=before)]
             found.append(self._choice({"tool_calls": numbered}, None, None))
@@ -187,10 +192,22 @@ class _Text:
             found.append(self._choice({} if self._shape.chat else "", None, self._reason(event)))
         return found
 
-    def _parsed(self, event: Event) -> tuple[str, list[dict[str, Any]]]:
-        """What is new of the text as it is shown, and of the calls."""
-        text = self._shown(event.text)
-        return self._parser.push(text, event.finish_reason is not None) if self._parser else (text, [])
+    def _parsed(self, event: Event) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+        """What is new of the text as it is shown, of the calls, and of the log-probabilities of that text."""
+        text, calls = self._shown(event.text), list[dict[str, Any]]()
+        spans, decided = [(self._written - len(text), self._written)], self._written
+        if self._parser:
+            text, calls = self._parser.push(text, event.finish_reason is not None)
+            spans = [(start + self._skipped, end + self._skipped) for start, end in self._parser.spans]
+            decided = self._parser.decided + self._skipped
+        return text, calls, self._logprobs_within(event, spans, decided)
+
+    def _logprobs_within(self, event: Event, spans: list[tuple[int, int]], decided: int) -> list[dict[str, Any]]:
+        if self._tokens is None:
+            return []
+        self._tokens.add(event.logprobs)
+        self._tokens.show(spans)
+        return self._tokens.take(decided) if event.finish_reason is None else self._tokens.take_rest()
 
     def _reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
@@ -201,16 +218,18 @@ class _Text:
                 "finish_reason": reason}
 
     def _shown(self, text: str) -> str:
+        self._written += len(text)
         if self._strip:
             text = text.lstrip()
             self._strip = not text
+            self._skipped = self._written - len(text)
         return text
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self._shape.logprobs:
             return None
         if self._shape.chat:
-            return {"content": [chat_entry(entry) for entry in entries], "refusal": None}
+            return {"content": [chat_entry(entry, self._decoder) for entry in entries], "refusal": None}
         return self._legacy(entries)
 
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -233,17 +252,18 @@ class _Text:
         if not self._shape.echo_logprobs:
             return []
         first = self._prompt[0]
-        text = self._shape.tokenizer.decode([first])
+        text = self._shape.tokenizer.names([first])[0]
         return [{"token": first, "text": text, "logprob": None}, *self.last.prompt_logprobs]
 
 
-def chat_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    return {**_chat_token(entry), "top_logprobs": [_chat_token(other) for other in entry["top"]]}
+def chat_entry(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    return {**_chat_token(entry, decoder), "top_logprobs": [_chat_token(other, decoder) for other in entry["top"]]}
 
 
-def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
+def _chat_token(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     whole = bool(entry["text"]) and UNKNOWN not in entry["text"]
-    return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(entry["text"].encode()) if whole else None}
+    its_bytes = entry["text"].encode() if whole else decoder.bytes_of(entry["token"])
+    return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(its_bytes) if its_bytes else None}
 
 
 def token_string(entry: dict[str, Any]) -> str:

@@ -17,12 +17,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.log import say_refused
 from rwkv.serving.messages import Generate
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import check_origin
@@ -34,10 +36,13 @@ from rwkv.serving.schema import (
     DetokenizeRequest,
     Options,
     TokenizeRequest,
+    Tool,
     read,
 )
 from rwkv.serving.tools import END, START
 from rwkv.tokenizer.chat import ChatTemplate
+from rwkv.tokenizer.decoders import LAST_IDS
+from rwkv.tokenizer.rendered import encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
@@ -66,12 +71,26 @@ Result = TypeVar("Result")
 Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
-def application(service: Service) -> Starlette:
+def application(service: Service) -> ASGIApp:
     routes = [Route(path, _endpoint(service, handler), methods=[method]) for path, method, handler in ROUTES]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST"],
-                       allow_headers=["*"])] if service.config.cors else []
-    return Starlette(routes=routes, middleware=cors,
-                     exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+                       allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
+    return _logged(Starlette(routes=routes, middleware=cors,
+                             exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
+
+
+def _logged(app: ASGIApp) -> ASGIApp:
+    """With a line in the log for each error."""
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # not decoded further: no line ends
+                say_refused(message["status"], request, scope["state"]["request_id"])
+            await send(message)
+
+        await app(scope, receive, noted)
+
+    return logged
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
@@ -165,7 +184,7 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
                             "request, each prompt counted n times", "echo")
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
-    before = [service.tokenizer.decode(ids) if body.echo else "" for ids in prompts for _ in range(n)]
+    before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed)
     return texts, shape, body
@@ -180,12 +199,9 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    think = bool(body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking)
+    answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
-    try:
-        prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
-    except (AttributeError, TypeError, KeyError, IndexError, RecursionError) as error:      # of a template's own
-        raise ApiError(400, f"the chat template cannot show these messages: {error!r}", "messages") from None
+    prompt = service.template.render(body.messages, tools=tools, think=body.think) + call_start
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
@@ -193,11 +209,21 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops, n = (*service.template.stop, *body.stops(), *((END,) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    texts = _texts(service, body, _ids(service, prompt, "messages"), n, maximum, stops, n_logprobs, False, limit)
+    ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [service.template.answer_start(think)] * n, n, service.tokenizer, functions=functions, call_start=call_start)
+                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start)
     return texts, shape, body
+
+
+def _answer_start(service: Service, body: ChatRequest) -> str:
+    try:
+        return service.template.answer_start(body.think)
+    except UserError:
+        field = "enable_thinking" if body.enable_thinking else "chat_template_kwargs.enable_thinking"
+        raise ApiError(400, f"{field} is false with the chat template {service.template.name}: it has no thoughts",
+                       field) from None
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
@@ -215,7 +241,7 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
                             "that has one", "tools")
     if choice == "none":
         return None, ""
-    tools = [msgspec.to_builtins(tool) for tool in body.tools]
+    tools = [_for_template(tool) for tool in body.tools]
     if choice in (None, "auto"):
         return tools, ""
     if template.call_start is None:
@@ -228,6 +254,15 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
     if choice.function.name not in names:
         raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
     return tools, f"{before}{choice.function.name}{after}"
+
+
+def _for_template(tool: Tool) -> dict[str, Any]:
+    """With parameters, which templates expect; for OpenAI a tool without them is one with an empty list of them."""
+    shown: dict[str, Any] = msgspec.to_builtins(tool)
+    parameters = shown["function"].setdefault("parameters", {})
+    parameters.setdefault("type", "object")
+    parameters.setdefault("properties", {})
+    return shown
 
 
 def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
@@ -267,10 +302,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
-        try:
-            ids = list(service.tokenizer.encode(prompt))
-        except UserError as error:
-            raise ApiError(400, str(error), param) from None
+        ids = _encoded(service.tokenizer.encode, prompt, param)
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
@@ -279,6 +311,13 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> li
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
     return ids or [service.tokenizer.end_of_text]
+
+
+def _encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+    try:
+        return encoder(text)
+    except UserError as error:
+        raise ApiError(400, str(error), param) from None
 
 
 def _include_usage(body: Options) -> bool:
@@ -325,14 +364,12 @@ async def tokenize(service: Service, request: Request) -> Response:
 def _tokens(service: Service, sent: bytes) -> Response:
     body = read(sent, TokenizeRequest)
     _check_model(service, body.model)
-    try:
-        ids = list(service.tokenizer.encode(body.prompt))
-    except UserError as error:
-        raise ApiError(400, str(error), "prompt") from None
+    ids = _encoded(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
     if body.return_token_strs:
-        names = {token: token_string({"token": token, "text": service.tokenizer.decode([token])}) for token in {*ids}}
-        content["token_strs"] = [names[token] for token in ids]
+        content["token_strs"] = [token_string({"token": token, "text": name})
+                                 for place, token in enumerate(ids)
+                                 for name in service.tokenizer.names([token], ids[max(0, place - LAST_IDS):place])]
     return json_response(content)
 
 

@@ -1,21 +1,29 @@
-"""uvicorn with what it lacks: deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop."""
+"""uvicorn with what it lacks: deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop.
+
+It also refuses what RFC 9112 lets no server answer, and gives each request an id, which the answer's header x-request-id has.
+"""
 
 import asyncio
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rwkv.io.signals import heeded
 from rwkv.serving.errors import ApiError
+from rwkv.serving.log import say_refused
 
 UNREAD_S = 30                            # seconds after which a client that has taken none of an answer is cut off
 MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
+REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # of a client
 REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
@@ -62,6 +70,8 @@ class Protocol(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _answered: Any = None                # the request that is answered now; self.cycle is the one that came last
     _in_headers, _received = True, 0
+    _request_id: str | None = None       # of the request that comes
+    _mistake = "this is not an HTTP request"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,20 +108,59 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return                       # the parser comes again, without the wish
+        self._check_head()
         self._in_headers = False
-        self.scope["state"]["abort"] = self._abort
+        self.scope["state"] |= {"abort": self._abort, "request_id": self._name_request()}
         super().on_headers_complete()
+        self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", self._name_request().encode())]
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._stop_deadline()
         self._in_headers, self._received = True, 0
+        self._request_id, self.headers = None, []
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch_reader(0)
+
+    def _check_head(self) -> None:
+        """Raises HttpParserError where a server has to refuse the request (RFC 9112: 2.3, 3.2 and 6.1).
+
+        A target that is a whole address becomes a path, and its host is the request's.
+        """
+        version, headers = self.parser.get_http_version(), self.headers
+        hosts = [value for name, value in headers if name == b"host"]
+        codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+        if version not in ("1.0", "1.1"):
+            self._mistake = "this server speaks HTTP/1.1"
+        elif len(hosts) > 1 or b"" in hosts or (version == "1.1" and not hosts):
+            self._mistake = "a request has one header Host, which names the server"
+        elif codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
+            self._mistake = "the body's transfer-encoding is chunked, in HTTP/1.1, or there is none"
+        else:
+            self._use_path()
+            return
+        raise httptools.HttpParserError(self._mistake)
+
+    def _use_path(self) -> None:
+        target = httptools.parse_url(self.url)
+        if target.host is None:
+            return
+        self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
+        host = b"[%s]" % target.host if b":" in target.host else target.host
+        if target.port is not None:
+            host += b":%d" % target.port
+        self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
+
+    def _name_request(self) -> str:
+        """The client's own id, where it has the form of one, or a new one."""
+        if self._request_id is None:
+            given = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
+            self._request_id = given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+        return self._request_id
 
     def _abort(self) -> None:
         """Cuts the connection in the middle of an answer."""
@@ -128,7 +177,10 @@ class Protocol(HttpToolsProtocol):
             self.loop.call_later(UNREAD_S, self._watch_reader, unread)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "this is not an HTTP request"))
+        if self._answering:
+            self.cycle.keep_alive = False            # the answer is the connection's last
+        else:
+            self._refuse(ApiError(400, self._mistake))
 
     def _expect_request(self) -> None:
         """From the first byte, or the beginning of the connection, until the request's last byte."""
@@ -158,13 +210,16 @@ class Protocol(HttpToolsProtocol):
             content = msgspec.json.encode(error.body)
             retry = f"retry-after: {error.retry_after}\r\n" if error.retry_after else ""
             head = f"HTTP/1.1 {error.status} {REASONS[error.status]}\r\ncontent-type: application/json\r\n" \
-                   f"content-length: {len(content)}\r\n{retry}connection: close\r\n\r\n"
+                   f"content-length: {len(content)}\r\n{retry}x-request-id: {self._name_request()}\r\n" \
+                   "connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
+            say_refused(error.status, "unread", self._name_request())
         self.transport.close()
 
 
 class Server(uvicorn.Server):
-    """Ends at the first SIGINT or SIGTERM within the grace time, at the second at once. on_stop is called at the first.
+    """Ends at the first signal that asks for it within the grace time, at a second SIGINT or SIGTERM at once. on_stop is called
+    at the first.
 
     on_start is called when connections are accepted.
     """
@@ -180,12 +235,12 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop)
+        for number in {*heeded(), signal.SIGINT}:
+            loop.add_signal_handler(number, self._stop, number)
         yield
 
-    def _stop(self) -> None:
-        if self.should_exit:
+    def _stop(self, number: int) -> None:
+        if self.should_exit and number in (signal.SIGINT, signal.SIGTERM):       # a closing terminal sends two SIGHUP
             self.force_exit = True
         self.should_exit = True
         self._on_stop()

@@ -1,13 +1,17 @@
-"""The bodies of requests: fields, types and ranges. Unknown fields are refused; those that change no text are ignored."""
+"""The bodies of requests: fields, types and ranges, which are OpenAI's where it has them.
+
+Fields of OpenAI's that change no text are accepted and ignored; what this server cannot do is refused, and so are unknown
+fields. Each optional field may be null, which is as if it were not there.
+"""
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from rwkv.serving.errors import ApiError
 
-MOST_STOPS, LONGEST_STOP = 16, 256       # stop strings, and characters of one
+LONGEST_STOP = 256                       # characters of a stop string
 MOST_ROWS = 128                          # texts of one request
 MOST_TOOLS = 128                         # of one request
 
@@ -26,12 +30,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
+    most_stops: ClassVar[int]            # stop strings
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     min_p: Share | None = None
@@ -47,11 +53,13 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
-            raise ApiError(400, f"stop is at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters each", "stop")
+        if len(stops) > self.most_stops or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
+            raise ApiError(400, f"stop is at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters each", "stop")
         return stops
 
     def sampling(self, vocab_size: int) -> dict[str, Any]:
@@ -74,6 +82,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
+    most_stops: ClassVar[int] = 16       # OpenAI has 4, but lm-evaluation-harness sends 6 for some tasks
+
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -86,7 +96,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
-    enable_thinking: bool = False
+    enable_thinking: bool | None = None
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -111,6 +121,8 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
+    most_stops: ClassVar[int] = 4
+
     messages: Any
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
@@ -120,6 +132,22 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None  # some clients have it here, others in chat_template_kwargs
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Any = None         # ignored, as the next two: wishes about style and speed
+    verbosity: Any = None
+    prediction: Any = None
+    functions: None = None               # not supported, as those below
+    function_call: None = None
+    audio: None = None
+    web_search_options: None = None
+    moderation: None = None
+
+    @property
+    def think(self) -> bool:
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        return bool(self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,7 +162,15 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
-REFUSED = ("functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
+UNSUPPORTED = {
+    "functions": "functions is deprecated and not supported by this server: send tools",
+    "function_call": "function_call is deprecated and not supported by this server: send tool_choice",
+    "response_format": 'response_format is {"type": "text"} on this server: an answer cannot be held to JSON or a schema',
+    "modalities": 'modalities is ["text"] on this server: the model writes text alone',
+    "audio": "audio is not supported by this server: the model writes text alone",
+    "web_search_options": "web_search_options is not supported by this server: the model cannot search",
+    "moderation": "moderation is not supported by this server",
+}
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
@@ -148,8 +184,9 @@ def read(body: bytes, kind: type[Body]) -> Body:
         missing = re.search(r"missing required field `([^`]*)`", message)
         inner = unknown or missing
         param = ".".join(part for part in (path and path[1], inner and inner[1]) if part)
-        if unknown and param in REFUSED:
-            raise ApiError(400, f"{param} is not supported by this server", param, "unsupported_parameter") from None
+        field = re.split(r"[.[]", param)[0]
+        if kind is ChatRequest and field in UNSUPPORTED:
+            raise ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter") from None
         raise ApiError(400, f"the body does not fit: {message}", param or None,
                        "unknown_parameter" if unknown else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

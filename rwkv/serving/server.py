@@ -13,14 +13,16 @@ import uvloop
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.io.signals import StopRequest
+from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
 from rwkv.serving.http import Protocol, Server
+from rwkv.serving.log import say
 from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.chat import chat_template
+from rwkv.tokenizer.rendered import for_tokenizer
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ AFTER_GRACE = 10                         # seconds for the last events to be wri
 
 
 def serve(config: ServeConfig, load: "Load") -> None:
-    """Serves what `load` gives in the engine's process, until SIGINT or SIGTERM.
+    """Serves what `load` gives in the engine's process, until SIGINT, SIGTERM or the like.
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
@@ -39,13 +41,13 @@ def serve(config: ServeConfig, load: "Load") -> None:
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     host = f"[{config.host}]" if ":" in config.host else config.host
-    _say("address", f"http://{host}:{listener.getsockname()[1]}{warning}")
-    with StopRequest((signal.SIGTERM,), _exit):
+    say("address", f"http://{host}:{listener.getsockname()[1]}{warning}")
+    with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), _exit):
         engine = RemoteEngine(config, load)
         try:
             ready = engine.wait_until_ready()
             for subject, text in ready.plan:
-                _say(subject, text)
+                say(subject, text)
             _run(config, engine, ready, listener)
             if engine.failed is not None:
                 sys.exit(1)              # the reason was told when it failed
@@ -72,11 +74,12 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
-    path, template = Path(config.checkpoint).resolve(), chat_template(ready.template)
-    service = Service(config, engine, Tokenizer.from_dict(ready.tokenizer), template,
+    path, tokenizer = Path(config.checkpoint).resolve(), Tokenizer.from_dict(ready.tokenizer)
+    template = for_tokenizer(chat_template(ready.template), tokenizer)
+    service = Service(config, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
-    engine.observe, engine.report = service.metrics.observe, lambda reason: _say("engine", f"it has ended: {reason}")
+    engine.observe, engine.report = service.metrics.observe, lambda reason: say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
@@ -84,18 +87,14 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     def stop() -> None:
         if not service.stopping:
-            _say("stopping", f"running texts have {config.grace_s:g} seconds; another signal ends them at once")
+            say("stopping", f"running texts have {config.grace_s:g} seconds; a second Ctrl-C or SIGTERM ends them at once")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
-        _say("chat", f"template {template.name}")
-        await Server(options, lambda: _say("ready", service.model), stop).serve(sockets=[listener])
+        say("chat", f"template {template.name}")
+        await Server(options, lambda: say("ready", service.model), stop).serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
-
-
-def _say(subject: str, text: str) -> None:
-    print(f"{subject:<11}{text}", file=sys.stderr, flush=True)

@@ -23,43 +23,54 @@ class CallParser:
     """Takes an answer in pieces, and finds the calls of these functions in it, however it is cut into pieces.
 
     A call is complete with its end, or where the answer ends. What is no JSON object, or calls another function, stays text.
-    White space beside a call is no text. start: the beginning of an answer that the model was given.
+    White space beside a call is no text. start: the beginning of an answer that the model was given. spans: where the text that
+    push returned last stands in all that it was given, from the first character to after the last. decided: the number of
+    characters of which it is known whether they are text; start is before them, at negative places.
     """
 
     def __init__(self, functions: Collection[str], start: str = "") -> None:
         self._functions = functions
         self._held = start               # the end of the answer so far, which may belong to a call
+        self.decided = -len(start)
+        self.spans: list[tuple[int, int]] = []
         self._after_call = False         # whether nothing but white space has come since a call
         self.found = 0                   # calls so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The text that can be shown now, and the calls that are complete, in OpenAI's form. last: the answer ends."""
         self._held += piece
+        self.spans = []
         text, calls = "", []
         while START in self._held:
             before, _, rest = self._held.partition(START)
-            body, end, rest = rest.partition(END)
+            body, end, _ = rest.partition(END)
             if not (end or last):
                 break
-            self._held = rest
+            whole = before + START + body + end
             call = self._call(body)
-            if call is None:
-                text += self._shown(before + START + body + end)
-                continue
-            text += self._shown(before.rstrip())
-            calls.append(call)
-            self._after_call = True
+            text += self._shown(whole if call is None else before.rstrip())
+            self._drop(len(whole))
+            if call is not None:
+                calls.append(call)
+                self._after_call = True
         certain = len(self._held) if last else _certain(self._held)
         text += self._shown(self._held[:certain])
-        self._held = self._held[certain:]
+        self._drop(certain)
         self.found += len(calls)
         return text, calls
 
     def _shown(self, text: str) -> str:
+        """What is shown of `text`, with which what is held begins."""
+        end = self.decided + len(text)
         if self._after_call:
             text = text.lstrip()
             self._after_call = not text
+        self.spans.append((end - len(text), end))
         return text
+
+    def _drop(self, length: int) -> None:
+        self._held = self._held[length:]
+        self.decided += length
 
     def _call(self, body: str) -> dict[str, Any] | None:
         try:

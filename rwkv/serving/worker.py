@@ -16,6 +16,7 @@ from rwkv.generation.engine import Engine, Row
 from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.signals import STOPPING
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -36,7 +37,7 @@ Load = Callable[[ServeConfig], Loaded]
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     """Loads the model, sends Ready or Failed, and then generates what it is asked for until None or the connection's end."""
-    for number in (signal.SIGINT, signal.SIGTERM):               # the process with HTTP decides when this one ends
+    for number in STOPPING:              # the process with HTTP decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
     try:

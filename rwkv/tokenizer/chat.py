@@ -16,16 +16,22 @@ FILE: a jinja2 file with the conventions of the transformers library (apply_chat
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 from rwkv.errors import UserError
 from rwkv.io.utf8 import read_text
 
+END = f"\ufdd0{uuid4().hex}\ufdd0"      # end_of_text in a rendered text; random, so that no message can contain it
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer name, and its older one
+NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
+EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with such a value counts as missing
+LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
 THINK = "<think"                         # without ">", as in the model card: the model writes the rest
 _G1 = re.compile(r"(?<![a-z0-9])g[01][a-z]?\d*(?![a-z0-9])")
 
@@ -35,6 +41,9 @@ Part = tuple[str, bool]
 
 class ChatTemplate(ABC):
     """Renders conversations.
+
+    A rendered text, and so a part, holds END wherever the template writes eos_token; encode() in rendered.py makes it the id
+    end_of_text.
 
     stop: texts of which each ends an answer; the end-of-text token ends it too. supports_tools: render() shows `tools` and an
     answer's tool_calls to the model. call_start: what a call of a tool begins with, before its name and between that and its
@@ -61,7 +70,8 @@ class ChatTemplate(ABC):
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
         """The pieces of render(messages, add_generation_prompt=False, tools), and of each whether a model learns it.
 
-        Learnt are the assistant's answers with what ends them. Raises UserError as render does.
+        Learnt are the assistant's answers with what ends them, but those whose message says that they are not: see `is_learnt`.
+        Raises UserError as render does.
         """
 
     def answer_start(self, think: bool = False) -> str:
@@ -86,34 +96,66 @@ def default_template(*names: str | None) -> str:
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages, each with a string as its content. Raises UserError with the field's name, as messages[1].content.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface, and may be missing beside
-    tool_calls.
+    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface. An answer's may be missing: its
+    refusal stands for it, or nothing. Fields that are null or empty are left out, because templates ask whether one is defined.
+    OpenAI's other names are known: the role developer for system, the role function for tool, function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise UserError("messages is a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
+def is_learnt(message: Message, where: str) -> bool:
+    """Whether a model learns a message: an answer is learnt unless one of its fields says otherwise.
+
+    "weight": 0 is OpenAI's and Mistral's form, "loss": false that of ms-swift and XTuner, "train" or "training": false
+    axolotl's, "masked": true torchtune's. Raises UserError, with the field's name, for a part of a weight or of an answer.
+    """
+    answer = message["role"] == "assistant"
+    learnt = answer
+    for field in LEARNT:
+        value = message.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            raise UserError(f"{where}.{field} is 0 or 1 (false or true), because an answer is learnt or it is not; got "
+                            f"{_shown(value)}")
+        if not answer and value == 1 and field in ("train", "training", "trainable"):
+            raise UserError(f"{where}.{field}: the role is {message['role']}, and a model learns the assistant's answers alone")
+        learnt = learnt and bool(value) != (field == "masked")
+    for field in ("train_detail", "training_detail"):
+        if message.get(field):
+            raise UserError(f"{where}.{field} is for parts of a message, and an answer is learnt whole or not at all")
+    return learnt
+
+
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where} is an object with role and content; got {_shown(message)}")
-    role = "system" if message.get("role") == "developer" else message.get("role")       # OpenAI's newer name
+    role = message.get("role")
+    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}.role is one of {', '.join(ROLES)}; got {_shown(role)}")
-    for field in ("tool_calls", "reasoning_content"):
-        if message.get(field) and message["role"] != "assistant":
-            raise UserError(f"{where}.{field} belongs to the assistant; the role is {message['role']}")
-    if not isinstance(message.get("reasoning_content") or "", str):
-        raise UserError(f"{where}.reasoning_content is a string; got {_shown(message['reasoning_content'])}")
-    calls = {"tool_calls": _tool_calls(message, where)} if message.get("tool_calls") else {}
-    return {**message, "role": role, "content": _content(message, where), **calls}
+    given = {field: value for field, value in message.items() if value not in EMPTY}
+    for field in ("tool_calls", "function_call", "reasoning_content"):
+        if field in given and role != "assistant":
+            raise UserError(f"{where}.{field} belongs to the assistant; the role is {role}")
+    if not isinstance(given.get("reasoning_content", ""), str):
+        raise UserError(f"{where}.reasoning_content is a string; got {_shown(given['reasoning_content'])}")
+    call = given.pop("function_call", None)
+    if call is not None and "tool_calls" not in given:
+        given["tool_calls"] = [{"type": "function", "function": call}]
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given, where)
+    return {**given, "role": role, "content": _content(message.get("content"), given.get("refusal"), role, where)}
 
 
 def _tool_calls(message: Message, where: str) -> list[dict[str, Any]]:
     """The calls with objects as arguments, which templates expect; OpenAI's interface has them as JSON in a string."""
-    if not isinstance(message["tool_calls"], list):
-        raise UserError(f"{where}.tool_calls is a list; got {_shown(message['tool_calls'])}")
-    return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])]
+    calls = message["tool_calls"]
+    if not isinstance(calls, list):
+        raise UserError(f"{where}.tool_calls is a list; got {_shown(calls)}")
+    return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -123,26 +165,41 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
                         f"{_shown(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+        arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.arguments is a JSON object; got {_shown(arguments)}")
     known = {**function, "arguments": arguments or {}}
     return {**call, "function": known} if "function" in call else known
 
 
-def _content(message: Message, where: str) -> str:
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return ""
+def _read_arguments(written: str) -> Mapping[str, Any] | None:
+    """The arguments that a model wrote. What is no JSON object becomes the only argument, and the conversation can go on."""
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(written or "{}")
+        if arguments is None or isinstance(arguments, Mapping):
+            return arguments
+    return {"arguments": written}
+
+
+def _content(content: Any, refusal: Any, role: str, where: str) -> str:
+    if content is None and role == "assistant":
+        return refusal if isinstance(refusal, str) else ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise UserError(f"{where}.content is a string, or a list of texts; got {_shown(content)}")
-    for i, item in enumerate(content):
-        if not (isinstance(item, Mapping) and item.get("type") == "text" and isinstance(item.get("text"), str)):
-            raise UserError(f'{where}.content[{i}] is a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
-    return "".join(item["text"] for item in content)
+    return "".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
+
+
+def _text(item: Any, role: str, where: str) -> str:
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    if kind in NO_TEXT:
+        raise UserError(f"{where} is {NO_TEXT[kind]}, and this model reads text alone")
+    if kind not in kinds or not isinstance(item.get(kind), str):
+        raise UserError(f'{where} is a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
+    text: str = item[kind]
+    return text
 
 
 def _shown(value: Any) -> str:
@@ -159,20 +216,24 @@ class TurnTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
-        text = "".join(piece for piece, _ in self.parts(messages, tools))
+        text = "".join(head + body for head, body, _ in self._turns(messages, tools))
         return f"{text}Assistant:{self._thought(think)}" if add_generation_prompt else text
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        found: list[Part] = []
+        for i, (head, body, message) in enumerate(self._turns(messages, tools)):
+            found += [(head, False), (body, is_learnt(message, f"messages[{i}]"))]
+        return found
+
+    def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
+        """Of each message its "Role:", the rest of its turn, and itself."""
         if tools:
             raise UserError(f"tools: the chat template {self.name} has no form for tools; use a jinja2 file that has one")
-        found: list[Part] = []
         for i, message in enumerate(check_messages(messages)):
             if message.get("tool_calls"):
                 raise UserError(f"messages[{i}].tool_calls: the chat template {self.name} has no form for them; use a jinja2 "
                                 "file that has one")
-            body = f" {self._body(message)}\n\n"
-            found += [(f"{ROLES[message['role']]}:", False), (body, message["role"] == "assistant")]
-        return found
+            yield f"{ROLES[message['role']]}:", f" {self._body(message)}\n\n", message
 
     def answer_start(self, think: bool = False) -> str:
         return self._thought(think).lstrip()
@@ -193,11 +254,24 @@ def _one_paragraph(text: str) -> str:
     return re.sub(r"\n(?:[ \t]*\n)+", "\n", text.replace("\r\n", "\n").replace("\r", "\n")).strip()
 
 
+class Ending(NamedTuple):
+    """How a template ends an answer, which is what it writes after it whoever speaks next.
+
+    missing: the part of the end that is not written where the answer is the last message. last: what is written there alone,
+    after the end. prompts: whether `last` is a prompt, written whether or not one is asked for. stop: as in ChatTemplate.
+    """
+
+    missing: str = ""
+    last: str = ""
+    prompts: bool = False
+    stop: tuple[str, ...] = ()
+
+
 class JinjaTemplate(ChatTemplate):
     """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token and eos_token, and with
     enable_thinking for `think`.
 
-    bos_token and eos_token are empty: the data and the sampler put the end-of-text token where a conversation ends.
+    bos_token is empty, as no end_of_text stands before a prompt; eos_token is END.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -212,47 +286,90 @@ class JinjaTemplate(ChatTemplate):
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
-        self.stop = self._find_stop()
+        self._ending = self._find_ending()
+        self.stop = self._ending.stop
         self.call_start = self._find_call_start() if self.supports_tools else None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
         if tools and not self.supports_tools:
             raise UserError(f"tools: the chat template {self.name} has no form for tools")
-        return self._render(check_messages(messages), add_generation_prompt, tools, think)
+        text = self._render(check_messages(messages), add_generation_prompt, tools, think)
+        return text.removesuffix(self._ending.last) if self._ending.prompts and not add_generation_prompt else text
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
-        """An answer is what the template adds to the prompt that stands before it."""
+        """An answer is what the template adds to the prompt that stands before it, up to eos_token where the template has it.
+
+        What follows eos_token is not learnt: a model that has written it has ended its answer.
+        """
         messages = check_messages(messages)
         whole = self.render(messages, False, tools)
         found: list[Part] = []
         done = 0
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_learnt(message, f"messages[{i}]"):
                 continue
-            before, after = self._render(messages[:i], True, tools), self._render(messages[:i + 1], False, tools)
-            if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
-                raise UserError(f"messages[{i}]: the chat template {self.name} does not write this answer after the prompt for "
-                                "it; what a model is to learn is found only where later messages leave earlier ones alone")
-            found += [(whole[done:len(before)], False), (after[len(before):], True)]
-            done = len(after)
+            begin, end = self._place(whole, messages, i, tools)
+            if begin < done:
+                raise self._not_found(i)
+            ended = whole.rfind(END, begin, end)
+            end = end if ended < 0 else ended + len(END)
+            found += [(whole[done:begin], False), (whole[begin:end], True)]
+            done = end
         return [part for part in [*found, (whole[done:], False)] if part[0]]
+
+    def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Any) -> tuple[int, int]:
+        """Where answer i begins and ends in the whole text. The prompt before it may be the one that asks for thoughts."""
+        after = whole
+        if i + 1 < len(messages):
+            after = self._render(messages[:i + 1], False, tools).removesuffix(self._ending.last)
+            if whole.startswith(after + self._ending.missing):
+                after += self._ending.missing
+        for think in (False, True):
+            before = self._render(messages[:i], True, tools, think)
+            if after.startswith(before) and whole.startswith(after):
+                return len(before), len(after)
+        raise self._not_found(i)
+
+    def _not_found(self, i: int) -> UserError:
+        return UserError(f"messages[{i}]: the chat template {self.name} does not write this answer after the prompt for it; "
+                         "what a model is to learn is found only where later messages leave earlier ones alone. An answer "
+                         'with "weight": 0 is not learnt, and need not be found')
 
     def _render(self, messages: Sequence[Message], prompt: bool, tools: Any, think: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, tools=tools, bos_token="",
-                                         eos_token="", enable_thinking=think)
-        except (TemplateError, TypeError, ValueError) as error:              # the template's own raise_exception is one
+            return self._template.render(messages=messages, add_generation_prompt=prompt, tools=tools or None, bos_token="",
+                                         eos_token=END, enable_thinking=think)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # of the template's own, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
-    def _find_stop(self) -> tuple[str, ...]:
-        """What the template writes after an answer."""
-        answer = "An answer that no template contains."
-        text = self._render([{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}], False, None)
-        after = text.partition(answer)[2]
-        return (after.strip() or after,) if after else ()
+    def _find_ending(self) -> Ending:
+        try:
+            return self._ending_after([])
+        except UserError:
+            with suppress(UserError):    # some templates demand a system prompt
+                return self._ending_after([{"role": "system", "content": "Answer."}])
+            raise
+
+    def _ending_after(self, talk: list[Message]) -> Ending:
+        """From a small conversation: what follows its answer at its end, before a prompt, and before another question."""
+        answer, question = "An answer that no template contains.", "Another question."
+        talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        text = self._render(talk, False, None)
+        closed = text.partition(answer)[2]
+        prompted = between = ""
+        with suppress(UserError):        # of templates that allow no prompt after an answer
+            prompted = self._render(talk, True, None).partition(answer)[2]
+        with suppress(UserError):
+            longer = self._render([*talk, {"role": "user", "content": question}], False, None)
+            between = longer.partition(answer)[2].partition(question)[0]
+        end = _end(text, closed, prompted, between)
+        missing = end.removeprefix(closed) if end.startswith(closed) else ""
+        last = closed.removeprefix(end) if closed.startswith(end) else ""
+        return Ending(missing, last, bool(last) and last != END and closed == prompted, _stop(end, between))
 
     def _find_call_start(self) -> tuple[str, str] | None:
         call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
@@ -266,6 +383,55 @@ class JinjaTemplate(ChatTemplate):
         found = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
                           text)
         return (found[1], found[2]) if found else None
+
+
+def _end(text: str, closed: str, prompted: str, between: str) -> str:
+    """What a template writes after an answer, whatever follows.
+
+    text: a conversation that ends in an answer. closed: what follows the answer there; prompted: with a prompt after it;
+    between: before a question of the user.
+    """
+    for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of the whole conversation
+        if end and between.startswith(end):
+            return end
+    if not between:
+        return closed
+    same = next((n for n, (one, other) in enumerate(zip(prompted, between, strict=False)) if one != other), None)
+    common = prompted[:same] if same is not None else min(prompted, between, key=len)
+    return common[:len(common) - _opening(common, text)]
+
+
+def _opening(common: str, text: str) -> int:
+    """How many of the last characters of `common` begin the next turn, whoever speaks, instead of ending the answer.
+
+    They are found in the text before the first end, and an end has no bracket that is not closed: "<|end|><|" ends with
+    "<|end|>". common: an end with what all turns begin with. White space is an end.
+    """
+    for n in range(len(common) - 1, 0, -1):
+        opening, end = text.find(common[-n:]), text.find(common[:-n])
+        if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
+            return n
+    unclosed = _unclosed(common)
+    if unclosed is not None:
+        return len(common) - unclosed
+    return len(common) if not common.isspace() and text.startswith(common) else 0
+
+
+def _unclosed(text: str) -> int | None:
+    """The place of the last bracket, if it is not closed."""
+    place = max(text.rfind("<"), text.rfind("["))
+    return None if place < 0 or re.search("[>\\]]", text[place:]) else place
+
+
+def _stop(end: str, between: str) -> tuple[str, ...]:
+    """The text that ends an answer while it is generated; none where eos_token alone does, which the sampler knows.
+
+    White space may stand inside an answer, so the beginning of the user's next turn belongs to the text then.
+    """
+    stop = end.partition(END)[0].strip()
+    if not stop and END not in end:
+        stop = between.partition(END)[0].rstrip() or between or end
+    return (stop,) if stop else ()
 
 
 def _sandbox() -> Any:

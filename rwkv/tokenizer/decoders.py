@@ -1,19 +1,26 @@
 """Token ids to text, id by id, at a constant cost for each: a character is returned only once all its bytes are known.
 
-Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them.
+Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them. Some vocabularies drop the space before the
+first word of a text, so the decoder of a text that goes on after other ids is told these first (go_on_after).
 """
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from rwkv.errors import UserError
 
 REPLACEMENT = "\ufffd"
+LONGEST_CHARACTER = 4                    # bytes
+LAST_IDS = 128                           # ids at the end of a text that are kept for the decoder of what follows
 
 
 class Decoder(Protocol):
     """Decodes one text, id by id."""
+
+    def go_on_after(self, ids: Sequence[int]) -> None:
+        """Decodes what follows `ids`, whose text is not returned, but for a character that their last bytes only begin."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes, perhaps "". Raises UserError for an id outside the vocabulary."""
@@ -22,7 +29,13 @@ class Decoder(Protocol):
         """The text still held back at the end: U+FFFD for an incomplete character, else ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The whole text of `ids`: what push and flush of a new decoder return. Raises UserError as push does."""
+        """The whole text of `ids`: what push and flush return for them. Raises UserError as push does."""
+
+    def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
+        """The text of each of `tokens` where it alone follows `before`; bytes of a part of a character become U+FFFD."""
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """A token's bytes, which may be a part of a character; None where the vocabulary's tokens are not bytes."""
 
 
 class BytesDecoder:
@@ -31,6 +44,11 @@ class BytesDecoder:
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def go_on_after(self, ids: Sequence[int]) -> None:
+        last = (token for token in reversed(ids) if self._table[require_id(token, len(self._table))])
+        for token in reversed([*islice(last, LONGEST_CHARACTER)]):
+            self.push(token)
 
     def push(self, token: int) -> str:
         return self._utf8.decode(self._table[require_id(token, len(self._table))])
@@ -44,7 +62,13 @@ class BytesDecoder:
         ids = list(ids)
         require_id(min(ids, default=0), len(self._table))
         require_id(max(ids, default=0), len(self._table))
-        return b"".join(map(self._table.__getitem__, ids)).decode("utf-8", "replace")
+        return self._utf8.decode(b"".join(map(self._table.__getitem__, ids)), final=True)
+
+    def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
+        return [self._table[require_id(token, len(self._table))].decode("utf-8", "replace") for token in tokens]
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._table[require_id(token, len(self._table))]
 
 
 class TextDecoder:
@@ -56,11 +80,16 @@ class TextDecoder:
     """
 
     LONGEST = 8                          # ids
+    BEFORE = 64                          # ids: what precedes them changes neither the text that follows nor what is held back
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode, self._vocab_size, self._skipped = decode, vocab_size, skipped
         self._shown: list[int] = []
         self._pending: list[int] = []
+
+    def go_on_after(self, ids: Sequence[int]) -> None:
+        for token in self._last(ids, self.BEFORE):
+            self.push(token)
 
     def push(self, token: int) -> str:
         require_id(token, self._vocab_size)
@@ -81,10 +110,25 @@ class TextDecoder:
     def decode(self, ids: Iterable[int]) -> str:
         return "".join([self.push(token) for token in ids]) + self.flush()
 
+    def bytes_of(self, token: int) -> None:
+        return None
+
+    def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
+        shown = self._last(before, 1)
+        return ["" if require_id(token, self._vocab_size) in self._skipped else self._text_after(shown, [int(token)])
+                for token in tokens]
+
+    def _last(self, ids: Sequence[int], count: int) -> list[int]:
+        """The last ids that decode to something, at most `count`."""
+        return [*islice((int(token) for token in reversed(ids) if token not in self._skipped), count)][::-1]
+
     def _new_text(self) -> str:
-        before = self._decode(self._shown) if self._shown else ""
-        text = self._decode(self._shown + self._pending)
-        return text[len(before):] if text.startswith(before) else self._decode(self._pending)
+        return self._text_after(self._shown, self._pending)
+
+    def _text_after(self, shown: list[int], pending: list[int]) -> str:
+        before = self._decode(shown) if shown else ""
+        text = self._decode(shown + pending)
+        return text[len(before):] if text.startswith(before) else self._decode(pending)
 
 
 def require_id(token: int, vocab_size: int) -> int:

@@ -1,29 +1,32 @@
 """Text to token ids and back: bytes, characters, every file of the `tokenizers` library, and the RWKV World vocabulary.
 
-A tokenizer's ids are 0..vocab_size-1. `end_of_text` (0, unless a JSON file names another) stands before every document in the
-data and ends a generated text; `encode` never returns it, and it decodes to nothing. `decode` and `decoder` take any sequence
-of ids; bytes that are not UTF-8 become U+FFFD. A checkpoint holds its whole tokenizer and its hash; a tokenizer that is used
-with it must have the same hash.
+A tokenizer's ids are 0..vocab_size-1. `end_of_text` stands before every document in the data, and each of `ends`, of which it
+is the first, ends a generated text. It is 0, but for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
+never returns a special token, whatever the text, except the one for what the vocabulary lacks; special tokens decode to
+nothing, except that one. `decode` and `decoder` take any sequence of ids; bytes that are not UTF-8 become U+FFFD. A checkpoint
+holds its whole tokenizer and its hash; a tokenizer that is used with it must have the same hash.
 """
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 
 from rwkv.errors import UserError
 from rwkv.io.utf8 import WrongCharacter, read_text, require_unicode
-from rwkv.tokenizer import world
+from rwkv.tokenizer import special, world
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
+from rwkv.tokenizer.special import END_OF_TEXT
 from rwkv.tokenizer.split import pieces, safe_split
 
-END_OF_TEXT = "<|endoftext|>"
+Rule = Callable[[Mapping[str, Any]], list[int]]
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 
 
@@ -31,12 +34,21 @@ class Tokenizer(ABC):
     """Encodes any text that its vocabulary covers, and decodes any ids.
 
     strips_spaces: some token includes the spaces beside it, so that a text cannot be split safely (rwkv/tokenizer/split.py).
+    special: the ids of the tokens that a chat template may write, by their names. private: for the same names, what `encode`
+    takes for these tokens (rwkv/tokenizer/rendered.py).
     """
 
     kind: str
     vocab_size: int
-    end_of_text: int = 0
+    ends: tuple[int, ...] = (0,)
     strips_spaces: bool = False
+    special: Mapping[str, int] = MappingProxyType({})
+    private: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that separates documents, and with which a text without a prompt begins."""
+        return self.ends[0]
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -47,8 +59,14 @@ class Tokenizer(ABC):
         """The ids of a text that is valid Unicode."""
 
     @abstractmethod
-    def decoder(self) -> Decoder:
-        """A new incremental decoder."""
+    def _new_decoder(self) -> Decoder:
+        """A decoder at the beginning of a text."""
+
+    def decoder(self, after: Sequence[int] = ()) -> Decoder:
+        """A new incremental decoder, of a text that goes on after these ids: together they give decode(all ids)."""
+        decoder = self._new_decoder()
+        decoder.go_on_after(after)
+        return decoder
 
     def encode(self, text: str, before: int = 0) -> list[int]:
         """The ids of `text`. Raises UserError if the vocabulary does not cover it.
@@ -67,51 +85,89 @@ class Tokenizer(ABC):
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
+        return (ids for _, ids in self.encode_pieces(texts))
+
+    def encode_pieces(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+        """As encode_stream, with the text of each piece."""
         before = 0
         for piece in pieces(texts, safe_split(self)):
-            yield self.encode(piece, before)
+            yield piece, self.encode(piece, before)
             before += len(piece)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, as `decoder` would give it piece by piece. Raises UserError for an id outside the vocabulary."""
-        return self.decoder().decode(ids)
+    def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
+        """The text of `ids`, as decoder(after) gives it piece by piece. Raises UserError for an id outside the vocabulary."""
+        return self.decoder(after).decode(ids)
+
+    def decode_start(self, ids: Sequence[int]) -> str:
+        """The text of `ids` that other ids follow: without U+FFFD for a last character that these may complete."""
+        return "".join(map(self.decoder().push, ids))
+
+    def names(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+        """The text of each of `tokens` where it alone follows the ids `before`; "" for a special token."""
+        return self._new_decoder().names(tokens, before)
+
+    def starting(self, texts: Iterable[str]) -> set[int]:
+        """The special tokens with whose names the `texts` begin, white space aside."""
+        return {index for text in texts for name, index in self.special.items() if text.lstrip().startswith(name)}
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of the definition: tokenizers with equal hashes give equal ids."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of the vocabulary: tokenizers with equal hashes give equal ids."""
+        vocabulary = {name: value for name, value in self.to_dict().items() if name != special.KEY}
+        return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def data_key(self) -> str:
+        """Equal where the ids of the same documents are equal, and of what stands between them."""
+        return self.hash
+
+    def end_line(self) -> str | None:
+        """A line for people that says what ends a text, where a file could have meant something else; else None."""
+        return None
 
     @staticmethod
-    def from_dict(definition: dict[str, Any]) -> "Tokenizer":
-        """The tokenizer that to_dict described. Raises UserError for any other dictionary."""
+    def from_dict(definition: dict[str, Any], end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
+        """The tokenizer that to_dict described; end_of_text: as in `named`. Raises UserError for any other dictionary."""
         match definition:
-            case {"kind": "byte"}:
-                return ByteTokenizer()
-            case {"kind": "char", "characters": list(characters)}:
-                return CharTokenizer(characters)
             case {"kind": "json", "definition": str(text)}:
-                return JsonTokenizer(text)
+                ends = definition.get(special.KEY, special.ends_by_first_rule)
+                return JsonTokenizer(text, end_of_text=end_of_text, ends=ends, option=option)
+            case {"kind": "byte"}:
+                tokenizer: Tokenizer = ByteTokenizer()
+            case {"kind": "char", "characters": list(characters)}:
+                tokenizer = CharTokenizer(characters)
             case {"kind": "world", "vocabulary": str(text)}:
-                return WorldTokenizer(text)
-        raise UserError("not a tokenizer's definition: expected the kind byte, char, json or world, and its vocabulary")
+                tokenizer = WorldTokenizer(text)
+            case _:
+                raise UserError("not a tokenizer's definition: expected the kind byte, char, json or world, and its vocabulary")
+        return _without_option(tokenizer, end_of_text, option)
 
     @staticmethod
-    def from_file(path: str | Path) -> "Tokenizer":
-        """From a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong."""
+    def from_file(path: str | Path, end_of_text: str | None = None, like: Mapping[str, Any] | None = None,
+                  option: str = "end_of_text") -> "Tokenizer":
+        """From a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong.
+
+        end_of_text, like, option: as in `named`.
+        """
         text = read_text(Path(path), f"the tokenizer file {path}")
-        return WorldTokenizer(text, str(path)) if Path(path).suffix == ".txt" else JsonTokenizer(text, str(path))
+        if Path(path).suffix == ".txt":
+            return _without_option(WorldTokenizer(text, str(path)), end_of_text, option)
+        return JsonTokenizer(text, str(path), end_of_text, _ends_of_same(text, like) or special.ends_by_rule, option)
 
     @staticmethod
-    def named(name: str, option: str = "tokenizer", names: str = NAMES) -> "Tokenizer":
+    def named(name: str, option: str = "tokenizer", names: str = NAMES, end_of_text: str | None = None,
+              like: Mapping[str, Any] | None = None) -> "Tokenizer":
         """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
-        option, names: the option and its legal values, for the message.
+        option, names: the option and its legal values, for the message. end_of_text: the text of the token of FILE.json that
+        ends a text, None: what its file says. like: a definition, which says it where it is that of the same file.
         """
+        end_option = f"{option.rpartition('tokenizer')[0]}end_of_text"
         if name == "byte":
-            return ByteTokenizer()
+            return _without_option(ByteTokenizer(), end_of_text, end_option)
         if name != "world" and not name.endswith((".json", ".txt")):
             raise UserError(f"{option} is {names}; got {name!r}")
-        return Tokenizer.from_file(world.installed() if name == "world" else name)
+        return Tokenizer.from_file(world.installed() if name == "world" else name, end_of_text, like, end_option)
 
 
 class ByteTokenizer(Tokenizer):
@@ -126,7 +182,7 @@ class ByteTokenizer(Tokenizer):
                                  "remove it, or use data.tokenizer=bpe")
         return list(text.encode())
 
-    def decoder(self) -> Decoder:
+    def _new_decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     @cached_property
@@ -159,7 +215,7 @@ class CharTokenizer(Tokenizer):
         return (f"{shown}: not among the {len(self.characters)} characters of the text that the char tokenizer was made from; "
                 "remove them, or train with data.tokenizer=byte or bpe")
 
-    def decoder(self) -> Decoder:
+    def _new_decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     @cached_property
@@ -174,28 +230,38 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, from the text of its JSON file; `source` is the file's name in errors.
 
     Special tokens written out in a text are encoded as ordinary characters. The file's truncation, padding and templates are
-    not applied; unknown characters are handled as the file specifies.
+    not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or the rule that finds
+    them in the file. end_of_text: the text of the token that does so, whatever `ends` says; `option`: its name in errors.
+    Raises UserError for a file that is wrong, and where nothing says what ends a text.
     """
 
     kind = "json"
 
-    def __init__(self, text: str, source: str = "the tokenizer's definition") -> None:
-        self._library = _parse(text, source)
-        parsed = json.loads(text)
+    def __init__(self, text: str, source: str = "the tokenizer's definition", end_of_text: str | None = None,
+                 ends: Sequence[int] | Rule = special.ends_by_rule, option: str = "end_of_text") -> None:
+        parsed, tokens = _parsed(text, source)
+        chosen = ends(parsed) if callable(ends) else [*ends]
+        if end_of_text is not None:
+            chosen = special.named_end(parsed, end_of_text, source, option)
+        if not chosen:
+            raise special.no_end(parsed, source, option)
+        if not {*chosen} <= {*tokens.values()}:
+            raise UserError(f"{source} says that texts end with the tokens {chosen}, and its vocabulary lacks one of them: is "
+                            "it damaged?")
+        ending = {name: index for name, index in tokens.items() if index in chosen}
+        self.special = special.special_tokens(parsed) | ending
+        hidden = special.with_private_names(parsed, self.special)
+        with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
+            self._library = _library(json.dumps(hidden.content, ensure_ascii=False))
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
+        self.ends, self._by_first_rule = tuple(chosen), special.ends_by_first_rule(parsed)
+        self.private, self._typed = hidden.private, hidden.typed
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
-        added = parsed.get("added_tokens", [])
+        added = parsed.get("added_tokens") or []
         self.strips_spaces = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in added)
-        self._special = {token["id"] for token in added if token["special"]}
+        self._unknown = special.unknown_token(parsed)
+        self._skipped = {*self.special.values()} - {tokens.get(self._unknown or "")} | {*self.ends}
         self.vocab_size = 1 + max(self._library.get_vocab().values(), default=-1)
-        self.end_of_text = self._find_end_of_text(source)
-        self._special.add(self.end_of_text)
-
-    def _find_end_of_text(self, source: str) -> int:
-        named = self._library.token_to_id(END_OF_TEXT)
-        if named is None and 0 not in self._special:
-            raise UserError(f"{source} has no token that separates documents: no {END_OF_TEXT} and no special token 0")
-        return named or 0
 
     def _encode(self, text: str) -> list[int]:
         return self._encode_each([text])[0]
@@ -210,18 +276,38 @@ class JsonTokenizer(Tokenizer):
         with _as_user_error("the tokenizer cannot encode the text"):
             return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def decoder(self) -> Decoder:
+    def _new_decoder(self) -> Decoder:
         if self._byte_level:
             return BytesDecoder(self._bytes)
-        return TextDecoder(self._library.decode, self.vocab_size, self._special)
+        return TextDecoder(self._decode_shown, self.vocab_size, self._skipped)
+
+    def _decode_shown(self, ids: list[int]) -> str:
+        """The text of ids of which none is skipped."""
+        text = self._library.decode(ids, skip_special_tokens=False)
+        hidden = self.private.get(self._unknown or "")
+        return text.replace(hidden, self._unknown or "") if hidden else text
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        tokens = (self._library.id_to_token(index) for index in range(self.vocab_size))
-        return [b"" if index in self._special else token_bytes(token or "") for index, token in enumerate(tokens)]
+        hidden = {private: name for name, private in self.private.items()}
+        tokens = (self._library.id_to_token(index) or "" for index in range(self.vocab_size))
+        return [b"" if index in self._skipped else token_bytes(hidden.get(token, token)) for index, token in enumerate(tokens)]
+
+    @property
+    def data_key(self) -> str:
+        """With a separator that is another than older versions', and whether these encoded typed names otherwise."""
+        same_separator = self._by_first_rule[:1] == [self.end_of_text]
+        return self.hash + ("" if same_separator else f" {self.end_of_text}") + " spelt" * self._typed
+
+    def end_line(self) -> str | None:
+        names = {index: name for name, index in self.special.items()}
+        if [names.get(index) for index in self.ends] == [END_OF_TEXT]:
+            return None
+        shown = [f"{names.get(index, '')} (token {index})" for index in self.ends]
+        return shown[0] + (f", and also {', '.join(shown[1:])}" if shown[1:] else "")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "definition": self.definition}
+        return special.definition(self.definition, self.ends, self._by_first_rule)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
@@ -258,7 +344,7 @@ class WorldTokenizer(Tokenizer):
             require_unicode(text)
         return self._vocabulary.encode_batch(list(texts))
 
-    def decoder(self) -> Decoder:
+    def _new_decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     @cached_property
@@ -270,12 +356,40 @@ class WorldTokenizer(Tokenizer):
         return {"kind": self.kind, "vocabulary": self._vocabulary.to_text()}
 
 
-def _parse(text: str, source: str) -> tokenizers.Tokenizer:
+def _without_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
+    if end_of_text is not None:
+        raise UserError(f"{option} names a token of a tokenizer's .json file; the tokenizer {tokenizer.kind} ends texts with "
+                        "its token 0: leave it out")
+    return tokenizer
+
+
+def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | Rule | None:
+    """What the definition `like` says of the ends of text where it is that of the file with this text; else None."""
+    if not like or like.get("kind") != "json":
+        return None
+    try:
+        same = json.loads(text) == json.loads(like["definition"])
+    except (ValueError, RecursionError):
+        return None
+    return like.get(special.KEY, special.ends_by_first_rule) if same else None
+
+
+def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The content of a file, and its vocabulary. Raises UserError, in the library's words, for one without the parts of it."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
-        library = tokenizers.Tokenizer.from_str(text)
+        try:
+            parsed = json.loads(text)
+            special.special_tokens(parsed)
+            return parsed, special.vocabulary(parsed)
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            tokenizers.Tokenizer.from_str(text)
+            raise
+
+
+def _library(text: str) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True
     return library
 
 
@@ -284,7 +398,7 @@ def _as_user_error(problem: str) -> Iterator[None]:
     """Turns any error of the library into a UserError; a panic of its Rust code is a BaseException."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:
         raise UserError(f"{problem}: {error}") from None

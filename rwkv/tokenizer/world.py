@@ -24,7 +24,8 @@ PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # of PyPI, that carry N
 LAST_ID = 0xFFFF
 SHORT = 4096                             # characters that Python encodes in less time than the library takes to begin
 PYRWKV = PACKAGES[0]
-SLOW = f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; pip install {PYRWKV}"
+SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
+        f"3.14, pip install {PYRWKV}")
 
 
 class Vocabulary:
@@ -97,8 +98,8 @@ def installed() -> Path:
         for path in _files(package):
             if path.name == f"{NAME}.txt" and path.is_file():
                 return path
-    raise UserError(f"the World vocabulary needs {NAME}.txt, and no installed package contains it: pip install {PYRWKV}, or "
-                    "give the file's path instead of world")
+    raise UserError(f"the World vocabulary needs {NAME}.txt, and no installed package contains it: give the file's path "
+                    f"instead of world, or, with a Python before 3.14, pip install {PYRWKV}")
 
 
 def _files(package: str) -> list[Path]:

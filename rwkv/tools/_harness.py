@@ -19,6 +19,7 @@ from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV, tokenizer_of
+from rwkv.tokenizer.lost import LossCounter
 
 MAX_NEW_TOKENS = 256                     # where a task does not say: the harness's default
 Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context and of the continuation
@@ -29,10 +30,10 @@ class Timemix(TemplateLM):
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
-                 max_batch_size: int | None = None) -> None:
+                 max_batch_size: int | None = None, end_of_text: str | None = None) -> None:
         super().__init__()
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer)
+        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer, end_of_text)
         self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
         self._chunk_len = int(chunk_len)
         self._rows = _rows(batch_size)
@@ -72,6 +73,9 @@ class Timemix(TemplateLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
         pairs = [((text,), [self.eot_token_id], self._tokenizer.encode(text)) for text in texts]
+        lost = LossCounter(self._tokenizer).count(texts, [ids for _, _, ids in pairs])
+        if lost.too_much:
+            raise UserError(f"{lost.describe('the texts')}: numbers per byte and per word would leave that out")
         found: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):

@@ -68,6 +68,8 @@ def _open(config: ChatConfig) -> Any:
     sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
     opened = open_checkpoint(config)
     template = chat_template(template_of(opened.checkpoint, config.template))
+    if end := opened.tokenizer.end_line():
+        print(f"texts end with {end}", file=sys.stderr)
     template.answer_start(config.think)          # refused before the model is loaded
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None

@@ -5,6 +5,7 @@ It converts one tensor at a time, in the memory of the largest tensor; OUT is wr
 
 import argparse
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
+from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters
 from rwkv.pretrained import tokenizer_of
 
@@ -30,23 +32,26 @@ QUANTISED = ("q8_0", "int4")
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        convert(options.source, options.target, options.dtype, options.format, options.tokenizer)
+        convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text)
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
-            tokenizer: str | None = None) -> None:
+            tokenizer: str | None = None, end_of_text: str | None = None) -> None:
     """Writes the checkpoint at `source` to `target`; dtype None keeps each tensor's, format None takes that of the suffix.
 
     tokenizer: the name of one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
+    end_of_text: the text of the token of its .json file that ends a text; None: as `source` has it, or else the file.
     Raises UserError where `source` cannot be read, or `target` cannot be written in that format and dtype.
     """
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]
     checkpoint = read_checkpoint(source)
-    if tokenizer is not None:
-        chosen = tokenizer_of(checkpoint, tokenizer)
+    if tokenizer is not None or end_of_text is not None:
+        chosen = tokenizer_of(checkpoint, tokenizer, end_of_text)
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     _log(f"{checkpoint.path}: {_description(checkpoint)}")
+    if end := _end_line(checkpoint):
+        _log(f"texts end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
@@ -58,6 +63,13 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
 
 
+def _end_line(checkpoint: Checkpoint) -> str | None:
+    """What ends a text with the checkpoint's tokenizer; None where it has none, or where that is open."""
+    with suppress(UserError):
+        return tokenizer_of(checkpoint).end_line() if checkpoint.tokenizer else None
+    return None
+
+
 def _description(checkpoint: Checkpoint) -> str:
     config = checkpoint.config
     weights = n_parameters(config, checkpoint.vocab_size)
@@ -66,13 +78,15 @@ def _description(checkpoint: Checkpoint) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").split(": ", 1)[1],
+    parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").partition(": ")[2],
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", type=Path, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=Path, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=(*DTYPES, *QUANTISED), help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
     parser.add_argument("--tokenizer", metavar="NAME", help="world, FILE.json or FILE.txt, to write too; by default IN's")
+    parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "
+                        "FILE.json says")
     return parser
 
 

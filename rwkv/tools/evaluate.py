@@ -9,9 +9,10 @@ FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
 of each, as in LAMBADA. With data.template=, lines of conversations as for
 data=chat of train.py: loss and perplexity of the answers alone. Any other file:
 loss in nats per token, perplexity per token and bits per byte of its text, with
-the state carried along. The last line of standard output is the result as JSON,
-which out=FILE gets too. Texts and paths are taken verbatim: commas, quotes and
-equals signs need no escaping.
+the state carried along. Where the tokenizer loses more than 1 % of the text,
+numbers per byte and per word are null. The last line of standard output is the
+result as JSON, which out=FILE gets too. Texts and paths are taken verbatim:
+commas, quotes and equals signs need no escaping.
 """
 
 import json
@@ -42,6 +43,7 @@ from rwkv.io.output_file import require_writable
 from rwkv.model.base import Model
 from rwkv.pretrained import open_checkpoint
 from rwkv.tokenizer.chat import ChatTemplate, chat_template
+from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -49,6 +51,8 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
+    if end := tokenizer.end_line():
+        print(f"texts end with {end}", file=sys.stderr)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
     if config.data.template:
@@ -70,7 +74,8 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int,
                   load: Callable[[], Model]) -> dict[str, Any]:
     """Tokenises the whole file once before it loads the model, so that errors in the file are found first."""
-    tokens = count_tokens(tokenizer, path)
+    tokens, lost = count_tokens(tokenizer, path)
+    _say_lost(lost, "the text")
     size = path.stat().st_size
     model = load()
     started = time.perf_counter()
@@ -80,19 +85,20 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
             nats += pass_nats
             _advance(bar, count, f"loss {nats / (bar.n + count):.4f}")
     _require_finite(nats)
-    return {"task": "text", **TextScore(tokens, size, nats).as_dict(), "seconds": time.perf_counter() - started}
+    return {"task": "text", **TextScore(tokens, size, nats, lost).as_dict(), "seconds": time.perf_counter() - started}
 
 
 def evaluate_last_words(path: Path, tokenizer: Tokenizer, start: Sequence[int], batch_size: int, chunk_len: int,
                         load: Callable[[], Model]) -> dict[str, Any]:
     """Tokenises all texts before it loads the model, so that errors in the file are found first."""
     words = read_last_words(tokenizer, path, start)
+    _say_lost(sum((word.lost for word in words), NOTHING), "the last words")
     model = load()
     started = time.perf_counter()
     total = WordScore(0, 0, 0.0)
     with _bar(len(words), "text") as bar:
         for score in score_last_words(model, words, batch_size, chunk_len):
-            total = WordScore(total.words + score.words, total.right + score.right, total.nats + score.nats)
+            total += score
             _advance(bar, score.words, f"accuracy {total.right / total.words:.3f}")
     _require_finite(total.nats)
     return {"task": "last_word", **total.as_dict(), "seconds": time.perf_counter() - started}
@@ -102,15 +108,23 @@ def evaluate_answers(path: Path, tokenizer: Tokenizer, template: ChatTemplate, b
                      load: Callable[[], Model]) -> dict[str, Any]:
     """Tokenises all conversations before it loads the model, so that errors in the file are found first."""
     conversations = read_answers(tokenizer, path, template)
+    _say_lost(sum((conversation.lost for conversation in conversations), NOTHING), "the answers")
     model = load()
     started = time.perf_counter()
     total = AnswerScore(0, 0, 0.0)
     with _bar(len(conversations), "conversation") as bar:
         for score in score_answers(model, conversations, batch_size, chunk_len):
-            total = AnswerScore(total.conversations + score.conversations, total.tokens + score.tokens, total.nats + score.nats)
+            total += score
             _advance(bar, score.conversations, f"loss {total.nats / total.tokens:.4f}")
     _require_finite(total.nats)
     return {"task": "answers", **total.as_dict(), "seconds": time.perf_counter() - started}
+
+
+def _say_lost(lost: Lost, text: str) -> None:
+    if lost.bytes:
+        given = (f"since that is more than {percent(WITHHELD)}, no number per byte or per word is given" if lost.too_much else
+                 "what is lost counts as predicted")
+        print(f"WARNING: {lost.describe(text)}; {given}", file=sys.stderr)
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:

@@ -56,6 +56,8 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     check_config(config)
     prompts = prompts_from(config)
     opened = open_checkpoint(config)
+    if end := opened.tokenizer.end_line():
+        print(f"texts end with {end}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context

@@ -5,8 +5,9 @@
   python -m rwkv.tools.lm_eval --help
 
 The arguments are those of the harness's own command line, `lm_eval run`; the
-model is named timemix, and its model_args are checkpoint=, tokenizer=, kernel=,
-dtype= and chunk_len=, as in evaluate. pip install '.[lm-eval]' adds the harness.
+model is named timemix, and its model_args are checkpoint=, tokenizer=,
+end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate.
+pip install '.[lm-eval]' adds the harness.
 """
 
 import sys

@@ -14,7 +14,7 @@ function begins the answer with a call; the arguments are not held to a schema.
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
-at once. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
+at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 import sys
@@ -60,11 +60,12 @@ def load(config: ServeConfig) -> "Loaded":
     program = program_of(model) if decodes_by_program(model) else None
     copies = matrix_copies(model, program) if program else None
     weights += sum(copy.nbytes for copy in copies or ())
-    decoding = decoding_line(model)
+    decoding, end = decoding_line(model), opened.tokenizer.end_line()
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
+            *([("texts", f"end with {end}")] if end else []),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     return Loaded(model, opened.tokenizer, template, plan)

@@ -12,9 +12,16 @@
   python train.py -m kernel=conv1d,taichi_v3 seed=0,1         four runs in turn
   python train.py trainer=ddp trainer.devices=2       two processes
 
-Continuing. Ctrl-C saves and stops. resume=auto, with out_dir=DIRECTORY for an
-older run, continues a run that was stopped or killed, with bit-identical
-results. The options of the model and the data, trainer.accumulate, optim.name,
+Continuing. Ctrl-C saves and stops; so do SIGTERM, SIGHUP of a terminal that
+closes (not under nohup), and what batch systems send before a job's time is
+over: SIGUSR1, SIGUSR2, SIGXCPU. The exit status is then 130. In SLURM:
+  #SBATCH --signal=USR1@120
+  srun python train.py out_dir=DIRECTORY resume=auto OPTION=VALUE...
+  [ $? = 130 ] && scontrol requeue $SLURM_JOB_ID
+resume=auto, with out_dir=DIRECTORY for an older run, continues a run that was
+stopped or killed, with bit-identical results. One that has saved nothing
+begins again, and what it had written goes to DIRECTORY/unsaved-1. The options
+of the model and the data, trainer.accumulate, trainer.val_tokens, optim.name,
 optim.weight_decay and optim.*_lr_scale keep their values; other options on the
 command line take effect from the next step. trainer.max_steps=MORE trains on.
 
@@ -35,10 +42,10 @@ several machines, run the same command on each:
 
 A run first shows what it will do and need, and refuses what does not fit into
 memory or onto the disk. Steps are optimiser steps; no option counts epochs.
-Paths and names are taken verbatim: commas, quotes and equals signs need no
-escaping. A sweep (-m) runs every combination of OPTION=A,B;
--m resume=auto out_dir=DIRECTORY continues one. --cfg job shows all options as
-YAML.
+Paths, names and other texts are taken verbatim, in sweeps too: commas, quotes
+and equals signs need no escaping. A sweep (-m) runs every combination of the
+other options, OPTION=A,B; -m resume=auto out_dir=DIRECTORY continues one.
+--cfg job shows all options as YAML.
 
 Threads. On Linux a run sets GOMP_SPINCOUNT, the time for which waiting threads
 keep their cores, to a low value: with torch's own, a step on a busy machine

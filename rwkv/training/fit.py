@@ -4,6 +4,7 @@ import sys
 from itertools import islice
 
 import lightning
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rwkv import cli, distributed
 from rwkv.checkpoint.tuned import identity
@@ -11,13 +12,15 @@ from rwkv.config import TrainConfig
 from rwkv.data.conversations import marked
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus
+from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
+from rwkv.io.signals import heeded
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, process_count, share
 from rwkv.training.loggers import loggers, require
-from rwkv.training.plan import announce_needs, announce_training
+from rwkv.training.plan import announce_needs, announce_training, validated_part
 from rwkv.training.run import Run, as_plain, create, open_run
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
@@ -43,12 +46,24 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         count = process_count(run.config)
         if count > 1:
             run.lock.release()           # the first of the processes takes it
-            sys.exit(distributed.launch(count))
+            sys.exit(distributed.launch(count, heeded()))
         train(run)
+
+
+def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
+    """Lightning's fit. Raises KeyboardInterrupt as it comes, for which Lightning exits with status 1."""
+    try:
+        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):
+            raise ended.__context__ from None
+        raise
 
 
 def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
+    # Lightning takes it from the variables of a batch system, set or inherited
+    rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -56,10 +71,12 @@ def train(run: Run) -> None:
     if config.data.preview:
         show_conversations(data)
     announce_needs(run, kernel, device, data)
+    reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
+    validated = with_part(data, config.trainer.val_tokens, reach)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, data.val_bytes_per_token)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.describe(resolved, data.tokenizer)
     if config.tune.method != "full" and run.init_checkpoint is not None:
@@ -69,18 +86,22 @@ def train(run: Run) -> None:
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, data.tokenizer, logs)
-    loaders = DataModule(data, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
+    loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
+    continue_with = f"continue with: python train.py resume=auto out_dir={run.out_dir}"
     try:
-        trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
+        fit(trainer, task, loaders, run)
     except Interrupted:
-        log(f"\nstopped at step {trainer.global_step}; continue with: python train.py resume=auto out_dir={run.out_dir}")
-        sys.exit(130)
+        log(f"\nstopped at step {trainer.global_step}; {continue_with}")
+        sys.exit(cli.INTERRUPTED)
+    except KeyboardInterrupt:
+        log(f"\nended at once, without a checkpoint of step {trainer.global_step}; {continue_with}")
+        raise
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)
     if distributed.rank() == 0:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
-    say_result(trainer.callback_metrics, data.sizes.gzip_bpb)
+    say_result(trainer.callback_metrics, validated, validated_part(config, data))
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

@@ -61,12 +61,14 @@ def _require_sizes(config: ModelConfig, found: ModelConfig, given: Collection[st
 def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint) -> Tokenizer:
     """The checkpoint's tokenizer, or the one that data.tokenizer names. Raises CheckpointError if the two differ."""
     if checkpoint.tokenizer is not None and "data.tokenizer" not in given:
-        tokenizer, name = Tokenizer.from_dict(checkpoint.tokenizer), "the tokenizer in the file"
+        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, data.end_of_text, "data.end_of_text")
+        name = "the tokenizer in the file"
     elif data.tokenizer in MADE_FROM_DATA:
         remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "
                               f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another: {remedy}")
     else:
-        tokenizer, name = Tokenizer.named(data.tokenizer, "data.tokenizer"), f"data.tokenizer={data.tokenizer}"
+        tokenizer = Tokenizer.named(data.tokenizer, "data.tokenizer", end_of_text=data.end_of_text, like=checkpoint.tokenizer)
+        name = f"data.tokenizer={data.tokenizer}"
     require_tokenizer(checkpoint, tokenizer, name)
     return tokenizer

@@ -17,21 +17,25 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import METRICS, read_metrics
 
-COLUMNS = ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm", "tok_per_sec", "peak_mem")
+COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 Mode = Literal["online", "offline", "disabled"]
 SAMPLE_COLUMNS = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whole table each time
 
 
 def require(config: LoggerConfig) -> None:
-    """Raises UserError when logger=wandb and the package cannot be imported. Called before a run does anything long."""
+    """Raises UserError when logger=wandb and the package cannot be imported, or refuses a name. Called before anything long."""
     if config.name != "wandb":
         return
     try:
-        importlib.import_module("wandb")
+        wandb = importlib.import_module("wandb")
     except Exception as error:           # a broken installation can raise any exception
         raise UserError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
                         "install --force-reinstall wandb), or use logger=csv") from error
+    try:
+        wandb.Settings(project=config.project, run_group=config.group, run_name=config.run_name)
+    except wandb.errors.UsageError as error:
+        raise UserError(f"W&B refuses the names of logger.project, logger.group or logger.run_name: {error}") from None
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:

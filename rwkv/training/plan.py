@@ -29,11 +29,12 @@ from rwkv.training.memory import (
     readable,
     with_options,
 )
-from rwkv.training.run import Run
+from rwkv.training.run import Run, folder_apart
 from rwkv.training.task import LanguageModel
 
 TIMED_STEPS = 2                          # after one that warms up
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
+MUCH = 1 / 3                             # of the time: more for validation is said
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first of which it has two
 
@@ -42,8 +43,8 @@ def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) ->
     """Prints on standard error what the run is and the memory and disk that it needs, before its model is built."""
     if rank() > 0:
         return
-    if run.config.resume == "auto" and run.resume_from is None:
-        log("resume=auto: no run to continue, starting a new one")
+    if run.config.resume is not None and run.resume_from is None:
+        log(_why_from_the_start(run))
     _show(_needs(run, kernel, device, data))
 
 
@@ -51,9 +52,18 @@ def announce_training(run: Run, device: torch.device, task: LanguageModel, data:
     """Prints how long the run will take; with plan=true the program ends here."""
     if rank() == 0:
         _show([("training", _training(run.config, run.resume_step or 0, device, task, data)),
+               *_validation(run.config, run.resume_step or 0, data),
                ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
     if run.config.plan:
         sys.exit(0)
+
+
+def _why_from_the_start(run: Run) -> str:
+    if not run.exists:
+        return "resume=auto: no run to continue, starting a new one"
+    apart = folder_apart(run)
+    return (f"WARNING    the run in {run.out_dir} ended before it saved a checkpoint: it begins again at step 0"
+            + (f", and what it had written goes to {apart}" if apart else ""))
 
 
 def _show(lines: Iterable[tuple[str, str]]) -> None:
@@ -66,10 +76,15 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
     programs = resident_memory() if device.type == "cpu" else 0       # before the data's pages, which are read below, count too
     yield "data", data.describe()
+    lost = data.describe_lost()
+    if lost:
+        yield "WARNING", lost
     if data.val_share > config.data.val_fraction + EXCESS:
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
                           "longest ones, or change their order or names")
+    if end := data.tokenizer.end_line():
+        yield "texts", f"end with {end}"
     if config.trainer.tbptt:
         yield "streams", documents.describe(config, data)
     elif data.conversations:
@@ -140,13 +155,45 @@ def _duration(config: TrainConfig, steps: int, device: torch.device, task: Langu
     """The time of all steps and validations. Under fsdp it is not measured: one process may have no room for a whole model."""
     if config.trainer.strategy == "fsdp":
         return "duration unknown (not timed under fsdp)"
-    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
-    validation = FORWARD * data.sizes.val_tokens / config.tokens_per_step
-    validations = -(-steps // config.trainer.val_every)
-    equivalent_steps = steps * (1 + FORWARD * recomputed) + validation * validations
-    seconds = _seconds_per_step(task, config, device) * equivalent_steps
+    seconds = _seconds_per_step(task, config, device) * sum(_equivalent_steps(config, steps, data))
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
     return f"about {seconds / unit:.1f} {name}"
+
+
+def _equivalent_steps(config: TrainConfig, steps: int, data: Corpus) -> tuple[float, float]:
+    """The time of all steps and that of all validations, in training steps of one pass."""
+    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
+    validation = FORWARD * _validated_tokens(config, data) / config.tokens_per_step
+    return steps * (1 + FORWARD * recomputed), validation * _validations(config, steps)
+
+
+def _validations(config: TrainConfig, steps: int) -> int:
+    return -(-steps // config.trainer.val_every)
+
+
+def _validated_tokens(config: TrainConfig, data: Corpus) -> int:
+    """What one validation reads."""
+    return min(data.sizes.val_tokens, config.trainer.val_tokens or data.sizes.val_tokens)
+
+
+def validated_part(config: TrainConfig, data: Corpus) -> str | None:
+    """Which part of the validation split trainer.val_tokens chooses, in words; None for all of it."""
+    read, whole = _validated_tokens(config, data), data.sizes.val_tokens
+    return f"the first {read:,} of {whole:,} tokens (trainer.val_tokens)" if read < whole else None
+
+
+def _validation(config: TrainConfig, first_step: int, data: Corpus) -> Iterator[tuple[str, str]]:
+    """A line where validation is of a part, or takes more than MUCH of the time."""
+    steps = config.trainer.max_steps - first_step
+    training, validation = _equivalent_steps(config, steps, data)
+    share = validation / max(training + validation, 1e-9)
+    part = validated_part(config, data)
+    if part is None and share <= MUCH:
+        return
+    line = f"{_validations(config, steps):,} times {part or f'all {data.sizes.val_tokens:,} tokens'}"
+    if share > MUCH:
+        line += f", {100 * share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
+    yield "validation", line
 
 
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:

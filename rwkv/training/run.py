@@ -4,7 +4,9 @@ runs/latest points to the newest run. A resumed run has its own configuration; o
 values, and those that would make it another run (FIXED) are refused.
 """
 
+import itertools
 import os
+import shutil
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -15,11 +17,12 @@ from typing import Any
 
 import yaml
 
+from rwkv import report
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
-from rwkv.config import SCALED, TrainConfig, require_effect
+from rwkv.config import SCALED, DataConfig, TrainConfig, require_effect
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
-from rwkv.report.reading import SWEEP, is_finished
+from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, is_finished, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import AUTO, with_precision
@@ -31,7 +34,8 @@ RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
 FIXED = ("model", "data", "tune", "seed",    # options and groups that may not change when a run is resumed
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
-         "trainer.accumulate")           # the position in the data is counted in batches
+         "trainer.accumulate",           # the position in the data is counted in batches
+         "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
 
@@ -129,8 +133,31 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
     run.lock.hold(run.out_dir)
     if not run.exists:
         require_unused(run.out_dir)      # again: another process may have begun and ended a run since open_run
+    apart = folder_apart(run)
+    if apart is not None:
+        _set_apart(run.out_dir, apart)
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
+
+
+def folder_apart(run: Run) -> Path | None:
+    """Where the rows and samples go of a run that begins again because it had saved no checkpoint: out_dir/unsaved-1, or the
+    next free number. None where there is nothing to keep.
+    """
+    if not run.exists or run.resume_from is not None:
+        return None
+    if not read_metrics(run.out_dir / METRICS, []) and not read_samples(run.out_dir / SAMPLES, []):
+        return None
+    return next(folder for number in itertools.count(1) if not (folder := run.out_dir / f"unsaved-{number}").exists())
+
+
+def _set_apart(out_dir: Path, folder: Path) -> None:
+    """Moves what a run writes into `folder`, with a copy of its configuration."""
+    folder.mkdir()
+    shutil.copy(out_dir / CONFIG_FILE, folder)
+    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, report.PAGE, report.TABLE, "wandb")):
+        if path.exists():
+            path.rename(folder / path.name)
 
 
 def as_plain(config: TrainConfig) -> dict[str, Any]:
@@ -188,15 +215,22 @@ def _continue(config: TrainConfig, given: Collection[str], chosen: Collection[st
         raise UserError(f"the run in {out_dir} is finished at step {step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, checkpoint.path, step)
     if merged.init_from is None:
-        return resumed
+        return replace(resumed, tokenizer=_from_same_file(merged.data, checkpoint))
     if merged.tune.method != "full":     # the checkpoint read as weights has them with what was trained
         return replace(resumed, init_checkpoint=read_checkpoint(merged.init_from),
                        tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
     return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
 
+def _from_same_file(data: DataConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer that data.tokenizer=FILE.json names, with the ends of text that the run began with; None for another."""
+    if not data.tokenizer.endswith(".json"):
+        return None
+    return Tokenizer.named(data.tokenizer, "data.tokenizer", end_of_text=data.end_of_text, like=checkpoint.tokenizer)
+
+
 def _restart(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path) -> Run:
-    """A run that was killed before its first checkpoint, from step 0 and with its own configuration."""
+    """A run that ended before its first checkpoint, from step 0 and with its own configuration."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     merged = _merged(config, given, chosen, out_dir, saved)
     if merged.init_from is None:
@@ -245,10 +279,11 @@ def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: s
     """The options that groups set, without those that were replaced when the run was new.
 
     They are an experiment's max_steps if the user gives max_tokens, its max_tokens if the user gives max_steps, and its sizes
-    if init_from's file gave them.
+    if init_from's file gave them. Runs begun before debug= set val_tokens read the whole split, and go on doing so.
     """
     lengths = {"trainer.max_steps", "trainer.max_tokens"}
-    kept = [option for option in chosen if option not in lengths or lengths.isdisjoint(given)]
+    kept = [option for option in chosen
+            if (option not in lengths or lengths.isdisjoint(given)) and option != "trainer.val_tokens"]
     if init_from is None or "model" in given:
         return kept
     return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]

@@ -31,7 +31,7 @@ from rwkv.config import TrainConfig
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.io.signals import StopRequest
+from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.report import reading
 from rwkv.training import sweep_child
 from rwkv.training.device import device_for
@@ -85,7 +85,7 @@ class Sweep:
 
 
 class Stop(StopRequest):
-    """`with Stop() as stop:` passes Ctrl-C and SIGTERM on to stop.process, which has a session of its own."""
+    """`with Stop() as stop:` passes Ctrl-C, SIGTERM and the like on to stop.process, which has a session of its own."""
 
     def __init__(self) -> None:
         super().__init__(on_signal=self._pass_on, every_signal=True)
@@ -245,7 +245,7 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     entry.reason = None
     if status == 0:
         entry.status = FINISHED
-    elif stop.requested or status in (cli.INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
+    elif stop.requested or status in (cli.INTERRUPTED, *(-number for number in STOPPING)):
         entry.status = STOPPED
     else:
         entry.status = FAILED

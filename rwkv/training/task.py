@@ -1,7 +1,8 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
-Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text. Validation reads the whole
-split in windows, each from the empty state.
+Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
+too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split,
+or the part of trainer.val_tokens: in windows, each from the empty state, or conversations, packed into rows or whole.
 """
 
 import math
@@ -15,7 +16,7 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY
 from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
-from rwkv.data.conversations import Packed
+from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
@@ -38,19 +39,21 @@ class LanguageModel(lightning.LightningModule):
     conversations are Packed.
     """
 
-    def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float) -> None:
+    def __init__(self, model: Model, optim: OptimConfig, max_steps: int, val_bytes_per_token: float | None,
+                 val_lost: float = 0.0) -> None:
         super().__init__()
         self.model = model
         self.optim = optim
         self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
+        self.val_lost = val_lost
         self.entry: dict[str, Any] = {}
         self.carried = Carried()
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self._nats, self._tokens = 0.0, 0
-        self._own: tuple[Tensor, Tensor] | Packed | None = None       # this process's batch of the next round of validation
+        self._own: tuple[Tensor, Tensor] | Packed | Whole | None = None       # this process's batch of the next round
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
         """Sets the entry that every checkpoint carries beside the weights, so that generate.py needs nothing else."""
@@ -74,6 +77,15 @@ class LanguageModel(lightning.LightningModule):
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
+    def loss_of_whole(self, batch: Whole) -> Tensor:
+        """The mean loss of whole conversations, each read from the empty state; memory is that of one slice."""
+        state = self.model.empty_state(len(batch.x))
+        nats = torch.zeros((), device=batch.x.device)
+        for x, y in zip(batch.x.split(batch.T, 1), batch.y.split(batch.T, 1), strict=True):
+            hidden, state = self.model.hidden(x, state)
+            nats = nats + self._head_loss(hidden, y) * (y != IGNORED).sum()
+        return nats / (batch.y != IGNORED).sum().clamp(min=1)
+
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
         """l2_wrap and confidence_penalty change the gradient alone, not the value."""
         optim = self.optim
@@ -82,7 +94,7 @@ class LanguageModel(lightning.LightningModule):
     def on_validation_epoch_start(self) -> None:
         self._nats, self._tokens, self._own = 0.0, 0, None
 
-    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed, batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
@@ -93,7 +105,8 @@ class LanguageModel(lightning.LightningModule):
             self._own = batch
         if turn + 1 < world_size() and not last:
             return
-        loss = self.loss(*(self._own or batch)[:3]).item()
+        read = self._own or batch
+        loss = (self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*read[:3])).item()
         if self._own is not None:
             n_tokens = int((self._own[1] != IGNORED).sum())
             self._nats += loss * n_tokens
@@ -105,7 +118,10 @@ class LanguageModel(lightning.LightningModule):
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         self.log("val/loss", loss)
-        self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
+        if self.val_bytes_per_token is not None:
+            self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
+        if self.val_lost:
+            self.log("val/lost", self.val_lost)
 
     def configure_optimizers(self) -> Any:
         optim = self.optim
@@ -153,7 +169,11 @@ class LanguageModel(lightning.LightningModule):
         """Raises UserError if the checkpoint's tokenizer is another one, so that its ids mean other text."""
         before = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and before and before != self.entry["tokenizer"]:
-            hashes = [Tokenizer.from_dict(description).hash[:12] for description in (before, self.entry["tokenizer"])]
+            was, now = (Tokenizer.from_dict(description) for description in (before, self.entry["tokenizer"]))
+            if was.hash == now.hash:
+                raise UserError(f"the run was trained with texts that end at {was.end_line()}, and now they would end at "
+                                f"{now.end_line()}: leave data.end_of_text out to resume")
+            hashes = [was.hash[:12], now.hash[:12]]
             raise UserError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
                             f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -25,13 +26,14 @@ from kernels.registry import missing_compiler
 from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.checkpoints import LAST, Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.callbacks.checkpoints import FOLDER, LAST, Checkpoints, RandomState, VerifiedFiles
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.callbacks.interruption import StopCleanly
 from rwkv.training.callbacks.kernel_probe import Probe
@@ -42,11 +44,12 @@ from rwkv.training.run import Run
 from rwkv.training.task import LanguageModel
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
-             "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated")      # warnings of libraries
+             "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",
+             ".*srun. command is available")                     # warnings of libraries
 
 
 def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers: list[Logger]) -> lightning.Trainer:
-    """A Trainer that counts optimiser steps, validates on the whole split and after the last step, and stops cleanly.
+    """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
     tokenizer: for the samples during training. Raises UserError if their prompt cannot be encoded.
     """
@@ -63,13 +66,13 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options, generation(config.model).Block),
-        **precision | {"plugins": [VerifiedFiles(), *precision.get("plugins", [])]},
+        **precision | {"plugins": [VerifiedFiles(), environment(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
         callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
-        default_root_dir=out_dir, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
+        default_root_dir=out_dir / FOLDER, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
     if run.resume_step == options.max_steps:
         trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]
     return trainer
@@ -130,9 +133,15 @@ def leave_report(out_dir: Path) -> None:
         log(f"no report: {error!r}")
 
 
-def say_result(metrics: Mapping[str, Any], gzip_bpb: float) -> None:
-    log(f"val/loss {metrics['val/loss']:.4f} nats per token, val/bpb {metrics['val/bpb']:.4f} bits per byte "
-        f"(gzip -9 of the same text: {gzip_bpb:.4f})")
+def say_result(metrics: Mapping[str, Any], data: Corpus, part: str | None = None) -> None:
+    """part: which tokens of the validation split were read; None for all."""
+    if part is not None:
+        log(f"validation was of {part}")
+    loss = f"val/loss {metrics['val/loss']:.4f} nats per token"
+    if "val/bpb" in metrics:
+        loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
+    lost = data.describe_lost()
+    log(f"{loss}; {lost}" if lost else loss)
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:
@@ -141,6 +150,13 @@ def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any
     if config.strategy == "fsdp":
         return shared | {"strategy": FSDPStrategy(auto_wrap_policy={block}, state_dict_type="full")}
     return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and launched() else {})
+
+
+def environment() -> ClusterEnvironment:
+    """How the processes were started, which Lightning would otherwise guess from variables: in a batch job it takes one process
+    for one of SLURM's tasks, and handles SIGUSR1 by a checkpoint of its own.
+    """
+    return TorchElasticEnvironment() if launched() else LightningEnvironment()
 
 
 def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 from files import NAMES, OFFICIAL, SIZES, each_held, hugging_face_tensors, same_tensors, shard
 from models import small_model, tokens
 from safetensors.torch import load_file, save_file
+from tokenizer_files import chatml, sentencepiece_bpe
 from torch import Tensor
 
 from kernels.select import select
@@ -26,8 +27,8 @@ from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import checkpoint_of, describe, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
 from rwkv.config import ModelConfig
-from rwkv.errors import CheckpointError
-from rwkv.pretrained import RWKV
+from rwkv.errors import CheckpointError, UserError
+from rwkv.pretrained import RWKV, tokenizer_of
 from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer
 from rwkv.tools import convert
 
@@ -132,6 +133,65 @@ def test_a_directory_names_the_token_that_ends_a_text(tmp_path: Path, names: lis
                             for name in ("config.json", "tokenizer_config.json"))
     assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.end_of_text == end
     assert of_tokenizer["eos_token"] == of_tokenizer["bos_token"] == names[end]
+
+
+STATED: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({}, (2,)),                                          # </s>, the only known name
+    ({"tokenizer_config.json": {"eos_token": "<s>"}}, (1,)),
+    ({"tokenizer_config.json": {"eos_token": {"content": "<s>"}}, "special_tokens_map.json": {"eos_token": "</s>"}}, (1,)),
+    ({"special_tokens_map.json": {"eos_token": "<s>"}}, (1,)),
+    ({"config.json": {"eos_token_id": 1}, "tokenizer_config.json": {"eos_token": "</s>"}}, (1,)),
+    ({"config.json": {"eos_token_id": [1, 2]}}, (1, 2)),
+    ({"generation_config.json": {"eos_token_id": [2, 1]}, "config.json": {"eos_token_id": 0}}, (2, 1)),
+    ({"generation_config.json": {"eos_token_id": None}, "config.json": {"eos_token_id": 1}}, (1,)),
+    ({"config.json": {"eos_token_id": 9}}, (2,)),        # a byte: what a configuration class has by default
+    ({"config.json": {"eos_token_id": 10 ** 6}, "tokenizer_config.json": {"eos_token": "<none>"}}, (2,)),
+    ({"config.json": {"eos_token_id": True}, "generation_config.json": {"eos_token_id": "2"}}, (2,))]
+
+
+@pytest.mark.parametrize(("stated", "ends"), STATED, ids=str)
+def test_a_directory_says_what_ends_a_text(tmp_path: Path, stated: dict[str, Any], ends: tuple[int, ...]) -> None:
+    """In the order of transformers; a conversion writes it back, and a list too."""
+    folder = tmp_path / "model"
+    vocab_size = JsonTokenizer(sentencepiece_bpe()).vocab_size
+    small_model("reference", vocab_size).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    for name, content in ({"config.json": {}} | stated).items():
+        (folder / name).write_text(json.dumps((config if name == "config.json" else {}) | content))
+    (folder / "tokenizer.json").write_text(sentencepiece_bpe())
+    tokenizer = tokenizer_of(read_checkpoint(folder))
+    assert tokenizer.ends == ends
+    for name in ("again", "again.safetensors", "again.ckpt"):
+        convert.convert(folder, tmp_path / name)
+        again = tokenizer_of(read_checkpoint(tmp_path / name))
+        assert (again.ends, again.hash) == (ends, tokenizer.hash)
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["eos_token_id"] == (list(ends) if len(ends) > 1 else ends[0])
+    assert tokenizer_of(read_checkpoint(folder), str(folder / "tokenizer.json")).ends == ends
+    assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_damaged_file_that_says_what_ends_a_text_is_named(tmp_path: Path, name: str) -> None:
+    small_model("reference", 300).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(sentencepiece_bpe())
+    (tmp_path / "model" / name).write_text('{"eos_token')
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(tmp_path / "model")
+
+
+def test_a_directory_that_leaves_the_end_of_a_text_open_needs_the_option(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    definition = chatml(["<x>", "<pad>"], first=False)
+    small_model("reference", 280).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(definition)
+    with pytest.raises(UserError, match="end_of_text="):
+        tokenizer_of(read_checkpoint(folder))
+    named = tokenizer_of(read_checkpoint(folder), end_of_text="<x>")
+    assert named.ends == (named.special["<x>"],)
+    convert.convert(folder, tmp_path / "again", end_of_text="<x>")
+    assert tokenizer_of(read_checkpoint(tmp_path / "again")).ends == named.ends
 
 
 def test_a_directorys_own_tokenizer_is_read(tmp_path: Path) -> None:

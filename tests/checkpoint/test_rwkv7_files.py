@@ -14,13 +14,14 @@ import torch
 from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
 from models import small_model, tokens
 from safetensors.torch import save_file
+from tokenizer_files import chatml
 from torch import Tensor
 
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import gguf as our_gguf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.rwkv7 import UNUSED
-from rwkv.pretrained import RWKV
+from rwkv.pretrained import RWKV, tokenizer_of
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, WorldTokenizer
 from rwkv.tools import convert
 
@@ -322,6 +323,33 @@ def test_a_tokenizer_travels_in_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert theirs.decode(theirs.encode(TEXT)) == TEXT
     texts = field(tmp_path / "model.gguf", "tokenizer.ggml.tokens")
     assert len(texts) == len(set(texts)) == model.vocab_size
+
+
+def test_a_directory_with_the_world_vocabulary_ends_texts_with_0(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    small_model("reference", WORLD.vocab_size).save_pretrained(folder, WORLD)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert tokenizer_of(read_checkpoint(folder)).ends == (0,)
+
+
+def test_what_ends_a_text_travels_in_gguf(tmp_path: Path) -> None:
+    """Also an end of a turn that llama.cpp's converter has written; the World vocabulary's is 0 whatever stands there."""
+    definition = {"kind": "json", "definition": chatml(["<|bos|>", "<|end_of_text|>", "<|eot_id|>"]), "end_of_text": [1, 2]}
+    tokenizer = Tokenizer.from_dict(definition)
+    model = small_model("reference", tokenizer.vocab_size, generation="rwkv7", n_layer=1)
+    model.save_pretrained(tmp_path / "model.gguf", tokenizer)
+    assert [field(tmp_path / "model.gguf", f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")] == [1, 2]
+    content = (tmp_path / "model.gguf").read_bytes()
+    theirs = content.replace(b"timemix", b"xxxxxxx").replace(b"huggingface.json", b"other_tokenizer.")
+    (tmp_path / "theirs.gguf").write_bytes(theirs)
+    for name in ("model.gguf", "theirs.gguf"):
+        assert tokenizer_of(read_checkpoint(tmp_path / name)).ends == (1, 2)
+    assert tokenizer_of(read_checkpoint(tmp_path / "model.gguf")).to_dict() == tokenizer.to_dict()
+    content = content.replace(b"tokenizer.ggml.eos_token_id", b"tokenizer.ggml.sep_token_id")
+    (tmp_path / "open.gguf").write_bytes(content.replace(b"tokenizer.ggml.eot_token_id", b"tokenizer.ggml.cls_token_id"))
+    assert tokenizer_of(read_checkpoint(tmp_path / "open.gguf")).ends == (1,)
 
 
 def changed(**parts: Any) -> JsonTokenizer:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from losing import dropping, with_unknown
 
 from rwkv.config import DataConfig
 from rwkv.data import binidx
@@ -176,3 +177,17 @@ def test_its_tokenizer_must_be_named(config: DataConfig, tmp_path: Path) -> None
     given_one = JsonTokenizer.train(["some text"], 400)
     with pytest.raises(UserError, match=r"data\.bin .* 300"):
         prepare(dataclasses.replace(config, tokenizer="bpe"), 16, given_one)
+
+
+def test_of_ids_made_elsewhere_the_unknown_tokens_are_known(config: DataConfig, tmp_path: Path) -> None:
+    write(tmp_path / "data", [[2, 3, 4, 2, 3] * 10 + [1] * (number % 3 == 0) + [0] for number in range(40)])
+    some = prepare(config, 16, with_unknown("abc"))
+    assert some.unknown == pytest.approx((some.val[:] == 1).mean())
+    assert some.val_bytes_per_token is not None
+    assert some.describe_lost()
+    assert prepare(config, 16, dropping("abcd")).unknown == 0
+    assert prepare(config, 16).describe_lost() is None, "bytes lose nothing"
+    write(tmp_path / "data", [[2, 1, 4, 1, 3] * 10 + [0] for _ in range(40)])
+    many = prepare(config, 16, with_unknown("abc"))
+    assert many.unknown == pytest.approx(0.4, abs=0.02)
+    assert many.val_bytes_per_token is None

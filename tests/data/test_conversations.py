@@ -1,5 +1,6 @@
 """Conversations: their forms, what is learnt of them letter by letter, packing without padding to spare and without leaks."""
 
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from losing import dropping
 from models import each_generation, small_model
+from tokenizer_files import chatml
 
 from rwkv.config import DataConfig, OptimConfig, TrainerConfig
-from rwkv.data.conversations import ConversationRows, Packed, RowSampler, marked, packed_rows
+from rwkv.data.conversations import ConversationRows, Packed, RowSampler, Whole, marked, packed_rows
 from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.errors import UserError
+from rwkv.io.cache import read_json, write_json
 from rwkv.model.loss import IGNORED
 from rwkv.training.callbacks.metrics import Metrics
 from rwkv.training.task import LanguageModel
@@ -33,9 +37,12 @@ def messages(question: str, answer: str) -> list[dict[str, str]]:
 def corpus(folder: Path, lines: list[Any], **options: Any) -> Corpus:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (folder / "talks.jsonl").write_text(text, encoding="utf-8")
-    config = DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", cache_dir=str(folder / "cache"),
-                        **{"val_fraction": 0.2, **options})
-    return prepare(config, 64)
+    return read(folder / "talks.jsonl", folder, **options)
+
+
+def read(path: Path, folder: Path, **options: Any) -> Corpus:
+    options = {"tokenizer": "byte", "val_fraction": 0.2, **options}
+    return prepare(DataConfig(name="chat", path=str(path), cache_dir=str(folder / "cache"), **options), 64)
 
 
 @pytest.fixture
@@ -66,11 +73,141 @@ def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
     {"conversations": [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]},
     {"prompt": "One?", "completion": "1"},
     {"prompt": messages("One?", "1")[:1], "completion": messages("One?", "1")[1:]},
+    {"messages": None, "conversations": [{"from": "Human", "value": "One?"}, {"from": "Assistant", "value": "1"}]},
+    {"conversations": messages("One?", "1"), "tools": "[]", "system": None},
+    {"messages": [{"role": "human", "content": "One?"}, {"role": "model", "content": "1", "weight": 1}], "tools": None},
+    {"messages": json.dumps(messages("One?", "1")), "weight": 1}, {"items": messages("One?", "1"), "tools": ""},
+    {"conversation": [{"from": "user", "value": "One?", "role": None}, {"from": "bot", "value": "1", "content": None}]},
+    {"instruction": "One?", "input": "", "output": "1"}, {"question": "One?", "answer": "1"},
+    {"query": "One?", "response": "1", "history": []}, {"prompt": "One?", "response": "1", "messages": []},
 ])
 def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
     found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
     assert found.conversations is not None
-    assert next(marked(found.conversations[0], found.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
+    assert shown(found) == ["User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"]
+
+
+def shown(found: Corpus) -> list[str]:
+    assert found.conversations is not None
+    return list(marked(found.conversations[0], found.tokenizer))
+
+
+@pytest.mark.parametrize(("line", "text"), [
+    ({"instruction": "Add.", "input": "1 1", "output": "2"}, "User: Add.\n1 1\n\nAssistant:[[ 2\n\n"),
+    ({"instruction": "Add.", "context": "1 1", "response": "2"}, "User: Add.\n1 1\n\nAssistant:[[ 2\n\n"),
+    ({"query": "b", "response": "no", "history": [["a", "yes"]], "system": "s"},
+     "System: s\n\nUser: a\n\nAssistant:[[ yes\n\n]]User: b\n\nAssistant:[[ no\n\n"),
+    ({"system": "s", "messages": messages("a", "yes")}, "System: s\n\nUser: a\n\nAssistant:[[ yes\n\n"),
+    ({"prompt": [*messages("a", "yes"), *messages("b", "")[:1]], "completion": "no"},
+     "User: a\n\nAssistant: yes\n\nUser: b\n\nAssistant:[[ no\n\n"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "BAD", "weight": 0},
+                        {"from": "human", "value": "b"}, {"from": "gpt", "value": "no", "weight": 1}]},
+     "User: a\n\nAssistant: BAD\n\nUser: b\n\nAssistant:[[ no\n\n"),
+    ({"messages": [*messages("a", "yes"), *({**message, "loss": False} for message in messages("b", "BAD"))]},
+     "User: a\n\nAssistant:[[ yes\n\n]]User: b\n\nAssistant: BAD\n\n<end of text>"),
+])
+def test_what_is_learnt_of_other_forms(tmp_path: Path, line: Any, text: str) -> None:
+    found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
+    assert shown(found) == [text if text.endswith("<end of text>") else f"{text}<end of text>]]"]
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}
+CALLING = """{% for t in tools or [] %}{{ t.function.name + t.function.parameters.properties | tojson }}{% endfor %}
+{% for m in messages %}{{ '<' + m.role + '>' }}
+{%- if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}{{ '<end>' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("line", [
+    {"conversations": [{"from": "human", "value": "?"},
+                       {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                       {"from": "observation", "value": "3"}, {"from": "gpt", "value": "!"}], "tools": json.dumps([TOOL])},
+    {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": json.dumps(
+        [{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}])},
+        {"role": "tool", "content": "3"}, {"role": "assistant", "content": "!", "tool_calls": []}],
+     "tools": [json.dumps(TOOL)]},
+    {"messages": [{"role": "user", "content": "?"},
+                  {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+                  {"role": "function", "content": "3"}, {"role": "assistant", "content": "!", "function_call": None}],
+     "functions": [TOOL["function"]], "tools": None},
+], ids=["sharegpt", "json in strings", "openai before tools"])
+def test_tools_and_their_calls_are_the_same_in_all_forms(tmp_path: Path, line: Any) -> None:
+    (tmp_path / "calling.jinja").write_text(CALLING)
+    found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line], template=str(tmp_path / "calling.jinja"))
+    call = '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]'
+    assert shown(found) == [f"f{{}}<user>?<end><assistant>[[{call}<end>]]<tool>3<end><assistant>[[!<end><end of text>]]"]
+
+
+@pytest.mark.parametrize(("template", "text"), [
+    ("{% for m in messages %}{% if m.role == 'user' %}{{ '[Q]' + m.content + '[/Q]' }}{% else %}{{ m.content + eos_token }}"
+     "{% endif %}{% endfor %}", "[Q]a[/Q][[yes<end of text>]][Q]b[/Q][[no<end of text>]]"),
+    ("{% for m in messages %}{{ '@' + m.role + m.content + '@end' }}{% endfor %}{{ '@assistant' }}",
+     "@usera@end@assistant[[yes@end]]@userb@end@assistant[[no@end<end of text>]]"),
+    ("{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token }}{% endfor %}"
+     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}",
+     "<user>a<end of text><assistant>[[yes<end of text>]]<user>b<end of text><assistant>[[no<end of text>]]"),
+])
+def test_eos_token_is_the_end_of_text(tmp_path: Path, template: str, text: str) -> None:
+    """One id after each answer, and no second one at the end. A char tokenizer is made of the text without it."""
+    (tmp_path / "t.jinja").write_text(template)
+    talk = {"messages": [*messages("a", "yes"), *messages("b", "no")]}
+    found = corpus(tmp_path, [talk] * 3, template=str(tmp_path / "t.jinja"), tokenizer="char")
+    assert shown(found) == [text, text]
+    assert found.conversations is not None
+    assert found.conversations[1].bytes == len(text.replace("<end of text>", "").replace("[[", "").replace("]]", ""))
+
+
+def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
+    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    expected = corpus(tmp_path, lines)
+    bad = {**lines[0], "weight": 0}
+    question, answer = messages("?", "BAD")
+    found = corpus(tmp_path, [bad, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
+    assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
+    assert found.conversations is not None
+    assert found.conversations[0].left_out == 2
+    assert "2 others left out" in found.describe()
+    with pytest.raises(UserError, match="1 conversations with an answer to learn, and 2 without"):
+        corpus(tmp_path, [bad, lines[0], bad])
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("t.json", lambda entries: json.dumps(entries).encode()),
+    ("t.jsonl", lambda entries: ("\n [" + ",\n".join(map(json.dumps, entries)) + "]\n").encode()),
+    ("t.json", lambda entries: b"\xef\xbb\xbf" + json.dumps(entries, indent=1).encode()),
+    ("t.json.gz", lambda entries: gzip.compress(json.dumps(entries).encode())),
+    ("t.json", lambda entries: "\n".join(map(json.dumps, entries)).encode()),
+    ("t.jsonl", lambda entries: b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, entries)).encode()),
+], ids=["list", "list in .jsonl", "indented list with a byte order mark", "list in gz", "lines in .json", "lines with crlf"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_json_list_is_read_as_lines_are(tmp_path: Path, name: str, content: Any, folder: bool) -> None:
+    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    expected = corpus(tmp_path, lines)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(content(lines))
+    path = tmp_path / "data" if folder else tmp_path / "data" / name
+    found = read(path, tmp_path)
+    assert shown(found) == shown(expected)
+    assert found.val[:].tolist() == expected.val[:].tolist()
+
+
+def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path) -> None:
+    """Which may describe the data; and the line about the data says so."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text("{}")
+    (tmp_path / "data" / "t.jsonl").write_text("\n".join(json.dumps({"messages": messages(*talk)}) for talk in TALKS))
+    found = read(tmp_path / "data", tmp_path)
+    assert len(shown(found)) == len(TALKS) - 1
+    assert "1 .json files are not read" in found.describe()
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"PAR1....PAR1", "Parquet"), (b"[{}, 3", "t.json begins with"), (b"[3, {}]", "entry 1 is not an object"),
+    (b'[{"messages": 3}]', "entry 1: messages is a list"), (b"[]", "has 0 conversations")])
+def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        read(tmp_path / "t.json", tmp_path)
 
 
 @pytest.mark.parametrize(("line", "said"), [
@@ -79,10 +216,41 @@ def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
     ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no answer"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from is one of"),
     ({"prompt": "a", "completion": "\0"}, "line 2: .*U\\+0000"),
+    ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": "b", "weight": 0.5}]},
+     r"line 2: messages\[1\]\.weight is 0 or 1"),
+    ({"messages": messages("a", "b"), "weight": 0.5}, "line 2: weight is 0 or 1"),
+    ({"messages": messages("a", "b"), "tools": "f(x)"}, "line 2: tools is a list of objects"),
+    ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": None}]}, r"line 2: messages\[1\]\.content"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}], "system": "s"},
+     r"line 2: conversations\[1\]\.value"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
+     r"line 2: conversations\[1\]\.value is a call"),
+    ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
+    ({"messages": None}, "line 2: messages is null"), ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
+    ({"question": "a", "context": "c", "answer": "b"}, "line 2: beside question and answer there is context"),
+    ({"prompt": "a", "completion": 4}, "line 2: completion is a string"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"talks.jsonl, {said}"):
         corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line, {"messages": messages(*TALKS[1])}])
+
+
+def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> None:
+    """What is typed is text, also where it has the name of one; both are shown by their names."""
+    template, file = tmp_path / "chatml.jinja", tmp_path / "tokenizer.json"
+    template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+                        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    file.write_text(chatml())
+    talks = [{"messages": messages("a <|im_end|> b", "c <|im_start|>")}] * 2
+    found = corpus(tmp_path, talks, template=str(template), tokenizer=str(file))
+    start, end = (found.tokenizer.special[name] for name in ("<|im_start|>", "<|im_end|>"))
+    ids, learnt = found.train[:].tolist(), found.conversations[0].learnt[:].tolist() if found.conversations else []
+    assert [token for token in ids if token in (start, end)] == [start, end, start, end]
+    assert [learnt[place] for place, token in enumerate(ids) if token in (start, end)] == [0, 0, 0, 1]
+    assert found.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
+                                          "c <|im_start|><|im_end|>\n")
+    shown, = marked(found.conversations[0], found.tokenizer) if found.conversations else ()
+    assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
 def test_one_conversation_is_too_few(tmp_path: Path) -> None:
@@ -99,6 +267,28 @@ def test_the_cache_is_read_again_and_a_damaged_one_made_anew(tmp_path: Path) -> 
     assert ids.stat().st_mtime_ns == made
     ids.write_bytes(b"")
     assert corpus(tmp_path, lines).train[:].tolist() == first
+
+
+def test_what_the_tokenizer_loses_is_counted_and_bits_of_lost_answers_are_withheld(tmp_path: Path) -> None:
+    """Also of a cache that an earlier version made, which did not count."""
+    letters = sorted({letter for question, answer in TALKS for letter in f"User: {question} Assistant: {answer}\n"} - set("äÄ"))
+    (tmp_path / "letters.json").write_text(dropping(letters).definition)
+    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    found = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
+    assert found.conversations is not None
+    both = [found.conversations[split].lost.bytes for split in (0, 1)]
+    answers = [found.conversations[split].learnt_lost.bytes for split in (0, 1)]
+    assert (sum(both), sum(answers)) == (4, 2)
+    assert [found.conversations[split].lost.of for split in (0, 1)] == [found.sizes.train_bytes, found.sizes.val_bytes]
+    assert (found.val_bytes_per_token is None) == (answers[1] > 0)
+    assert found.describe_lost()
+    manifest, = (tmp_path / "cache").glob("chat-*/manifest.json")
+    content = read_json(manifest)
+    del content["lost"]
+    write_json(manifest, content)
+    again = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
+    assert again.sizes == found.sizes
+    assert again.train[:].tolist() == found.train[:].tolist()
 
 
 def test_rows_hold_every_text_once_and_little_padding() -> None:
@@ -199,6 +389,46 @@ def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
         assert f" {answer}\n\n" in answers
     assert "User" not in answers
     assert isinstance(DataModule(talks, DataConfig(batch_size=1), 100, 0).val_dataloader().dataset.__getitems__([0]), Packed)
+
+
+@each_generation
+def test_with_tbptt_validation_reads_conversations_whole(tmp_path: Path, generation: str) -> None:
+    """Its loss is that of each conversation as one sequence, also where no answer begins within ctx_len."""
+    said = ((50, "yes"), (40, "no"), (60, "often"))
+    talks = corpus(tmp_path, [{"messages": messages("a" * n, answer)} for n, answer in said], val_fraction=0.5)
+    assert talks.conversations is not None
+    with pytest.raises(UserError, match="tbptt"):
+        DataModule(talks, DataConfig(batch_size=2), 16, 0).val_dataloader()
+    task = learner(generation)
+    nats, count, alone = 0.0, 0, 0.0
+    for batch in DataModule(talks, DataConfig(batch_size=2), 16, 0, tbptt=2).val_dataloader():
+        assert isinstance(batch, Whole)
+        own = int((batch.y != IGNORED).sum())
+        nats, count = nats + task.loss_of_whole(batch).item() * own, count + own
+        for x, y in zip(batch.x, batch.y, strict=True):
+            alone += task.loss(x[None], y[None]).item() * int((y != IGNORED).sum())
+    assert count == int(talks.conversations[1].learnt[:].sum())
+    assert nats == pytest.approx(alone, rel=1e-5)
+
+
+def test_short_conversations_are_validated_in_rows_with_tbptt_too(talks: Corpus) -> None:
+    rows, with_tbptt = (DataModule(talks, DataConfig(batch_size=1), 100, 0, K).val_dataloader().dataset.__getitems__([0])
+                        for K in (0, 2))
+    assert isinstance(with_tbptt, Packed)
+    assert torch.equal(rows.y, with_tbptt.y)
+
+
+def test_tbptt_divides_no_conversation(talks: Corpus) -> None:
+    """However many streams there are; a run that was begun with divided ones is not continued with others in their place."""
+    chunks = DocumentChunks(talks.train, 0, 8, streams=10, learnt=talks.learnt)
+    assert len(chunks) == len(TALKS) - 1
+    iterator = iter(SegmentSampler(chunks, 2, StepLayout(10), 2, seed=0))
+    next(iterator)
+    state = iterator.state_dict()
+    iterator.load_state_dict(state)
+    del state["whole"]
+    with pytest.raises(UserError, match="divided"):
+        iterator.load_state_dict(state)
 
 
 def test_the_throughput_of_tbptt_is_that_of_all_tokens(talks: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

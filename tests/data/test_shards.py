@@ -12,6 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from losing import dropping, with_unknown
+from tokenizer_files import chatml
+from tokenizers import Tokenizer as Definition
+from tokenizers import normalizers
 
 from rwkv.config import DataConfig
 from rwkv.data import shards
@@ -19,7 +23,9 @@ from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.errors import UserError
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.io.cache import read_json, write_json
+from rwkv.tokenizer.lost import Lost
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
 ROOT = Path(__file__).parent.parent.parent
@@ -79,6 +85,20 @@ def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokeniz
         assert tokens.starts.tolist() == np.cumsum([0, *map(len, documents)])[:-1].tolist()
 
 
+def test_documents_begin_with_the_end_of_text_that_is_named(library: DataConfig, tmp_path: Path) -> None:
+    """Data with another separator are other data, also in the cache; a text with its name has none more."""
+    (tmp_path / "library" / "typed.txt").write_text("a <|eot_id|> b <|end_of_text|>")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(chatml(["<|end_of_text|>", "<|eot_id|>"], first=False))
+    for name in ("<|end_of_text|>", "<|eot_id|>"):
+        found = prepare(dataclasses.replace(library, tokenizer=str(file), end_of_text=name), 8)
+        assert found.tokenizer.ends == (found.tokenizer.special[name],)
+        assert sum(split.count(found.tokenizer.end_of_text) for split in tokens_of(found)) == 51
+        assert {split[0] for split in tokens_of(found)} == {found.tokenizer.end_of_text}
+    with pytest.raises(UserError, match="end_of_text"):
+        prepare(dataclasses.replace(library, end_of_text="<|eot_id|>"), 8)
+
+
 def test_sizes_are_those_of_tokens_and_text(config: DataConfig) -> None:
     prepared, (train, val) = prepare(config, 16), splits_of(config)
     sizes = prepared.sizes
@@ -115,6 +135,79 @@ def test_a_bpe_tokenizer_of_much_text_is_made_from_all_over_it(config: DataConfi
     assert 0.15 < sum(map(len, seen)) / len(TEXT) < 0.3
     assert seen[0] in TEXT[:300]
     assert seen[-1] in TEXT[int(0.85 * len(TEXT)):]
+
+
+# What the tokenizer loses
+
+LOSING = {"dropping": dropping(sorted(set(TEXT) - set("—q"))), "unknown": with_unknown(sorted(set(TEXT) - set("—q")))}
+
+
+@pytest.mark.parametrize("tokenizer", LOSING.values(), ids=LOSING)
+def test_what_the_tokenizer_loses_is_counted(library: DataConfig, tokenizer: JsonTokenizer) -> None:
+    prepared = prepare(library, 16, tokenizer)
+    sizes = prepared.sizes
+    for texts, size, lost in zip(splits_of(library), (sizes.train_bytes, sizes.val_bytes), (sizes.train_lost, sizes.val_lost),
+                                 strict=True):
+        gone = "".join(character for text in texts for character in text if character in "—q")
+        assert lost == Lost(len(gone.encode()), size, len(gone) * (tokenizer is LOSING["unknown"]))
+    assert sizes.val_lost.share > 0.05
+    assert prepared.val_bytes_per_token is None
+    assert "validation text" in str(prepared.describe_lost())
+
+
+def test_little_that_is_lost_is_said_and_the_bits_are_given(config: DataConfig) -> None:
+    with_text(config, TEXT * 3 + "ä" + TEXT[-300:])
+    prepared = prepare(config, 16, dropping(sorted(set(TEXT))))
+    assert prepared.sizes.train_lost == Lost(0, prepared.sizes.train_bytes)
+    assert prepared.sizes.val_lost.bytes == 2
+    assert prepared.val_bytes_per_token == prepared.sizes.val_bytes / (prepared.sizes.val_tokens - 1)
+    assert prepared.describe_lost()
+
+
+def test_nothing_lost_is_not_mentioned(config: DataConfig) -> None:
+    prepared = prepare(config, 16)
+    assert (prepared.sizes.val_lost.bytes, prepared.describe_lost()) == (0, None)
+
+
+def test_a_text_of_which_hardly_anything_is_left_is_refused_with_the_reason(config: DataConfig) -> None:
+    with pytest.raises(UserError, match=r"shorter than one context.* loses .*%"):
+        prepare(config, 16, dropping("z"))
+
+
+def without_counts(cache: Path) -> None:
+    """The cache as a version made it that did not count."""
+    for path in cache.glob("tokens-*/*.json"):
+        content = read_json(path)
+        for entry in content.get("shards", [content]):
+            for split in ("train", "val"):
+                del entry[split]["lost"], entry[split]["unknown"]
+        write_json(path, content)
+
+
+def composing() -> JsonTokenizer:
+    library = Definition.from_str(JsonTokenizer.train([TEXT], 300).definition)
+    library.normalizer = normalizers.NFC()
+    return JsonTokenizer(library.to_str())
+
+
+@pytest.mark.parametrize(("tokenizer", "again"), [(ByteTokenizer(), False), (composing(), False), (LOSING["unknown"], True)],
+                         ids=["byte", "nfc", "unknown"])
+def test_data_of_an_earlier_version_are_counted_where_that_is_needed(library: DataConfig, tokenizer: Tokenizer, again: bool,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being tokenised again where the definition and the text tell that nothing is lost."""
+    first = prepare(library, 16, tokenizer)
+    before = shards_in(Path(library.cache_dir))
+    without_counts(Path(library.cache_dir))
+    encoded: list[str] = []
+    encode = type(tokenizer).encode_batch
+    monkeypatch.setattr(type(tokenizer), "encode_batch", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+    second = prepare(library, 16, tokenizer)
+    assert second.sizes == first.sizes
+    assert bool(encoded) == again
+    assert shards_in(Path(library.cache_dir)) == before
+    encoded.clear()
+    assert prepare(library, 16, tokenizer).sizes == second.sizes
+    assert not encoded
 
 
 # Made once, and again if anything has changed

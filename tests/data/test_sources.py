@@ -149,6 +149,14 @@ def test_lines_are_documents(config: DataConfig, tmp_path: Path, name: str) -> N
     assert len(val) == 6
 
 
+@pytest.mark.parametrize("name", ["list.json", "list.json.gz"])
+def test_the_entries_of_a_json_list_are_documents(config: DataConfig, tmp_path: Path, name: str) -> None:
+    content = json.dumps([{"text": words} for words in WORDS], indent=1).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert texts(of_kind(config, "jsonl", tmp_path / name)) == texts(
+        of_kind(config, "jsonl", write_lines(tmp_path / "lines.jsonl", WORDS)))
+
+
 def test_a_folder_of_lines_and_another_field(config: DataConfig, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write_lines(tmp_path / "sub" / "a.jsonl", WORDS[:20], "content")
@@ -271,6 +279,10 @@ WRONG_LINES = {
     "half a pair": (b'{"text": "a"}\n{"text": "\\ud800"}\n', r"wrong\.jsonl, line 2"),
     "empty": (b"", r"wrong\.jsonl"),
     "blank": (b"\n\n", r"wrong\.jsonl"),
+    "a list cut off": (b'[{"text": "a"},', r"wrong\.jsonl begins with"),
+    "a list of Latin-1": (b'[{"text": "\xe4"}]', r"wrong\.jsonl is not UTF-8"),
+    "no object in a list": (b'[{"text": "a"}, "b"]', r"wrong\.jsonl, entry 2"),
+    "another format": (b"PAR1", r"wrong\.jsonl is a Parquet file"),
     "cut off": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], r"data\.path=.*wrong\.jsonl\.gz"),
     "not gzip": (b'{"text": "a"}\n\x1f\x8b', r"wrong\.jsonl"),
 }

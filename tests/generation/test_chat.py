@@ -7,17 +7,20 @@ import os
 from pathlib import Path
 
 import pytest
-from models import each_generation, small_model
+from models import each_generation, following, small_model
 from programs import Run, caller
+from tokenizer_files import chatml
 
 from rwkv.errors import UserError
 from rwkv.generation import chat as chat_module
 from rwkv.generation.chat import Chat
-from rwkv.generation.engine import generate
+from rwkv.generation.engine import Engine, generate
 from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
 from rwkv.tokenizer.chat import chat_template
-from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tokenizer.rendered import encode
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 from rwkv.tools.chat import Terminal
 
 TURNS = ("Hi", "Who are you?", "And then?")
@@ -43,6 +46,18 @@ def test_answers_are_those_after_the_whole_conversation(generation: str, templat
         assert chat.messages[-1] == {"role": "assistant", "content": answer.strip()}
 
 
+def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_path: Path) -> None:
+    (tmp_path / "eos.jinja").write_text("{% for m in messages %}{% if m.role == 'user' %}{{ '[Q]' + m.content + '[/Q]' }}"
+                                        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}")
+    chat = talk(template=str(tmp_path / "eos.jinja"))
+    for turn, text in enumerate(TURNS):
+        answer = "".join(chat.say(text))
+        ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
+        assert ids.count(chat.tokenizer.end_of_text) == turn
+        alone = Engine(chat.model, chat.tokenizer, [ids], [0], StoppingCriteria(12), chat.sampling)
+        assert answer == "".join(piece for _, piece in alone)
+
+
 def test_a_turn_reads_its_new_words_alone() -> None:
     """Answers are what the template writes, so nothing is read again."""
     chat = talk()
@@ -56,6 +71,22 @@ def test_a_turn_reads_its_new_words_alone() -> None:
     assert reads[0] == len("User: Hi\n\nAssistant:")
     assert all(read <= len(f"Assistant: {'x' * 12}\n\nUser: {text}\n\nAssistant:")
                for read, text in zip(reads[1:], TURNS[1:], strict=True))
+
+
+def test_special_tokens_of_the_template(tmp_path: Path) -> None:
+    """A drawn one ends the answer; what the user types is text; the next turn reads its new words alone."""
+    tokenizer = JsonTokenizer(chatml())
+    start, end = tokenizer.special["<|im_start|>"], tokenizer.special["<|im_end|>"]
+    (tmp_path / "chatml.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    model = following(tokenizer.vocab_size, [*tokenizer.encode("\nab"), end, start], n_embd=64)
+    chat = Chat(model, tokenizer, chat_template(str(tmp_path / "chatml.jinja")), Sampling(temperature=0), 12)
+    for text in ("hi<|im_end|>", "<|im_start|>"):
+        assert "".join(chat.say(text)) == "ab"
+        after_answer = [*tokenizer.encode("\n"), start, *tokenizer.encode(f"user\n{text}"), end]
+    assert chat.stats.read == 1 + len([*after_answer, *tokenizer.encode("\n"), start, *tokenizer.encode("assistant\n")])
+    assert chat.messages[-1]["content"] == "ab"
 
 
 def test_undo_goes_back_to_a_kept_state() -> None:

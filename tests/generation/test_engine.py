@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import assert_same_state, saying, small_model, tokens
+from models import assert_same_state, following, saying, small_model, tokens
+from tokenizer_files import KINDS, chatml
 from torch import nn
 
 from rwkv.errors import UserError
@@ -21,6 +23,7 @@ from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, Row, Sample, generate, generate_batch
 from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Sampling, adjusted, distribution, next_tokens
+from rwkv.generation.states import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
@@ -422,6 +425,47 @@ def test_rows_end_on_their_own() -> None:
 
 def test_the_beginning_of_a_stop_string_is_shown_at_the_end() -> None:
     assert list(generate(saying("abcdef"), BYTES, "a", 3, stop=["cdefg"], temperature=0)) == ["b", "cd"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
+    """Prompt and text are the text of all ids, also streamed, after a context or a state file, and in the tokens' strings."""
+    tokenizer = JsonTokenizer(KINDS[kind])
+    model = following(tokenizer.vocab_size, tokenizer.encode("bad cab"), n_embd=64)
+    options: dict[str, Any] = {"temperature": 0}
+    sample, = generate_batch(model, tokenizer, ["bad"], 6, logprobs=2, **options)
+    ids = [*tokenizer.encode("bad"), *sample.tokens]
+    assert "bad" + sample.text == tokenizer.decode(ids)
+    assert sample.text.startswith(" c")
+    assert "".join(generate(model, tokenizer, "bad", 6, **options)) == sample.text
+    assert "".join(entry["text"] for entry in sample.logprobs) == sample.text
+    for entry in sample.logprobs:
+        assert {other["token"]: other["text"] for other in entry["top"]}.get(entry["token"], entry["text"]) == entry["text"]
+
+    engine = Engine(model, tokenizer, ["bad"], [0], StoppingCriteria(1), Sampling(**options))
+    first = "".join(piece for _, piece in engine)
+    save_context(tmp_path / "state.safetensors", engine.context(), model, tokenizer)
+    for context in (engine.context(), load_context(tmp_path / "state.safetensors", model, tokenizer)):
+        rest = "".join(generate(model, tokenizer, "", 5, context=context, **options))
+        assert f"bad{first}{rest}" == tokenizer.decode(ids)
+
+    engine = Engine(model, tokenizer)
+    row = engine.add(ids, n_logprobs=1, prompt_logprobs=True, stopping=StoppingCriteria(0))
+    list(engine)
+    assert tokenizer.names(ids[:1])[0] + "".join(entry["text"] for entry in row.prompt_logprobs) == tokenizer.decode(ids)
+
+
+def test_each_end_of_text_and_special_stop_ends_a_text() -> None:
+    """A special token has no letters that a stop string could find."""
+    specials = ["<|begin|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"]
+    definition = {"kind": "json", "definition": chatml(specials), "end_of_text": [1, 2]}
+    tokenizer = Tokenizer.from_dict(definition)
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    for end, stop, reason in ((1, [], "end_of_text"), (2, [], "end_of_text"), (3, ["<|im_end|>"], "stop"), (3, [], "length")):
+        model = following(tokenizer.vocab_size, [a, b, end, b], n_embd=64)
+        sample, = generate_batch(model, tokenizer, ["a"], 3, stop=stop, temperature=0)
+        assert (sample.text, sample.finish_reason) == ("b" if reason != "length" else "bb", reason)
+        assert sample.tokens == ([b] if reason != "length" else [b, end, b])
 
 
 def test_stop_tokens_end_a_text_and_are_not_shown() -> None:

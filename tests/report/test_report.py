@@ -472,6 +472,25 @@ def test_runs_of_two_commits_are_no_comparison(tmp_path: Path) -> None:
     assert "commit is c in kernel=conv1d,seed=0; d in" in findings(compare(read(tmp_path)))[0].text
 
 
+@pytest.mark.parametrize(("share", "bits"), [(0.25, ""), (0.005, "1.5")])
+def test_a_tokenizer_that_loses_text_is_a_finding(tmp_path: Path, share: float, bits: str) -> None:
+    """val/bpb of an earlier step, logged before the run was resumed, is not that of the last validation."""
+    for seed in range(2):
+        make_run(tmp_path, "conv1d", seed, [3.0, 2.0])
+        path = tmp_path / f"kernel=conv1d,seed={seed}" / "metrics.csv"
+        header, *lines = path.read_text().splitlines()
+        lines[0] += ",9.0,"
+        lines[-1] += f",{bits},{share}"
+        path.write_text("\n".join([f"{header},val/bpb,val/lost", *lines]) + "\n")
+    report.write(tmp_path)
+    run = table(tmp_path)[0]
+    assert (run["val_bpb"], run["val_lost"]) == (bits, str(share))
+    said, = (finding.text for finding in findings(compare(read(tmp_path))) if "loses" in finding.text)
+    assert f"{100 * share:g} %" in said
+    assert ("not given" in said) == (not bits)
+    assert f"{100 * share:g} %" in parsed(tmp_path / "report.html").text
+
+
 def test_a_loss_that_is_not_a_number_is_the_largest_difference(tmp_path: Path) -> None:
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0, 1.0])
     make_run(tmp_path, "taichi_v3", 0, [3.0, math.nan, 1.5])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TEMPLATE = """\
 {% for tool in tools or [] %}
 {{ tool | tojson }}
+{%- for name in tool.function.parameters.properties | items %}{% endfor %}
 {% endfor %}
 {% for message in messages %}
 
@@ -28,6 +29,8 @@ TEMPLATE = """\
 
 <tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{%- for name, value in call.function.arguments | items %}{% endfor %}
+
 </tool_call>
 {%- endfor %}
 {% endfor %}"""
@@ -142,6 +145,42 @@ def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI
 
 
 @pytest.mark.programs
+@pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
+def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(client: "openai.OpenAI", arguments: str | None) -> None:
+    """The model sees them and what the tool said of them. A template may iterate over arguments, as Qwen3-Coder's does."""
+    messages: list[Any] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "no JSON"}, {"role": "user", "content": "1"}]
+    answer = ask(client, "", messages=messages).choices[0].message
+    assert answer.content == "Let me see."
+    assert answer.tool_calls[0].function.name == "weather"
+
+
+@pytest.mark.programs
+def test_the_deprecated_forms_of_a_call_are_shown_as_the_new_ones(client: "openai.OpenAI") -> None:
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    new = [{"role": "assistant", "content": None, "tool_calls": [call]},
+           {"role": "tool", "tool_call_id": "c", "content": "rain"}]
+    old = [{"role": "assistant", "content": None, "function_call": function},
+           {"role": "function", "name": "weather", "content": "rain"}]
+    found = [ask(client, "", messages=[*messages, {"role": "user", "content": "1"}]) for messages in (new, old)]
+    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
+    assert found[0].choices[0].message.content == found[1].choices[0].message.content == "Let me see."
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}}],
+                         ids=str)
+def test_a_tool_without_parameters_has_an_empty_list_of_them(client: "openai.OpenAI", parameters: dict[str, Any]) -> None:
+    whole = {"parameters": {"type": "object", "properties": {}}}
+    found = [ask(client, "1", tools=[{"type": "function", "function": {"name": "weather", **each}}])
+             for each in (whole, parameters)]
+    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
+    assert found[1].choices[0].message.tool_calls[0].function.name == "weather"
+
+
+@pytest.mark.programs
 @pytest.mark.parametrize(("options", "param"), [
     ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools"), ({"tools": TOOLS * 65}, "tools"),
@@ -150,7 +189,7 @@ def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments")], ids=str)
 def test_wrong_tools_are_named(client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:
     import openai
@@ -174,11 +213,13 @@ def test_a_template_without_tools_refuses_them(server: Running) -> None:
 def test_a_text_is_parsed_alike_however_it_is_cut(written: str) -> None:
     def parsed(size: int) -> tuple[str, list[Any]]:
         parser, text, calls = CallParser(["weather", "time_of_day"]), "", []
-        for start in range(0, len(written), size):
-            piece, more = parser.push(written[start:start + size])
+        for start in (*range(0, len(written), size), None):
+            piece, more = parser.push("" if start is None else written[start:start + size], last=start is None)
+            assert piece == "".join(written[begin:end] for begin, end in parser.spans)
+            assert all(end <= parser.decided for _, end in parser.spans)
             text, calls = text + piece, calls + more
-        piece, more = parser.push("", last=True)
-        return text + piece, [call["function"] for call in calls + more]
+        assert parser.decided == len(written)
+        return text, [call["function"] for call in calls]
 
     whole = parsed(1000)
     assert all(parsed(size) == whole for size in (1, 2, 3, 7))

@@ -1,11 +1,25 @@
 """Chat templates: the published forms, what is learnt, jinja2 files, and messages that are wrong."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import chat_template, default_template
+from rwkv.tokenizer.chat import (
+    END,
+    ChatTemplate,
+    JinjaTemplate,
+    chat_template,
+    check_messages,
+    default_template,
+    is_learnt,
+)
+from rwkv.tokenizer.rendered import encode
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello.\n\nWhat is it?"}, {"role": "user", "content": "Who are you?"},
@@ -104,13 +118,205 @@ def test_a_template_that_rewrites_earlier_turns_has_no_parts(tmp_path: Path) -> 
         template.parts(TALK)
 
 
+PROMPT = "{% if add_generation_prompt %}{{ 'PROMPT' }}{% endif %}"
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}{% endif %}"
+
+
+def turns(user: str, answer: str, prompt: str = "", before: str = "", after: str = "") -> str:
+    """A template from the jinja2 expressions of a turn of the user, of an answer, and of a prompt."""
+    return (before + "{% for m in messages %}" + ALTERNATE + "{% if m.role == 'user' %}{{ " + user + " }}{% else %}{{ " + answer
+            + " }}{% endif %}{% endfor %}" + (PROMPT.replace("'PROMPT'", prompt) if prompt else "") + after)
+
+
+FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {          # the template, its stops, and the answers learnt
+    "llama 3": (turns("'<|s|>user<|h|>\\n\\n' + m.content | trim + '<|eot|>'",
+                      "'<|s|>assistant<|h|>\\n\\n' + m.content | trim + '<|eot|>'", "'<|s|>assistant<|h|>\\n\\n'"),
+                ("<|eot|>",), ["yes<|eot|>", "no<|eot|>"]),
+    "gemma": (turns("'<turn>user\\n' + m.content | trim + '<end>\\n'", "'<turn>model\\n' + m.content | trim + '<end>\\n'",
+                    "'<turn>model\\n'", before="{{ bos_token }}"), ("<end>",), ["yes<end>\n", "no<end>\n"]),
+    "a system prompt of its own": (turns("'<s>user\\n' + m.content + '<e>\\n'", "'<s>assistant\\n' + m.content + '<e>\\n'",
+                                         "'<s>assistant\\n'", before="{{ '<s>system\\nBe kind.<e>\\n' }}"),
+                                   ("<e>",), ["yes<e>\n", "no<e>\n"]),
+    "mistral 1": (turns("'[INST] ' + m.content + ' [/INST]'", "m.content + eos_token + ' '"), (), [f"yes{END}", f"no{END}"]),
+    "mistral 3": (turns("'[INST] ' + m.content + '[/INST]'", "' ' + m.content + eos_token"), (), [f" yes{END}", f" no{END}"]),
+    "llama 2": (turns("bos_token + '[INST] ' + m.content + ' [/INST]'", "' ' + m.content + ' ' + eos_token"),
+                (), [f" yes {END}", f" no {END}"]),
+    "zephyr": (turns("'<|user|>\\n' + m.content + eos_token + '\\n'", "'<|assistant|>\\n' + m.content + eos_token + '\\n'",
+                     "'<|assistant|>\\n'"), (), [f"yes{END}", f"no{END}"]),
+    "phi 3": (turns("'<|user|>\\n' + m.content + '<|end|>\\n'", "'<|assistant|>\\n' + m.content + '<|end|>\\n'",
+                    "'<|assistant|>\\n'", after="{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"),
+              ("<|end|>",), ["yes<|end|>\n", f"no<|end|>\n{END}"]),
+    "deepseek": (turns("'User: ' + m.content + '\\n\\n'", "'Assistant: ' + m.content + eos_token", "'Assistant:'"),
+                 (), [f" yes{END}", f" no{END}"]),
+    "command r": (turns("'<s><user>' + m.content.strip() + '<e>'", "'<s><bot>' + m.content.strip() + '<e>'", "'<s><bot>'"),
+                  ("<e>",), ["yes<e>", "no<e>"]),
+    "an end between turns": (turns("'@user\\n' + m.content", "'@assistant\\n' + m.content", "'@end\\n@assistant\\n'").replace(
+        "{% endfor %}", "{% if not loop.last %}{{ '@end\\n' }}{% endif %}{% endfor %}"), ("@end",), ["yes@end\n", "no"]),
+    "a prompt always": (turns("'@user\\n' + m.content + '@end\\n'", "'@assistant\\n' + m.content + '@end\\n'",
+                              after="{{ '@assistant\\n' }}"), ("@end",), ["yes@end\n", "no@end\n"]),
+    "blank lines": (turns("'Q: ' + m.content + '\\n\\n'", "'A: ' + m.content + '\\n\\n'", "'A:'"),
+                    ("\n\nQ:",), [" yes\n\n", " no\n\n"]),
+    "no end": (turns("'<user>' + m.content", "'<assistant>' + m.content", "'<assistant>'"), ("<user>",), ["yes", "no"]),
+    "no end, after something": (turns("'<|user|>' + m.content", "'<|bot|>' + m.content", "'<|bot|>'", before="[sop]"),
+                                ("<|user|>",), ["yes", "no"]),
+    "a prompt always, after a system prompt": (
+        turns("'@user\\n' + m.content + '@end\\n'", "'@assistant\\n' + m.content + '@end\\n'",
+              before="{{ '<bos>@system\\nBe kind.@end\\n' }}", after="{{ '@assistant\\n' }}"),
+        ("@end",), ["yes@end\n", "no@end\n"]),
+    "an end of the whole text": (
+        turns("'<|user|>' + m.content + '<|end|>\\n'", "'<|assistant|>' + m.content + '<|end|>\\n'", "'<|assistant|>'",
+              before="{{ '<bos>\\n' }}", after="{% if not add_generation_prompt %}{{ '<last>' }}{% endif %}"),
+        ("<|end|>",), ["yes<|end|>", "no<|end|>\n<last>"]),
+    "a system prompt demanded": ("{{ messages[0].content if messages[0].role == 'system' else raise_exception('no system') }}"
+                                 "{% for m in messages[1:] %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endfor %}" +
+                                 PROMPT.replace("PROMPT", "<assistant>"), ("<e>",), ["yes<e>", "no<e>"]),
+}
+TWO = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "yes"},
+       {"role": "user", "content": "b"}, {"role": "assistant", "content": "no"}]
+
+
+def template_file(folder: Path, text: str) -> ChatTemplate:
+    (folder / "t.jinja").write_text(text, encoding="utf-8")
+    return chat_template(str(folder / "t.jinja"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_end_of_an_answer_is_found(family: str) -> None:
+    """It stops an answer and is learnt; and a prompt is the beginning of the text in which its answer is learnt."""
+    text, stop, answers = FAMILIES[family]
+    template = JinjaTemplate(text, family)
+    system = [{"role": "system", "content": "Be kind."}] if "no system" in text else []
+    parts = template.parts([*system, *TWO])
+    assert template.stop == stop
+    assert [part for part, learnt in parts if learnt] == answers
+    whole = "".join(part for part, _ in parts)
+    assert whole == template.render([*system, *TWO], add_generation_prompt=False)
+    for i in (1, 3):
+        prompt = template.render([*system, *TWO[:i]])
+        assert whole.startswith(prompt + answers[i // 2])
+
+
+TEXTS = st.text("ab \n<|>@[]:", max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3))
+def test_parts_are_the_text_and_follow_their_prompts(talk: list[tuple[str, str, bool]]) -> None:
+    messages: list[dict[str, Any]] = []
+    for asked, answered, weight in talk:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered, "weight": int(weight)}]
+    for template in _families():
+        prompts = [template.render(messages[:i]) for i in range(1, len(messages), 2)]
+        text = ""
+        for part, learnt in template.parts(messages):
+            assert not learnt or text in prompts
+            text += part
+        assert text == template.render(messages, add_generation_prompt=False)
+
+
+@cache
+def _families() -> list[ChatTemplate]:
+    return [JinjaTemplate(text, name) for name, (text, _, _) in FAMILIES.items() if "no system" not in text]
+
+
+QWEN = """{% set ns = namespace(asked=0) %}
+{% for m in messages if m.role == 'user' %}{% set ns.asked = ns.asked + 1 %}{% endfor %}
+{% set at = namespace(n=0) %}
+{% for m in messages %}{% if m.role == 'user' %}{% set at.n = at.n + 1 %}{{ '<s>user\n' + m.content + '<e>\n' }}{% else %}
+{{ '<s>assistant\n' }}
+{%- if at.n == ns.asked %}{{ '<think>\n' + m.reasoning_content | default('') + '\n</think>\n\n' }}{% endif %}
+{{- m.content + '<e>\n' }}{% endif %}{% endfor %}
+{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% if not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{% endif %}"""
+
+
+def test_thoughts_that_a_template_takes_out_of_earlier_answers(tmp_path: Path) -> None:
+    """The last answer follows its prompt, the one that asks for thoughts where it has some; an earlier one does not."""
+    template = template_file(tmp_path, QWEN)
+    thought = {**TWO[1], "reasoning_content": "2 + 2"}
+    assert template.stop == ("<e>",)
+    for messages, learnt in ((TWO[:2], "yes<e>\n"), ([TWO[0], thought], "<think>\n2 + 2\n</think>\n\nyes<e>\n"),
+                             ([TWO[0], {**thought, "weight": 0}, *TWO[2:]], "no<e>\n")):
+        parts = template.parts(messages)
+        assert [part for part, is_learnt in parts if is_learnt] == [learnt]
+    with pytest.raises(UserError, match=r"messages\[1\].*weight"):
+        template.parts([TWO[0], thought, *TWO[2:]])
+
+
+def test_a_template_that_moves_the_system_prompt_with_the_turns_is_refused(tmp_path: Path) -> None:
+    text = turns("'[INST] ' + (s + ' ' if loop.last else '') + m.content + '[/INST]'", "m.content + eos_token").replace(
+        "messages %}", "messages[1:] %}").replace("{% for", "{% set s = messages[0].content %}{% for")
+    with pytest.raises(UserError, match=r"messages\[2\]"):
+        template_file(tmp_path, text).parts([{"role": "system", "content": "Be kind."}, *TWO])
+
+
+def test_eos_token_is_the_id_end_of_text_and_nobody_can_write_it() -> None:
+    tokenizer = ByteTokenizer()
+    assert encode(tokenizer, ["a", f"b{END}c{END}", END, ""]) == [[97], [98, 0, 99, 0], [0], []]
+    assert len(END) > 30
+
+
+CALLS = """{% for m in messages %}{% if m.tool_calls is defined %}{{ 'calls ' + m.tool_calls | tojson }}{% else %}
+{{ m.content }}{% endif %}{% for key in m if key not in ('role', 'content', 'tool_calls') %}{{ ' ' + key }}{% endfor %}
+{{ '\n' }}{% endfor %}{% if tools is not none %}{{ 'tools' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "function_call", "name", "refusal", "audio", "annotations", "tool_call_id",
+                                   "reasoning_content"])
+@pytest.mark.parametrize("empty", [None, [], "", {}], ids=repr)
+def test_an_empty_field_is_as_a_missing_one(tmp_path: Path, field: str, empty: Any) -> None:
+    template = template_file(tmp_path, CALLS)
+    assert template.render([{**message, field: empty} for message in TWO], tools=[]) == "a\nyes\nb\nno\n"
+
+
+def test_openai_s_older_calls_are_calls(tmp_path: Path) -> None:
+    template = template_file(tmp_path, CALLS)
+    call = {"name": "f", "arguments": "{\"x\": 1}"}
+    old = [TWO[0], {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "content": "3"}]
+    calls = [{"type": "function", "function": call}]
+    new = [TWO[0], {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "3"}]
+    assert template.render(old) == template.render(new)
+    assert "calls" in template.render(new)
+
+
+def test_an_answer_without_content_is_its_refusal_or_nothing() -> None:
+    parts = [{"type": "refusal", "refusal": "No"}, {"type": "text", "text": "."}]
+    for message, content in (({"content": None}, ""), ({"content": None, "refusal": "No."}, "No."), ({"content": parts}, "No."),
+                             ({"reasoning_content": "Hm."}, "")):
+        assert check_messages([{"role": "assistant", **message}])[0]["content"] == content
+
+
+@pytest.mark.parametrize(("fields", "learnt"), [
+    ({}, True), ({"weight": 0}, False), ({"weight": 0.0}, False), ({"weight": 1}, True), ({"weight": None}, True),
+    ({"train": False}, False), ({"training": False}, False), ({"trainable": 0}, False), ({"loss": False}, False),
+    ({"loss": True}, True), ({"masked": True}, False), ({"masked": False}, True), ({"weight": 1, "train": False}, False)])
+@pytest.mark.parametrize("name", ["world", "chatml"])
+def test_an_answer_that_is_not_learnt_is_context(name: str, chatml: str, fields: dict[str, Any], learnt: bool) -> None:
+    template = chat_template(chatml if name == "chatml" else name)
+    talk = [*TALK[:2], TALK[2] | fields, *TALK[3:]]
+    parts = template.parts(talk)
+    assert "".join(text for text, _ in parts) == template.render(TALK, False)
+    assert sum(is_learnt for _, is_learnt in parts) == 1 + learnt
+    assert parts[-1][1]
+
+
+@pytest.mark.parametrize(("message", "field"), [
+    ({"role": "assistant", "weight": 0.5}, "weight"), ({"role": "assistant", "weight": 2}, "weight"),
+    ({"role": "assistant", "loss": "no"}, "loss"), ({"role": "user", "train": True}, "train"),
+    ({"role": "assistant", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail")])
+def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError, match=rf"messages\[0\]\.{field}"):
+        is_learnt(message, "messages[0]")
+    assert chat_template("world").render([{"content": "a", **message}])              # the server is not concerned
+
+
 @pytest.mark.parametrize(("messages", "field"), [
     ("Hi", "messages is a list"), ([], "messages is a list"), (["Hi"], r"messages\[0\] is an object"),
     ([{"content": "Hi"}], r"messages\[0\]\.role is one of system, user, assistant, tool; got null"),
     ([*TALK[:1], {"role": "human", "content": "Hi"}], r"messages\[1\]\.role"),
     ([{"role": ["user"], "content": "Hi"}], r"messages\[0\]\.role"),
     ([{"role": "user", "content": None}], r"messages\[0\]\.content is a string"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] is a text"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] is an image"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], r"messages\[0\]\.tool_calls"),
     ([{"role": "user", "content": "Hi", "reasoning_content": "?"}], r"messages\[0\]\.reasoning_content"),
 ])

@@ -25,13 +25,13 @@ REPLACEMENT = "\ufffd"
 
 def byte_fallback() -> JsonTokenizer:
     """As SentencePiece's models come: words start with U+2581, what the vocabulary lacks is spelt in bytes."""
-    tokens = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *"abcdefghij", "ab", "\u2581c", "é"]
+    tokens = ["</s>", "<unk>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *"abcdefghij", "ab", "\u2581c", "é"]
     library = tokenizers.Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)},
                                               merges=[("a", "b"), ("\u2581", "c")], unk_token="<unk>", byte_fallback=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
                                          decoders.Strip(" ", 1, 0)])
-    library.add_special_tokens(["<unk>"])
+    library.add_special_tokens(["</s>", "<unk>"])
     return JsonTokenizer(library.to_str())
 
 
@@ -353,3 +353,7 @@ def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
     task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, BPE)})
     with pytest.raises(UserError, match=rf"{NEOX.hash[:12]}.*data\.tokenizer"):
         task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, NEOX)})
+    ending = JsonTokenizer(FALLBACK.definition, end_of_text="<unk>")
+    task.describe({}, FALLBACK)
+    with pytest.raises(UserError, match=r"<unk>.*</s>.*end_of_text"):
+        task.on_load_checkpoint({"timemix": describe({}, ending.vocab_size, ending)})

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from losing import dropping, with_unknown
 from models import small_model
 from programs import Run, one_sentence
+from tokenizer_files import KINDS
 
 from rwkv import evaluation
 from rwkv.data.sources import files
@@ -53,6 +55,15 @@ def checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("ab ba aabb " * 9)
 
 
+def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
+    """Its ids are those within the text: no second space before it."""
+    (tmp_path / "words.jsonl").write_text('{"text": "bad fed cab"}\n')
+    for text in KINDS.values():
+        tokenizer = JsonTokenizer(text)
+        word, = read_last_words(tokenizer, tmp_path / "words.jsonl", [])
+        assert [*word.context, *word.word] == tokenizer.encode("bad fed cab")
+
+
 def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
     """Of each of `ids` after `before`: the definition, in one pass, in float64."""
     logits, _ = model(torch.tensor([before + ids]))
@@ -75,7 +86,7 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
     monkeypatch.setattr(evaluation, "MAX_LOGITS", 1000)
     expected = nats(model, [0], tokenizer.encode(TEXT))
     scores = list(score_text(model, tokenizer, path, [0], chunk_len))
-    assert sum(tokens for tokens, _ in scores) == count_tokens(tokenizer, path) == len(expected)
+    assert sum(tokens for tokens, _ in scores) == count_tokens(tokenizer, path)[0] == len(expected)
     assert max(tokens for tokens, _ in scores) <= chunk_len
     assert sum(more for _, more in scores) == pytest.approx(sum(expected), rel=1e-5)
 
@@ -188,6 +199,53 @@ def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
     assert stripped["perplexity"] == pytest.approx(result["perplexity"]), "spaces at the end"
     shifted = json.loads(run("evaluate", *EVALUATED, "data.path=texts.jsonl", "start=ab a")[1])
     assert shifted["perplexity"] != pytest.approx(result["perplexity"])
+
+
+# A tokenizer that loses text
+
+
+@pytest.mark.parametrize(("tokenizer", "unknown"), [(dropping("ab \n"), 0), (with_unknown("ab \n"), 10)],
+                         ids=["dropping", "unknown"])
+def test_bits_per_byte_of_a_text_that_the_tokenizer_lost_are_withheld(run: Run, tokenizer: Tokenizer, unknown: int) -> None:
+    small_model("conv1d", tokenizer.vocab_size).save_pretrained("model.ckpt", tokenizer)
+    Path("text.txt").write_text("ab ba aabb é\n" * 10, encoding="utf-8")
+    status, output, error = run("evaluate", *EVALUATED, "data.path=text.txt")
+    result = json.loads(output)
+    assert (status, result["bits_per_byte"], result["lost_bytes"], result["unknown_tokens"]) == (0, None, 20, unknown)
+    assert (result["bytes"], result["tokens"]) == (140, 120 + unknown)
+    assert "WARNING" in error
+    Path("text.txt").write_text("ab ba aabb \n" * 100 + "é", encoding="utf-8")
+    status, output, error = run("evaluate", *EVALUATED, "data.path=text.txt")
+    result = json.loads(output)
+    assert (status, result["lost_bytes"]) == (0, 2)
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] * result["tokens"] / math.log(2) / 1202)
+    assert "WARNING" in error
+
+
+def test_a_text_that_is_lost_as_a_whole_is_no_empty_file(run: Run) -> None:
+    small_model("conv1d", 320).save_pretrained("model.ckpt", dropping("x"))
+    Path("text.txt").write_text("ab ba", encoding="utf-8")
+    one_sentence(run("evaluate", *EVALUATED, "data.path=text.txt"), "100 %")
+
+
+def test_a_last_word_that_is_lost_is_not_right(run: Run, tmp_path: Path) -> None:
+    """Without ids there is nothing to predict, and with an unknown token hardly anything."""
+    small_model("conv1d", 320).save_pretrained("model.ckpt", dropping("ab"))
+    write_texts(tmp_path / "texts.jsonl", ["ab éé", "a ûû"])
+    status, output, error = run("evaluate", *EVALUATED, "data.path=texts.jsonl")
+    result = json.loads(output)
+    assert (status, result["accuracy"], result["perplexity"], result["lost_bytes"]) == (0, 0, None, 8)
+    assert "WARNING" in error
+
+
+@pytest.mark.programs
+def test_answers_that_are_lost_are_counted(run: Run) -> None:
+    tokenizer = dropping(set("User: Assistant\nab"))
+    small_model(generation="rwkv7", vocab_size=tokenizer.vocab_size).save_pretrained("talker.safetensors", tokenizer)
+    Path("talks.jsonl").write_text(json.dumps({"prompt": "é", "completion": "abéé"}))
+    status, output, _ = run("evaluate", "checkpoint=talker.safetensors", "data.path=talks.jsonl", "device=cpu",
+                            "data.template=world")
+    assert (status, json.loads(output)["lost_bytes"]) == (0, 4)
 
 
 # What is wrong is said in one sentence

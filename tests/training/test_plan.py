@@ -390,3 +390,37 @@ def test_the_estimate_leaves_nothing_behind() -> None:
     assert (torch.get_rng_state().equal(drawn[0]), random.getstate(), np.random.get_state()[1].tolist()) == (True, *drawn[1:])
     assert all(weight.equal(before[name]) for name, weight in task.state_dict().items())
     assert all(parameter.grad is None for parameter in task.parameters())
+
+
+# Validation of a part, and validation that takes long
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"val_every": 10}, []),                                     # 30 steps, and 3 times a third of 80 tokens' forward pass
+    ({"val_every": 1}, ["30 times", "all 120 tokens", "50 %"]),
+    ({"val_every": 1, "val_tokens": 30}, ["30 times", "the first 30 of 120 tokens"]),
+    ({"val_every": 1, "val_tokens": 999}, ["30 times", "all 120 tokens", "50 %"]),
+])
+def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(options: dict[str, Any], said: list[str]) -> None:
+    data: Any = SimpleNamespace(sizes=SimpleNamespace(val_tokens=120))
+    lines = list(plan._validation(configured(1, 8, 4, 10, max_steps=30, **options), 0, data))
+    assert len(lines) == bool(said)
+    assert not [part for part in said if part not in lines[0][1]]
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("debug", ["fast", "overfit"])
+def test_a_debug_run_validates_a_part_and_says_so(run: Run, debug: str) -> None:
+    """However large the validation split: with 30,000 tokens in it, at most 512 are read at a time."""
+    Path("text.txt").write_text(TEXT * 10)
+    arguments = (f"debug={debug}", "data=text", "data.path=text.txt", "data.val_fraction=0.3", "data.cache_dir=cache",
+                 "trainer=cpu", "kernel=torch_scan", "logger=csv", "trainer.max_steps=2", "trainer.val_every=1", "out_dir=run")
+    status, _, error = run("train", *arguments)
+    assert status == 0, error
+    (planned,) = [line for line in error.splitlines() if line.startswith("validation ") and " times " in line]
+    (told,) = [line for line in error.splitlines() if line.startswith("validation was of")]
+    assert "the first 512 of " in planned
+    assert "the first 512 of " in told
+    assert "512 tokens" in Path("run/report.html").read_text()
+    status, _, refused = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3", "trainer.val_tokens=64")
+    assert (status, "trainer.val_tokens" in refused) == (2, True), "the losses are compared for best.ckpt"

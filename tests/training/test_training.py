@@ -14,6 +14,7 @@ from typing import TextIO
 import pytest
 import torch
 import yaml
+from losing import dropping
 from programs import Run
 from training_runs import OWN, SMALL, TEXT, Done, content, done_here, finish, losses, rows, same, start, wait_for
 
@@ -105,6 +106,24 @@ def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, wh
     for row in rows(folder / "whole"):
         assert row["kernel"] == "conv1d"
         assert bool(row["val/loss"]) != bool(float(row["tok_per_sec"] or 0) > 0 and float(row["peak_mem"]) > 0)
+
+
+@pytest.mark.parametrize("withheld", [True, False])
+def test_bits_per_byte_of_a_text_that_the_tokenizer_lost_are_withheld(run: Run, withheld: bool) -> None:
+    """Of 50 lines' dashes, 3 bytes each, all are lost, or one: plan, metrics, result and report say it."""
+    text = TEXT if withheld else TEXT.replace("—", "-")[:-2] + "—\n"
+    Path("text.txt").write_text(text, encoding="utf-8")
+    Path("letters.json").write_text(dropping(sorted(set(text) - {"—"})).definition)
+    options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "data.tokenizer=letters.json", "out_dir=lost")
+    assert "WARNING" in run("train", *options, "plan=true")[2]
+    status, _, error = run("train", *options)
+    assert status == 0, error
+    assert error.count("the tokenizer loses ") == (4 if withheld else 2), "of each split in the plan and in the result"
+    last = rows(Path("lost"))[-1]
+    assert bool(last["val/bpb"]) != withheld
+    assert ("gzip -9" in error) != withheld
+    assert 0 < float(last["val/lost"]) == pytest.approx(0.07 if withheld else 0.004, rel=0.3)
+    assert "The tokenizer loses" in Path("lost", "report.html").read_text(encoding="utf-8")
 
 
 def test_the_model_learns(folder: Path, whole: Done) -> None:

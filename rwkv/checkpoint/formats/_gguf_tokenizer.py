@@ -3,6 +3,7 @@
     tokenizer.ggml.model, .tokens, .token_type      rwkv: a token is Python's repr of its bytes, without b and quotes
     tokenizer.ggml.merges, .pre                     gpt2: a token is the text that stands for its bytes, two of them a merge
     tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, by our writer
+    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: what ends a text; the World vocabulary ends it with id 0
 
 Ids that are not in use, up to the number of rows of the embedding, are [PADid], of the type "unused". Sources: llama.cpp,
 conversion/base.py and src/llama-vocab.cpp; ggml, docs/gguf.md.
@@ -15,6 +16,7 @@ from typing import Any
 
 from rwkv.checkpoint.content import Outgoing
 from rwkv.errors import CheckpointError, UserError
+from rwkv.tokenizer import special
 from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
@@ -22,6 +24,7 @@ JSON = "tokenizer.huggingface.json"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5         # token_type
 WORLD_START = "<s>"                      # the text of id 0 of the World vocabulary in GGUF, where it is no token's
 PRE_TOKENIZER = "gpt-2"
+ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 PLAIN_BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
              "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
@@ -37,20 +40,21 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
         return {f"{GGML}model": NO_MODEL[0]}
     if definition["kind"] == "world":
         tokens, types = _world_tokens(definition["vocabulary"])
-        special: dict[str, Any] = {f"{GGML}model": "rwkv"}
-        end_of_text = 0
+        own: dict[str, Any] = {f"{GGML}model": "rwkv"}
+        ends = [0]
     elif definition["kind"] == "json":
         parsed = json.loads(definition["definition"])
-        tokens, types, end_of_text = _bpe_tokens(parsed)
-        special = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": _merges(parsed),
-                   JSON: definition["definition"]}
+        tokens, types = _bpe_tokens(parsed)
+        ends = special.ends_of(definition) or [0]
+        own = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": _merges(parsed),
+               JSON: definition["definition"]}
     else:
         raise UserError(f"GGUF has no place for the tokenizer {definition['kind']}: it holds the World vocabulary or a "
                         "byte-level BPE, as data.tokenizer=world or bpe; choose another format")
     spare = range(len(tokens), outgoing.vocab_size)
-    return {**special, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
-            f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": end_of_text,
-            f"{GGML}eos_token_id": end_of_text, f"{GGML}add_bos_token": False}
+    return {**own, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
+            f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": ends[0],
+            **dict(zip(ENDS, ends, strict=False)), f"{GGML}add_bos_token": False}
 
 
 def _world_tokens(vocabulary: str) -> tuple[list[str], list[int]]:
@@ -60,8 +64,8 @@ def _world_tokens(vocabulary: str) -> tuple[list[str], list[int]]:
     return texts, [CONTROL, *(NORMAL if token else UNUSED for token in tokens[1:])]
 
 
-def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int], int]:
-    """Texts, types and the end of a text. Raises UserError where the file splits text in a way that GGUF cannot state."""
+def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """Texts and types. Raises UserError where the file splits text in a way that GGUF cannot state."""
     model, added = parsed["model"], parsed.get("added_tokens") or []
     unlike = [name for name, value in PLAIN_BPE.items() if (model.get(name) or None) != (value or None)]
     parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": _unlike_byte_level(parsed.get("pre_tokenizer")),
@@ -75,9 +79,8 @@ def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int], int]:
     names = {index: text for text, index in model["vocab"].items()} | {token["id"]: token["content"] for token in added}
     types = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
     ids = range(1 + max(names))
-    end_of_text = next((token["id"] for token in added if token["content"] == "<|endoftext|>"), 0)
     return ([names.get(index, f"[PAD{index}]") for index in ids],
-            [types.get(index, NORMAL) if index in names else UNUSED for index in ids], end_of_text)
+            [types.get(index, NORMAL) if index in names else UNUSED for index in ids])
 
 
 def _unlike_byte_level(pre_tokenizer: Any) -> bool:
@@ -100,11 +103,21 @@ def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} holds a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
                               "(byte-level BPE): convert the model's original files instead")
     if isinstance(metadata.get(JSON), str):
-        return {"kind": "json", "definition": metadata[JSON]}
+        return _with_ends(metadata[JSON], metadata)
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
         raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, "
                               f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
-    return {"kind": "json", "definition": json.dumps(_bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges")))}
+    return _with_ends(json.dumps(_bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))), metadata)
+
+
+def _with_ends(definition: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer's definition with what the metadata say that ends a text, or else its own rule."""
+    try:
+        parsed = json.loads(definition)
+        ends = special.stated_ends(parsed, [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)])
+        return special.definition(definition, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
+        return {"kind": "json", "definition": definition}
 
 
 def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:

@@ -1,8 +1,12 @@
 """A Hugging Face directory: config.json, weights by transformers' names (RWKV-4) or fla's (RWKV-7), in one file or in shards,
 and the tokenizer: tokenizer.json, or the World vocabulary in the file that fla's directories and llama.cpp's converter have.
 
-Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py; flash-linear-attention,
-fla/models/rwkv7.
+What ends a text with a tokenizer.json stands in the first of generation_config.json, config.json, tokenizer_config.json and
+special_tokens_map.json that names a token of it which can; where none does, the rule of rwkv/tokenizer/special.py holds. The
+World vocabulary ends texts with id 0 whatever they say.
+
+Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py, generation/configuration_utils.py
+(eos_token_id: an id or a list of ids); flash-linear-attention, fla/models/rwkv7.
 """
 
 import json
@@ -20,13 +24,14 @@ from rwkv.checkpoint.generations import generation_of, generations, supported
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
+from rwkv.tokenizer import special
 
 SUFFIXES = ("",)
 CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
+GENERATION_CONFIG, SPECIAL_TOKENS = "generation_config.json", "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-END_OF_TEXT = "<|endoftext|>"            # as in rwkv/tokenizer/tokenizers.py; else token 0 separates documents
 
 
 def recognises(path: Path) -> bool:
@@ -75,7 +80,9 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
     tokenizer = outgoing.entry.get("tokenizer") or {}
     if tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str):
         texts[TOKENIZER] = tokenizer["definition"]
-        _, end = _end_of_text(outgoing)
+        parsed = json.loads(tokenizer["definition"])
+        first = _ends(outgoing)[0]
+        end = next((name for name, index in special.vocabulary(parsed).items() if index == first), None)
         names = {} if end is None else {"bos_token": end, "eos_token": end}
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
     if tokenizer.get("kind") == "world":
@@ -83,24 +90,19 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
     return texts
 
 
-def _end_of_text(outgoing: Outgoing) -> tuple[int, str | None]:
-    """The id of the token that separates documents, and its text where a tokenizer.json names it."""
+def _ends(outgoing: Outgoing) -> list[int]:
+    """The ids that end a text."""
     tokenizer = outgoing.entry.get("tokenizer") or {}
-    if tokenizer.get("kind") != "json" or not isinstance(tokenizer.get("definition"), str):
-        return 0, None
-    parsed = json.loads(tokenizer["definition"])
-    vocabulary = parsed["model"].get("vocab")
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    ids |= {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
-    end = ids.get(END_OF_TEXT, 0)
-    return end, next((text for text, index in ids.items() if index == end), None)
+    known = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
+    return (special.ends_of(tokenizer) if known else []) or [0]
 
 
 def _described(outgoing: Outgoing) -> dict[str, Any]:
     dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
-    end, _ = _end_of_text(outgoing)
+    ends = _ends(outgoing)
     return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype),
-            "bos_token_id": end, "eos_token_id": end, "tie_word_embeddings": False, "use_cache": True,
+            "bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0], "tie_word_embeddings": False,
+            "use_cache": True,
             "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
@@ -173,10 +175,33 @@ def _tensor(index: Path, shard: Content, name: str) -> Stored:
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     if (folder / TOKENIZER).is_file():
-        return {"kind": "json", "definition": _text(folder / TOKENIZER)}
+        return _json_tokenizer(folder)
     if (folder / WORLD).is_file():
         return {"kind": "world", "vocabulary": _text(folder / WORLD)}
     return None
+
+
+def _json_tokenizer(folder: Path) -> dict[str, Any]:
+    """Raises CheckpointError where one of the files beside it is damaged."""
+    text, stated = _text(folder / TOKENIZER), [*_stated_ends(folder)]
+    try:
+        parsed = json.loads(text)
+        ends: list[int] = next(filter(None, (special.stated_ends(parsed, each) for each in stated)), [])
+        return special.definition(text, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
+        return {"kind": "json", "definition": text}
+
+
+def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
+    """The ids or names of the tokens that end a text by each of the files that may say so, in transformers' order."""
+    for name in (GENERATION_CONFIG, CONFIG):
+        ids = _json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        ids = ids if isinstance(ids, list) else [ids]
+        yield [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
+    for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        token = _json(folder / name).get("eos_token") if (folder / name).is_file() else None
+        token = token.get("content") if isinstance(token, dict) else token
+        yield [token] if isinstance(token, str) else []
 
 
 def _json(path: Path) -> dict[str, Any]:

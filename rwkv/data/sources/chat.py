@@ -1,28 +1,42 @@
-"""Conversations, JSON lines, also in .gz, in the forms that the field uses:
+"""Conversations: JSON lines or one JSON list (.jsonl, .json), also in .gz, in the forms that the field uses:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
     {"prompt": "...", "completion": "..."}                      texts, or lists of messages
+    {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
+
+The list is also called conversation, items or interactions, and its fields may be of either form. A list, `tools` or the value
+of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction are for
-validation.
+validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/tokenizer/chat.py): the answer is
+context and is not learnt. A conversation none of whose answers is learnt is left out, and counted. The answers in a list
+`prompt` are context too, as TRL reads them.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import contents
-from rwkv.data.sources.jsonl import files, lines
+from rwkv.data.sources.files import contents, matching
+from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.data.sources.source import Document, Source, chunks_of, in_validation, sha256
 from rwkv.errors import UserError
-from rwkv.io.json_lines import parse
-from rwkv.tokenizer.chat import ChatTemplate, Part, chat_template
+from rwkv.tokenizer.chat import EMPTY, END, ChatTemplate, Part, chat_template
 
-FORMS = ("messages, conversations, or prompt and completion")
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-         "bot": "assistant", "system": "system", "tool": "tool", "function": "tool", "observation": "tool"}        # of "from"
+JSON_ENDINGS = (".json", ".json.gz")     # in a folder without JSON lines
+LISTS = ("messages", "conversations", "conversation", "items", "interactions")
+PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
+         ("question", "answer"), ("query", "response"))
+FORMS = ("messages, conversations, or prompt and completion (or instruction and output, question and answer, query and "
+         "response)")
+ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
+         "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "system": "system",
+         "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
+         "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
+CALLS = ("function_call", "tool_call")   # roles whose text is a call of a tool, or a list of calls, in JSON
 
 
 class Conversation(NamedTuple):
@@ -33,69 +47,199 @@ class Conversation(NamedTuple):
     where: str
     weight: int
 
+    @property
+    def learnt(self) -> bool:
+        """Whether any of it is learnt; where it is not, the conversation belongs to neither split."""
+        return any(learnt for _, learnt in self.parts)
+
 
 def source(config: DataConfig, cache: Path) -> Source:
     """Raises UserError if there is no file; reading raises it, with the file and the line, for what is no conversation."""
-    named = files(str(config.path))
+    named, others = _files(str(config.path))
     template = template_of(config)
 
     def documents() -> Iterator[Document]:
         for parts, val, where, weight in conversations(config):
-            yield Document(chunks_of("".join(text for text, _ in parts)), val, where, weight)
+            yield Document(chunks_of("".join(text for text, _ in parts).replace(END, "")), val, where, weight)
 
     paths = [path for _, path in named]
     names = (part for (name, _), content in zip(named, contents(paths, cache), strict=True) for part in (name, content.sha256))
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"
+    if others:
+        about += f" (its {others} .json files are not read, since it has .jsonl files)"
     return Source(documents, about, sha256([template.definition, *names]), sum(path.stat().st_size for path in paths))
+
+
+def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
+    """(name, file) of each file, and the number of .json files in a folder that are not read, for it has JSON lines."""
+    if not Path(path).is_dir():
+        return files(path), 0
+    found = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
+    others = sum(name.endswith(JSON_ENDINGS) for name in found)
+    return (files(path, JSON_ENDINGS), 0) if others == len(found) else (files(path), others)
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
     return chat_template(config.template or "world")
 
 
-def conversations(config: DataConfig) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError as `source` says, and where there are fewer than two."""
-    template, count = template_of(config), 0
-    found = (line for _, path in files(str(config.path)) for line in lines(path))
-    for val, (line, where, weight) in zip(in_validation(config.val_fraction), found, strict=False):
-        yield Conversation(parts_of(line, where, template), val, where, weight)
-        count += 1
-    if count < 2:
-        raise UserError(f"data.path={config.path} has {count} conversations: training needs at least two, one of them for "
-                        "validation")
+def conversations(config: DataConfig, template: ChatTemplate | None = None) -> Iterator[Conversation]:
+    """All conversations in the order of the files. Raises UserError as `source` says, and where fewer than two are learnt.
+
+    template: replaces the one that `config` names.
+    """
+    template, learnt, others = template or template_of(config), 0, 0
+    splits = in_validation(config.val_fraction)
+    for _, path in _files(str(config.path))[0]:
+        for entry, where, weight in entries(path):
+            conversation = Conversation(parts_of(entry, where, template), False, where, weight)
+            if conversation.learnt:
+                learnt += 1
+                conversation = conversation._replace(val=next(splits))
+            else:
+                others += 1
+            yield conversation
+    if learnt < 2:
+        more = f" with an answer to learn, and {others} without" if others else ""
+        raise UserError(f"data.path={config.path} has {learnt} conversations{more}: training needs at least two, one of them "
+                        "for validation")
 
 
-def parts_of(line: bytes, where: str, template: ChatTemplate) -> list[Part]:
-    """The rendered conversation of a line. Raises UserError with `where` if it is none, or has no answer to learn."""
-    entry = parse(line, where)
+def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[Part]:
+    """The rendered conversation of an entry. None of the parts is learnt where the entry says so.
+
+    Raises UserError with `where` if it is no conversation, or has no answer.
+    """
     try:
-        parts = template.parts(_messages(entry), entry.get("tools"))
+        messages = _messages(entry)
+        parts = template.parts(messages, _tools(entry))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if not any(learnt for _, learnt in parts):
+    if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: the conversation has no answer of the assistant, so there is nothing to learn")
     return parts
 
 
-def _messages(entry: dict[str, Any]) -> Any:
-    if "messages" in entry:
-        return entry["messages"]
-    if "conversations" in entry:
-        return [*_one("system", entry.get("system") or []), *_translated(entry["conversations"])]
-    if "prompt" in entry and "completion" in entry:
-        return [*_one("user", entry["prompt"]), *_one("assistant", entry["completion"])]
-    raise UserError(f"a conversation has {FORMS}; there is {', '.join(entry)[:60] or 'nothing'}")
+def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages in OpenAI's form, with what the entry says for all of them. Raises UserError if it is no conversation."""
+    given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
+    name = next((name for name in LISTS if name in given), None)
+    pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
+    if name is not None:
+        messages = _turns(given[name], name)
+    elif pair is not None:
+        messages = _of_pair({**given, **{field: entry[field] for field in pair}}, *pair)
+    elif empty := next((field for field in LISTS if field in entry), None):
+        raise UserError(f"{empty} is {json.dumps(entry[empty])}: a conversation is a list of at least one message")
+    else:
+        raise UserError(f"a conversation has {FORMS}; there is {', '.join(entry)[:120] or 'nothing'}: rename what has another "
+                        "name")
+    system = given.get("system", given.get("system_prompt"))
+    if system is not None and not (name == "messages" and messages[0]["role"] == "system"):
+        messages = [*_one("system", system, "system"), *messages]
+    weight = given.get("weight", 1)
+    if not isinstance(weight, (int, float)) or weight not in (0, 1):
+        raise UserError(f"weight is 0 or 1, because a conversation is learnt or it is not; got {json.dumps(weight)[:60]}")
+    return messages if weight else _unlearnt(messages)
 
 
-def _one(role: str, said: Any) -> list[Any]:
+def _of_pair(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+    question = given[asked]
+    more = next((field for field in ("input", "context") if field in given), None)
+    if more is not None:
+        if asked != "instruction" or not isinstance(question, str) or not isinstance(given[more], str):
+            raise UserError(f"beside {asked} and {answered} there is {more}, and which text the model is to read is not plain: "
+                            f"put all of it into {asked}, or name the texts instruction, input and output")
+        question = f"{question}\n{given[more]}"
+    messages = []
+    for turn in given.get("history", []):
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise UserError("history is a list of pairs [question, answer]")
+        messages += [*_one("user", turn[0], "history"), *_one("assistant", turn[1], "history")]
+    return [*messages, *_unlearnt(_one("user", question, asked)), *_one("assistant", given[answered], answered)]
+
+
+def _one(role: str, said: Any, name: str) -> list[dict[str, Any]]:
     """A message, or the list of messages that `said` is already."""
-    return said if isinstance(said, list) else [{"role": role, "content": said}]
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    if not isinstance(said, list):
+        raise UserError(f"{name} is a string, or a list of messages; got {_shown(said)}")
+    return _turns(said, name)
 
 
-def _translated(turns: Any) -> Iterator[dict[str, Any]]:
-    if not isinstance(turns, list):
-        raise UserError("conversations is a list of objects with from and value")
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict) or turn.get("from") not in ROLES:
-            raise UserError(f"conversations[{i}].from is one of {', '.join(ROLES)}")
-        yield {"role": ROLES[turn["from"]], "content": turn.get("value")}
+def _unlearnt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
+
+
+def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{name} is a list of at least one object with role and content, or from and value; got "
+                        f"{_shown(turns)}")
+    return [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
+
+
+def _turn(turn: Any, where: str) -> dict[str, Any]:
+    """A message in OpenAI's form, of {"role": ..., "content": ...} or {"from": ..., "value": ...}."""
+    if not isinstance(turn, dict):
+        raise UserError(f"{where} is an object with role and content, or from and value; got {_shown(turn)}")
+    given = {field: value for field, value in turn.items() if value is not None}
+    role_field = "from" if "from" in given and "role" not in given else "role"
+    said_field = next((field for field in ("content", "value", "text") if field in given),
+                      "value" if role_field == "from" else "content")
+    role, said = given.get(role_field), given.get(said_field)
+    known = role.strip().lower() if isinstance(role, str) else ""
+    if role is None:
+        raise UserError(f"{where} has no role, and no from: there is {', '.join(turn)[:60] or 'nothing'}")
+    if known not in ROLES:
+        raise UserError(f"{where}.{role_field} is one of {', '.join(ROLES)}; got {_shown(role)}")
+    names = {role_field: "role", said_field: "content"}
+    message = {names.get(field, field): value for field, value in given.items()} | {"role": ROLES[known]}
+    if known in CALLS:
+        return message | {"content": "", "tool_calls": _calls(said, f"{where}.{said_field}")}
+    message["tool_calls"] = _from_json(message.get("tool_calls"))
+    if not isinstance(said, (str, list)) and not (said is None and _answers_without_content(message)):
+        raise UserError(f"{where}.{said_field} is a string, or a list of texts; got {_shown(said)}")
+    return message
+
+
+def _answers_without_content(message: dict[str, Any]) -> bool:
+    fields = ("tool_calls", "function_call", "refusal", "reasoning_content")
+    return message["role"] == "assistant" and any(message.get(field) not in EMPTY for field in fields)
+
+
+def _calls(said: Any, where: str) -> list[Any]:
+    calls = _from_json(said)
+    if not isinstance(calls, (list, dict)) or not calls:
+        raise UserError(f'{where} is a call of a tool, {{"name": "...", "arguments": {{}}}}, or a list of them, in JSON; got '
+                        f"{_shown(said)}")
+    return [call if not isinstance(call, dict) or "function" in call else {"type": "function", "function": call}
+            for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _tools(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The entry's tools, each an object; None for none. OpenAI's older name for them is functions."""
+    tools = _from_json(entry.get("tools"))
+    if tools in EMPTY:
+        functions = _from_json(entry.get("functions"))
+        if not isinstance(functions, list):
+            return None
+        tools = [{"type": "function", "function": function} for function in functions]
+    tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"tools is a list of objects, or that list as JSON in a string; got {_shown(entry['tools'])}")
+    return tools or None
+
+
+def _from_json(value: Any) -> Any:
+    """What a string of JSON says; other values, and strings that are no JSON, are returned as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:60]

@@ -1,9 +1,13 @@
-"""JSON lines, also in .gz: the text of each {"text": "..."} is a document. data.field names another key."""
+"""JSON lines, also in .gz: the text of each {"text": "..."} is a document. data.field names another key.
 
+A file may also be one JSON list of such objects.
+"""
+
+import codecs
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,13 @@ from rwkv.data.sources.files import contents, matching, open_file
 from rwkv.data.sources.source import Source, sha256, split_documents
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
+from rwkv.io.utf8 import decode
 
 ENDINGS = (".jsonl", ".jsonl.gz")
+BLOCK = 1 << 16                          # bytes at a file's beginning in which a list is looked for
+OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
+               b"BZh": "compressed with bzip2", b"\x28\xb5\x2f\xfd": "compressed with zstandard",
+               b"\xfd7zXZ": "compressed with xz"}
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -33,12 +42,29 @@ def source(config: DataConfig, cache: Path) -> Source:
     return Source(documents, about, sha256([config.field, *names]), sum(path.stat().st_size for path in paths))
 
 
-def files(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of the files of `path` that are not empty. Raises UserError if there is none."""
-    found = [(name, file) for name, file in matching(path, ENDINGS) if file.stat().st_size]
+def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
+    """(name, file) of the files of `path` that are not empty; `endings`: of a folder's. Raises UserError if there is none."""
+    found = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
     if not found:
         raise UserError(f"data.path={path} is empty")
     return found
+
+
+def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list.
+
+    Raises UserError for anything else.
+    """
+    beginning = _beginning(path)
+    kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
+    if kind:
+        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, as a text or in .gz; `datasets` "
+                        "and pandas write JSON lines with to_json")
+    if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _of_list(path)
+    else:
+        for line, where, size in lines(path):
+            yield parse(line, where), where, size
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
@@ -52,8 +78,35 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
                 before = at
 
 
+def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """The entries of a list, which is in memory as a whole."""
+    with open_file(path) as raw:
+        content = b"".join(_lines(gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, path))
+    text = decode(content, str(path))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each "
+                        "line") from None
+    for number, entry in enumerate(found, start=1):
+        where = f"{path}, entry {number}"
+        if not isinstance(entry, dict):
+            raise UserError(f"{where} is not an object such as {{\"key\": \"value\"}}: {json.dumps(entry)[:60]}")
+        yield entry, where, path.stat().st_size // len(found)
+
+
+def _beginning(path: Path) -> bytes:
+    with open_file(path) as raw:
+        file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        try:
+            block: bytes = file.read(BLOCK)
+            return block
+        except (OSError, EOFError, zlib.error):          # which _lines reports
+            return b""
+
+
 def _texts(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
-    return ((_text(line, field, where), where, weight) for line, where, weight in lines(path))
+    return ((_text(entry, field, where), where, weight) for entry, where, weight in entries(path))
 
 
 def _lines(file: Any, path: Path) -> Iterator[bytes]:
@@ -63,8 +116,7 @@ def _lines(file: Any, path: Path) -> Iterator[bytes]:
         raise UserError(f"cannot read data.path={path}: {error}") from None
 
 
-def _text(line: bytes, field: str, where: str) -> str:
-    entry = parse(line, where)
+def _text(entry: dict[str, Any], field: str, where: str) -> str:
     if not isinstance(entry.get(field), str):
         raise UserError(_no_text(entry, field, where))
     return text_of(entry, field, where)

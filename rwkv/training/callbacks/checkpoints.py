@@ -161,6 +161,7 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
     """The newest checkpoint that is not damaged; None where there are none. Newer, damaged ones are renamed, with a warning.
+    best.ckpt is the newest where it is the only one: of a run that ended between its validation and its first last.ckpt.
 
     Raises UserError when all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
     UnreadableError for one that cannot be read for another reason.
@@ -179,7 +180,7 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
     if damaged or (out_dir / FOLDER / DAMAGED).is_file():
         raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be continued: begin a new one, "
                         f"with init_from={out_dir / BEST} if that file is sound")
-    return None
+    return read_checkpoint(out_dir / BEST) if (out_dir / BEST).is_file() else None
 
 
 def _set_aside(damaged: list[tuple[Path, CheckpointError]]) -> None:

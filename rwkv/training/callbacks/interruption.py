@@ -1,5 +1,7 @@
-"""A clean stop: Ctrl-C or SIGTERM ends a run between two steps, with a checkpoint."""
+"""A clean stop: Ctrl-C, SIGTERM and the other signals of rwkv/io/signals.py end a run between two steps, with a checkpoint."""
 
+import signal
+from contextlib import suppress
 from typing import Any
 
 import lightning
@@ -11,11 +13,11 @@ from rwkv.training.callbacks.checkpoints import Checkpoints
 
 
 class Interrupted(Exception):
-    """Training was stopped by Ctrl-C or SIGTERM, between two steps, and has saved a checkpoint."""
+    """Training was stopped by a signal, between two steps, and has saved a checkpoint."""
 
 
 class StopCleanly(Callback):
-    """The first Ctrl-C or SIGTERM ends training after the current step, with a checkpoint; a second one ends it at once.
+    """The first signal ends training after the current step, with a checkpoint; then Ctrl-C ends it at once.
 
     During validation it ends there, with a checkpoint from before the validation, which the continued run repeats.
     """
@@ -50,4 +52,5 @@ class StopCleanly(Callback):
 
 
 def _announce_stop(number: int) -> None:
-    log("\nstopping after this step (Ctrl-C again stops at once) ...")
+    with suppress(RuntimeError):         # of a signal that comes while something else is being written to standard error
+        log(f"\n{signal.Signals(number).name}: stopping after this step (Ctrl-C stops at once) ...")

@@ -1,0 +1,12 @@
+"""What the server tells people, on standard error."""
+
+import sys
+
+
+def say(subject: str, text: str) -> None:
+    print(f"{subject:<11}{text}", file=sys.stderr, flush=True)
+
+
+def say_refused(status: int, request: str, request_id: str) -> None:
+    """request: its method and path."""
+    say("refused" if status < 500 else "failed", f"{status} {request[:200]} {request_id}")

@@ -1,0 +1,268 @@
+"""What a tokenizer loses of a text, which no model then predicts: bits per byte of the text would leave it out.
+
+A file of the `tokenizers` library may drop characters that its vocabulary lacks, put an unknown token in their place, lower
+their case, or remove accents, newlines and runs of spaces. A byte of the text is lost if the decoded text lacks it: the lost
+bytes are those of the text in UTF-8 less the longest common subsequence of both. Unknown tokens decode to nothing here.
+What decoding adds is no loss, such as spaces between tokens; nor is one space at a text's beginning, which SentencePiece adds
+and its decoders remove; nor what a decoder's clean-up changes, which is not done here.
+
+The tokenizers byte, char and world lose nothing. A JSON file's definition tells it of byte-level BPE and of byte fallback, at
+most under a condition on the text, such as that it is in the form NFC. Only other texts are decoded and compared.
+"""
+
+import json
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import tokenizers
+
+from rwkv.tokenizer.decoders import BYTE_OF
+from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
+
+WITHHELD = 0.01                          # the share of lost bytes above which no number per byte or per word is given
+WINDOW = 1024                            # bytes of a text that are aligned at a time with what was decoded
+AHEAD = 1 << 16                          # bytes in which places with the same text are looked for, after a passage that is lost
+ANCHOR = 32                              # bytes that are the same at such places
+UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
+CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only cut a text
+Condition = Callable[[str], bool]        # on a text of which nothing is lost
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The lost `bytes` of a text of `of` bytes, and the number of `unknown` tokens in its ids."""
+
+    bytes: int = 0
+    of: int = 0
+    unknown: int = 0
+
+    def __add__(self, other: "Lost") -> "Lost":
+        return Lost(self.bytes + other.bytes, self.of + other.of, self.unknown + other.unknown)
+
+    @property
+    def share(self) -> float:
+        return self.bytes / max(self.of, 1)
+
+    @property
+    def too_much(self) -> bool:
+        """Whether numbers per byte or per word are withheld."""
+        return self.share > WITHHELD
+
+    def describe(self, text: str) -> str:
+        """A sentence without its full stop. text: the name of the text, as in "the validation text"."""
+        unknown = f", with {self.unknown:,} unknown tokens" if self.unknown else ""
+        return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {self.of:,} bytes{unknown}"
+
+
+NOTHING = Lost()
+
+
+def percent(share: float) -> str:
+    """0.123 as "12.3 %". What is not 0 never looks like it."""
+    return f"{100 * share:.3g} %"
+
+
+class LossCounter:
+    """Counts what a tokenizer loses. Threads may share it.
+
+    never: it loses nothing of any text. uncertain: no condition on the text tells that nothing is lost.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._definition = json.loads(tokenizer.definition) if isinstance(tokenizer, JsonTokenizer) else None
+        conditions = [] if self._definition is None else _conditions(self._definition)
+        self.uncertain = conditions is None
+        self.never = conditions == []
+        self._conditions = conditions or []
+
+    def keeps(self, text: str) -> bool:
+        """Whether the definition tells that nothing of this text is lost."""
+        return self.never or (not self.uncertain and all(holds(text) for holds in self._conditions))
+
+    def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
+        """What is lost of the texts, whose ids are those that the tokenizer gives."""
+        lost = Lost(of=sum(len(text.encode()) for text in texts))
+        doubtful = [(text, list(some)) for text, some in zip(texts, ids, strict=True) if not self.keeps(text)]
+        if not doubtful:
+            return lost
+        known = [[token for token in some if token != self.unknown_token] for _, some in doubtful]
+        decoded = self._library.decode_batch(known, skip_special_tokens=False)
+        missing = sum(_missing(text, back) for (text, _), back in zip(doubtful, decoded, strict=True))
+        return lost + Lost(missing, 0, sum(len(some) for _, some in doubtful) - sum(map(len, known)))
+
+    @cached_property
+    def unknown_token(self) -> int | None:
+        """The id that stands for what the vocabulary lacks; None for no such id."""
+        if self._definition is None:
+            return None
+        model = self._definition["model"]
+        if "unk_id" in model:            # of Unigram
+            return None if model["unk_id"] is None else int(model["unk_id"])
+        unknown = model.get("unk_token")
+        return None if unknown is None else self._library.token_to_id(unknown)
+
+    @cached_property
+    def _library(self) -> tokenizers.Tokenizer:
+        assert self._definition is not None
+        return tokenizers.Tokenizer.from_str(json.dumps(self._definition | {"decoder": _decoder(self._definition)}))
+
+
+def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
+    """Conditions on a text which together imply that its ids tell it; None where there are none such.
+
+    The ids of a vocabulary with all bytes tell what they are given, and each step before them must be such that its result
+    tells what it was given.
+    """
+    model, added = definition["model"], definition.get("added_tokens", [])
+    steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
+    types = {step["type"] for step in steps}
+    ordinary = [token for token in added if not token["special"]]        # others are not looked for in a text
+    strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
+    if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
+        return None
+    found: list[Condition] = []
+    for step in steps:
+        conditions = _conditions_of_step(step)
+        if conditions is None:
+            return None
+        found += conditions
+    return found
+
+
+def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer, in order."""
+    if step and step["type"] == "Sequence":
+        for inner in step.get("normalizers", step.get("pretokenizers", [])):
+            yield from _steps(inner)
+    elif step:
+        yield step
+
+
+def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
+    """Whether every byte of UTF-8 is a token, in the alphabet of byte-level BPE or as one to fall back on."""
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return False
+    vocabulary = model["vocab"]
+    tokens = set(vocabulary) if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
+    if byte_level:
+        alphabet = {value: character for character, value in BYTE_OF.items()}
+        return model.get("type") == "BPE" and all(alphabet[value] in tokens for value in UTF8_BYTES)
+    return bool(model.get("byte_fallback")) and all(f"<0x{value:02X}>" in tokens for value in UTF8_BYTES)
+
+
+def _conditions_of_step(step: dict[str, Any]) -> list[Condition] | None:
+    """Conditions on a text under which a normalizer's or pre-tokenizer's result tells it; None where none are known."""
+    match step:
+        case {"type": "ByteLevel" | "Prepend"}:
+            return []
+        case {"type": kind} if kind in CUTS:
+            return None if step.get("behavior") == "Removed" else []
+        case {"type": "NFC" | "NFD" | "NFKC" | "NFKD" as form}:
+            return [partial(unicodedata.is_normalized, form)]
+        case ({"type": "Replace", "pattern": {"String": " "}, "content": str(space)}
+              | {"type": "Metaspace", "replacement": str(space)}):
+            return [lambda text: space not in text]
+    return None
+
+
+def _decoder(definition: dict[str, Any]) -> Any:
+    """The decoder without clean-up; where the file has none, the one that reverses its pre-tokenizer, if there is one."""
+    decoder = definition.get("decoder")
+    if decoder is None:
+        steps = _steps(definition.get("pre_tokenizer"))
+        return next((step for step in steps if step["type"] in ("ByteLevel", "Metaspace")), None)
+    return _without_cleanup(decoder)
+
+
+def _without_cleanup(decoder: dict[str, Any]) -> dict[str, Any]:
+    inner = {"decoders": [_without_cleanup(each) for each in decoder["decoders"]]} if "decoders" in decoder else {}
+    return decoder | inner | ({"cleanup": False} if "cleanup" in decoder else {})
+
+
+def _missing(text: str, decoded: str) -> int:
+    """The bytes of a text that the decoded one lacks."""
+    if text.startswith(" ") and not decoded.startswith(" "):
+        decoded = " " + decoded
+    return missing_bytes(text.encode(), decoded.encode())
+
+
+def missing_bytes(before: bytes, after: bytes) -> int:
+    """len(before) less the length of the longest common subsequence, which is searched window by window.
+
+    Where much is lost at once, it may be more: the next window then begins at a wrong place in `after`.
+    """
+    missing = at = place = searched = 0
+    while at < len(before):
+        window = before[at:at + WINDOW]
+        is_last = at + len(window) == len(before)
+        kept, length = len(window), len(window)
+        if not after.startswith(window, place):
+            kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last)
+        if 4 * kept < len(window) and not is_last and at >= searched:
+            searched = at + AHEAD
+            anchor = _next_in_common(before, at, after, place)
+            if anchor is not None:
+                missing += _missing_between(before[at:anchor[0]], after[place:anchor[1]])
+                at, place = anchor[0] + ANCHOR, anchor[1] + ANCHOR
+                searched = at
+                continue
+        missing += len(window) - kept
+        at += len(window)
+        place += length
+    return missing
+
+
+def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
+    """The nearest places from `at` and `place` on, within AHEAD bytes, where both have the same ANCHOR bytes; None for none."""
+    found = None
+    nearest = 2 * AHEAD
+    for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
+        if candidate - at >= nearest:
+            break
+        other = after.find(before[candidate:candidate + ANCHOR], place, place + AHEAD)
+        distance = candidate - at + other - place
+        if other >= 0 and distance < nearest:
+            nearest = distance
+            found = candidate, other
+    return found
+
+
+def _missing_between(before: bytes, after: bytes) -> int:
+    """As missing_bytes, where little is in common: each window is searched in as great a part of `after`."""
+    missing = 0
+    for start in range(0, len(before), WINDOW):
+        window = before[start:start + WINDOW]
+        first, last = (place * len(after) // len(before) for place in (start, start + len(window)))
+        missing += len(window) - _aligned(window, after[first:last], is_last=True)[0]
+    return missing
+
+
+def _aligned(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
+    """The length of the longest common subsequence of `window` and the best beginning of `after`, and that beginning's length.
+
+    The best one has most of 4 for each byte in common, less 1 for each of its spaces, which decoders add, and 2 for each of its
+    other bytes; for the last window, all of `after` is the best one. Bit i of `row` is 0 where byte i of the window adds one to
+    what it has in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel LCS-length computation revisited.
+    """
+    places: dict[int, int] = {}
+    for number, byte in enumerate(window):
+        places[byte] = places.get(byte, 0) | 1 << number
+    row = everything = (1 << len(window)) - 1
+    most = kept = length = cost = 0
+    for number, byte in enumerate(after, start=1):
+        if not is_last:
+            cost += 1 if byte == ord(" ") else 2
+        if 4 * len(window) - cost <= most:
+            break
+        if byte in places:
+            matches = row & places[byte]
+            row = ((row + matches) | (row - matches)) & everything
+            common = len(window) - row.bit_count()
+            if 4 * common - cost > most:
+                most = 4 * common - cost
+                kept = common
+                length = number
+    return kept, length

@@ -1,0 +1,155 @@
+"""A rendered conversation as ids: special tokens that the chat template writes are tokens; their names in a message are text.
+
+    template = for_tokenizer(template, tokenizer)
+    ids, = encode(tokenizer, [template.render(messages)])
+
+A template cannot tell its own text from a message's, so for_tokenizer's marks names in messages before it renders them: with
+other characters, which nobody can have typed, and which `encode` and `without_marks` turn back. Only messages with the name
+of a special token are changed by that, or that begin or end with a part of one, which could become whole beside another part.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from rwkv.errors import UserError
+from rwkv.tokenizer.chat import END, ROLES, ChatTemplate, Message, Part, check_messages
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+SECRET = secrets.token_hex(16)           # of this process
+MARK = re.compile(rf"{SECRET}((?:[0-9a-f]{{6}})+)z")     # the characters of a text in hexadecimal
+ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
+
+
+def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template, whose texts have marks for `encode` where that tokenizer has special tokens."""
+    return MarkingTemplate(template, tokenizer) if tokenizer.special else template
+
+
+def encode(tokenizer: Tokenizer, rendered: Sequence[str]) -> list[list[int]]:
+    """The ids of texts that for_tokenizer's template rendered, each encoded apart, with end_of_text for END.
+
+    Raises UserError as the tokenizer does.
+    """
+    pieces = [text.split(END) for text in rendered]
+    ids = iter(tokenizer.encode_batch([_with_private_names(tokenizer, piece) for of_text in pieces for piece in of_text]))
+    found = []
+    for of_text in pieces:
+        joined = [*next(ids)]
+        for _ in of_text[1:]:
+            joined += [tokenizer.end_of_text, *next(ids)]
+        found.append(joined)
+    return found
+
+
+def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
+    """The text with the names that the tokenizer reads as special tokens, where the template wrote one, and without marks."""
+    private = tokenizer.private
+    if not private:
+        return rendered
+    pattern = _patterns(tuple(private)).mark_or_name
+    return pattern.sub(lambda found: _unmarked(found) if found[1] else private[found[0]], rendered)
+
+
+def written(rendered: str) -> str:
+    """The text as people read it: without marks, and without END, which is no text."""
+    return without_marks(rendered).replace(END, "")
+
+
+def without_marks(rendered: str) -> str:
+    return MARK.sub(_unmarked, rendered)
+
+
+def marked(tokenizer: Tokenizer, value: Any) -> Any:
+    """`value`, as of JSON, with the names of special tokens in its strings marked as text."""
+    if not tokenizer.special:
+        return value
+    if isinstance(value, str):
+        return _marked(value, _patterns(tuple(tokenizer.special)))
+    if isinstance(value, Mapping):
+        return {marked(tokenizer, key): item if key == "role" and item in (*ROLES,) else marked(tokenizer, item)
+                for key, item in value.items()}
+    return [marked(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of `ids` with the names of special tokens, for people."""
+    names = {index: name for name, index in tokenizer.special.items()}
+    decoder = tokenizer.decoder()
+    return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
+
+
+class MarkingTemplate(ChatTemplate):
+    """`template`, which gets messages with marks."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.name, self.definition, self.stop = template.name, template.definition, template.stop
+        self.supports_tools, self.call_start = template.supports_tools, template.call_start
+        self._template, self._tokenizer = template, tokenizer
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
+               tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
+        messages = check_messages(messages)              # whose errors show what was typed
+        with _errors_without_marks():
+            return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
+                                         marked(self._tokenizer, tools), think)
+
+    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        messages = check_messages(messages)
+        with _errors_without_marks():
+            return self._template.parts(marked(self._tokenizer, messages), marked(self._tokenizer, tools))
+
+    def answer_start(self, think: bool = False) -> str:
+        return self._template.answer_start(think)
+
+
+@contextmanager
+def _errors_without_marks() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(without_marks(str(error))) from None
+
+
+class _Patterns(NamedTuple):
+    """Of names: a whole one, a mark or a whole one, a last part at the start of a text, a first part at its end."""
+
+    name: re.Pattern[str]
+    mark_or_name: re.Pattern[str]
+    start: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+@lru_cache
+def _patterns(names: tuple[str, ...]) -> _Patterns:
+    cuts = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
+    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # else most words would be marked
+    last_parts = _either(last for _, last in cuts if not last.isalnum())
+    return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
+                     re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
+
+
+def _either(texts: Iterable[str]) -> str:
+    """A pattern for any of the texts, the longest that fits; for none of them, one that fits nothing."""
+    return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
+
+
+def _marked(text: str, patterns: _Patterns) -> str:
+    text = patterns.name.sub(lambda found: _mark_of(found[0]), text)
+    if found := patterns.start.match(text):
+        text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
+    if (found := patterns.end.search(text)) and not ENDS_MARKED.search(text):
+        text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
+    return text
+
+
+def _mark_of(text: str) -> str:
+    """Letters and digits alone, which templates and JSON leave as they are."""
+    return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
+
+
+def _unmarked(mark: re.Match[str]) -> str:
+    return "".join(chr(int(mark[1][place:place + 6], 16)) for place in range(0, len(mark[1]), 6))

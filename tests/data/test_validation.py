@@ -1,0 +1,79 @@
+"""Validation of a part of the split: the first tokens, with their own bytes and their own gzip -9."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rwkv.config import DataConfig
+from rwkv.data.conversations import ConversationRows
+from rwkv.data.prepare import Corpus, prepare
+from rwkv.data.validation import with_part
+from rwkv.data.windows import Windows
+
+LINE = "größer als — 你好, and then plain text\n"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("part")
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"{number} {LINE}" * 20, encoding="utf-8")
+    return prepare(DataConfig(name="text", path=str(folder), tokenizer="char", val_fraction=0.5,
+                              cache_dir=str(folder / "cache")), 16)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("talks")
+    talks = [{"messages": [{"role": "user", "content": "hi " * (90 if number == 0 else 3)},
+                           {"role": "assistant", "content": f"answer ü {number}"}]} for number in range(20)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
+    return prepare(DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", val_fraction=0.5,
+                              template="world", cache_dir=str(folder / "cache")), 64)
+
+
+@given(st.integers(1, 6000), st.integers(1, 70))
+def test_the_part_is_the_beginning_of_the_split(text: Corpus, tokens: int, ctx_len: int) -> None:
+    part, whole = with_part(text, tokens, ctx_len), text.val[:].tolist()
+    expected = whole[:tokens + 1]
+    assert part.val[:].tolist() == expected
+    assert part.val.starts.tolist() == [start for start in text.val.starts.tolist() if start < len(expected)]
+    assert part.sizes.val_tokens == len(expected)
+    x, y = Windows(part.val, ctx_len, partial=True).__getitems__(list(range(-(-(len(expected) - 1) // ctx_len))))
+    assert (y.flatten() >= 0).sum() == len(expected) - 1
+    assert x.flatten()[:len(expected) - 1].tolist() == expected[:-1]
+    if tokens + 1 < len(whole):
+        content = text.tokenizer.decode(expected).encode()
+        assert part.val_bytes_per_token == len(content) / tokens
+        assert part.sizes.gzip_bpb == pytest.approx(8 * len(gzip.compress(content, 9)) / len(content), rel=0.3)
+    else:
+        assert part is text
+
+
+@given(st.integers(1, 900), st.sampled_from([8, 64, 512]))
+def test_of_conversations_it_has_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
+    """The first conversation's answer begins after 270 bytes: a row of 64 does not reach it."""
+    part = with_part(talks, tokens, ctx_len)
+    assert part.conversations is not None
+    assert talks.conversations is not None
+    ids, learnt, *_ = part.conversations[1]
+    whole = talks.conversations[1]
+    assert ids[:].tolist() == whole.tokens[:len(ids)].tolist()
+    assert len(ids) in [*whole.tokens.starts.tolist(), len(whole.tokens)]
+    assert len(ids) >= min(tokens, len(whole.tokens))
+    assert part.val_bytes_per_token > 0
+    if ctx_len > 8:
+        assert ConversationRows(ids, learnt, ctx_len).counts.sum() > 0
+
+
+def test_nothing_is_cut_where_nothing_is_asked(text: Corpus, talks: Corpus) -> None:
+    assert with_part(text, None, 16) is text
+    assert with_part(talks, 10**9, 16) is talks
+
+
+def test_the_cache_is_the_same(text: Corpus, tmp_path: Path) -> None:
+    assert with_part(text, 10, 16).sha256 == text.sha256

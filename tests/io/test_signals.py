@@ -1,0 +1,85 @@
+"""Signals that ask for a stop: which are heeded, how often, and what they do."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from rwkv.io.signals import STOPPING, Signalled, StopRequest, raising
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has two of these signals")
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_request_is_noted_once_and_then_ctrl_c_ends_at_once(number: int) -> None:
+    told: list[int] = []
+    with StopRequest(on_signal=told.append) as stop:
+        assert not stop.requested
+        send(number)
+        assert stop.requested
+        for later in STOPPING:
+            if later != signal.SIGINT:
+                send(later)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert told == [number]
+
+
+def test_every_signal_is_passed_on_where_that_is_asked() -> None:
+    told: list[int] = []
+    with StopRequest(on_signal=told.append, every_signal=True):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
+            send(number)
+    assert told == [signal.SIGINT, signal.SIGHUP, signal.SIGINT]
+
+
+def test_an_ignored_signal_stays_ignored_but_for_ctrl_c() -> None:
+    """nohup ignores SIGHUP; a shell without job control ignores SIGINT in what it starts in the background."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    with raising(), StopRequest() as stop:
+        for number in STOPPING:
+            if number != signal.SIGINT:
+                send(number)
+        assert not stop.requested
+        send(signal.SIGINT)
+        assert stop.requested
+    assert {signal.getsignal(number) for number in STOPPING} == {signal.SIG_IGN}
+
+
+@pytest.mark.parametrize("number", [number for number in STOPPING if number != signal.SIGINT])
+def test_outside_of_a_request_a_signal_interrupts_and_its_repetition_does_not(number: int) -> None:
+    before = signal.getsignal(number)
+    with raising():
+        with pytest.raises(Signalled) as signalled:
+            send(number)
+        send(number)                     # while the program cleans up
+    assert signalled.value.name == signal.Signals(number).name
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_program_that_is_starting_ends_with_one_sentence(number: int) -> None:
+    code = ("import os, sys; from rwkv import cli\n"
+            "with cli.exit_on_user_error():\n"
+            f"    try: os.kill(os.getpid(), {int(number)})\n"
+            "    finally: print('cleaned up')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "cleaned up\n")
+    assert done.stderr == f"interrupted by {number.name}\n"

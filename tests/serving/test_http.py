@@ -1,0 +1,127 @@
+"""Requests in bytes: what HTTP (RFC 9110 and 9112) lets a server answer, and the ids of requests."""
+
+import json
+import re
+
+import httpx
+import pytest
+from serving_runs import Running, post, wait_until
+from test_limits import ENDLESS, OK
+
+pytestmark = pytest.mark.programs
+
+GET = b"GET /health HTTP/1.1\r\n"
+HOST = b"host: localhost\r\n"
+CLOSE = b"connection: close\r\n"
+BODY = json.dumps(OK).encode()
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
+CHUNKED = b"transfer-encoding: chunked\r\n"
+CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+
+REQUESTS: dict[str, tuple[bytes, int]] = {
+    "no Host": (GET + CLOSE + b"\r\n", 400),
+    "no Host, with a body": (b"POST /v1/completions HTTP/1.1\r\n" + LENGTH + b"\r\n" + BODY, 400),
+    "an empty Host": (GET + b"host:\r\n" + CLOSE + b"\r\n", 400),
+    "two Hosts": (GET + HOST + HOST + CLOSE + b"\r\n", 400),
+    "two Hosts in HTTP/1.0": (b"GET /health HTTP/1.0\r\n" + HOST + HOST + b"\r\n", 400),
+    "HTTP/1.0 without Host": (b"GET /health HTTP/1.0\r\n\r\n", 200),
+    "HTTP/0.9": (b"GET /health\r\n\r\n", 400),
+    "HTTP/0.9 by name": (b"GET /health HTTP/0.9\r\n\r\n", 400),
+    "HTTP/2.0 by name": (b"GET /health HTTP/2.0\r\n" + HOST + CLOSE + b"\r\n", 400),
+    "HTTP/1.2": (b"GET /health HTTP/1.2\r\n" + HOST + CLOSE + b"\r\n", 400),
+    "a whole address": (b"GET http://localhost:80/health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 200),
+    "a whole address without Host": (b"GET http://localhost/health HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
+    "a whole address without a path": (b"GET http://localhost HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 200),
+    "a whole address of others": (b"GET http://evil.example/v1/models HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 403),
+    "a whole address and another Host": (b"GET http://localhost/ready HTTP/1.1\r\nhost: evil.org\r\n" + CLOSE + b"\r\n", 200),
+    "a method in small letters": (b"get /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 400),
+    "an unknown method": (b"FOO /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 400),
+    "a method of another kind": (b"PROPFIND /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 405),
+    "HEAD": (b"HEAD /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 200),
+    "HEAD of a POST": (b"HEAD /v1/completions HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 405),
+    "OPTIONS": (b"OPTIONS /health HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 405),
+    "OPTIONS of all": (b"OPTIONS * HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 404),
+    "two lengths": (POST + LENGTH + LENGTH + b"\r\n" + BODY, 400),
+    "a length and chunks": (POST + LENGTH + CHUNKED + b"\r\n" + CHUNKS, 400),
+    "chunks and a length": (POST + CHUNKED + LENGTH + b"\r\n" + CHUNKS, 400),
+    "a length with a sign": (POST + b"content-length: +%d\r\n\r\n" % len(BODY) + BODY, 400),
+    "a length that is too small": (POST + CLOSE + b"content-length: 5\r\n\r\n" + BODY, 400),
+    "chunks": (POST + CLOSE + CHUNKED + b"\r\n" + CHUNKS, 200),
+    "chunks in HTTP/1.0": (POST.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n" + CHUNKS, 400),
+    "chunks of gzip": (POST + CLOSE + b"transfer-encoding: gzip, chunked\r\n\r\n" + CHUNKS, 400),
+    "100-continue": (POST + CLOSE + LENGTH + b"expect: 100-continue\r\n\r\n" + BODY, 100),
+    "100-continue of a large body": (POST + b"content-length: 9999999\r\nexpect: 100-continue\r\n\r\n", 413),
+    "something after the last body": (POST + CLOSE + LENGTH + b"\r\n" + BODY + b"something\r\n\r\n", 200),
+    "something after a body": (POST + LENGTH + b"\r\n" + BODY + b"something\r\n\r\n", 200),
+    "a request without Host after a body": (POST + LENGTH + b"\r\n" + BODY + GET + b"\r\n", 200),
+    "a header with a space before its colon": (GET + b"host : localhost\r\n" + CLOSE + b"\r\n", 400),
+}
+
+
+@pytest.mark.parametrize(("data", "status"), REQUESTS.values(), ids=REQUESTS)
+def test_requests_are_answered_as_http_says(server: Running, data: bytes, status: int) -> None:
+    answer = server.exchange(data)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    if status == 100:
+        assert b"\r\n\r\nHTTP/1.1 200 OK\r\n" in answer
+    if status >= 400 and not data.startswith(b"HEAD"):
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_request_without_host_reaches_no_model(server: Running) -> None:
+    before = server.metric("timemix_generated_tokens_total")
+    server.exchange(b"POST /v1/completions HTTP/1.1\r\n" + CLOSE + LENGTH + b"\r\n" + BODY)
+    assert server.metric("timemix_generated_tokens_total") == before
+
+
+def request_id(answer: bytes | httpx.Response) -> str:
+    if isinstance(answer, httpx.Response):
+        return answer.headers["x-request-id"]
+    found, = re.findall(rb"(?im)^x-request-id: (.*)\r$", answer.partition(b"\r\n\r\n")[0])
+    return found.decode("latin-1")
+
+
+@pytest.mark.parametrize(("path", "body", "status"), [
+    ("/v1/completions", OK, 200), ("/v1/completions", {**OK, "stream": True}, 200), ("/v1/completions", {"n": 0}, 400),
+    ("/v1/completions", {"model": "other"}, 404), ("/nothing", {}, 404), ("/health", {}, 405)], ids=str)
+def test_each_answer_has_the_requests_id(server: Running, path: str, body: object, status: int) -> None:
+    """The client's own, or one that is made. The log has those of errors."""
+    own = httpx.post(server.url + path, json=body, headers={"X-Request-Id": f"my-id.{path}:{status}"}, timeout=60)
+    made = [httpx.post(server.url + path, json=body, timeout=60) for _ in range(2)]
+    assert [answer.status_code for answer in (own, *made)] == [status] * 3
+    assert request_id(own) == f"my-id.{path}:{status}"
+    assert len({request_id(answer) for answer in made}) == 2
+    assert all(request_id(answer).startswith("req_") for answer in made)
+    logged = [line for line in server.log.splitlines() if request_id(made[0]) in line]
+    assert len(logged) == (status >= 400)
+    assert all(str(status) in line and path in line for line in logged)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"two words", b"a" * 513, "é".encode(), b"a\tb"], ids=repr)
+def test_an_id_that_is_none_is_not_given_back(server: Running, wrong: bytes) -> None:
+    answer = server.exchange(GET + HOST + CLOSE + b"x-request-id: " + wrong + b"\r\n\r\n")
+    assert request_id(answer).startswith("req_")
+
+
+def test_what_is_refused_before_it_is_read_has_an_id_too(server: Running) -> None:
+    assert request_id(server.exchange(b"GET /health HTTP/1.1\r\nx-request-id: mine\r\n\r\n")) == "mine"
+    for data in (b"\x16\x03\x01\r\n\r\n", HOST, POST + b"x-request-id: late\r\ncontent-length: 99\r\n\r\n{"):
+        made = request_id(server.exchange(data))
+        assert made == "late" if b"late" in data else made.startswith("req_")
+        assert f" {made}\n" in server.log
+
+
+def test_each_of_two_requests_of_a_connection_has_its_id(server: Running) -> None:
+    first, second = (GET + HOST + b"x-request-id: %s\r\n" % name for name in (b"first", b"second"))
+    answers = server.exchange(first + b"\r\n" + second + b"\r\n" + GET + HOST + CLOSE + b"\r\n")
+    assert [name.decode()[:4] for name in re.findall(rb"x-request-id: (.*)\r", answers)] == ["firs", "seco", "req_"]
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_stream_is_not_cut_by_what_follows_its_request(server: Running) -> None:
+    request = post("/v1/completions", {**ENDLESS, "max_tokens": 300}).replace(b"close", b"keep-alive")
+    answer = server.exchange(request + b"x y\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"data: [DONE]" in answer
+    wait_until(lambda: server.running_texts() == 0)

@@ -1,0 +1,133 @@
+"""Log-probabilities are those of the text that is shown: whole or as a stream, their tokens add up to it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import following
+from serving_runs import Running
+
+from rwkv.serving.logprobs import ShownTokens
+from rwkv.tokenizer.tokenizers import ByteTokenizer, WorldTokenizer
+
+if TYPE_CHECKING:
+    import openai
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}{{ '' if tools }}"
+CALLED = '{"name": "f", "arguments": {}}</tool_call>'
+# What the model writes after a question, in tokens of its own. Each comes once.
+ROWS: dict[str, list[bytes]] = {
+    "1": [b" ", b"#", b"___"],
+    "2": [b"\n", b" #a", b"b c"],
+    "3": [b"\xe2", b"\x80", b"\x83", b"\xc3", b"\xa9", b"."],
+    "4": [b"one", b" two<e", b"nd> no"],
+    "5": [b"x", b"yST", b"OPz"],
+    "6": [b"Say ", b"so <tool_", b"call>" + CALLED.encode(), b" \n then", b" end <tool"],
+    "7": [b"\xd0", b"\xb6"],
+    "8": [b"\xd1", b"\x88STOP"],
+    "9": [b"\t ", b"\n\n", b"\r"],
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
+    folder = tmp_path_factory.mktemp("logprobs")
+    singles = [bytes([value]) for value in range(256)]
+    words = sorted({token for row in ROWS.values() for token in row} - set(singles))
+    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
+    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
+    rows = [[ids[question.encode()], *(ids[token] for token in row), tokenizer.end_of_text] for question, row in ROWS.items()]
+    path = folder / "tiny.safetensors"
+    following(tokenizer.vocab_size, *rows, n_embd=64).save_pretrained(path, tokenizer)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
+    assert server.process.poll() is None, server.log
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+    server.end()
+
+
+def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
+    return client.chat.completions.create(**{
+        "model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 20,
+        "logprobs": True, "top_logprobs": 2, **options})
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("question", "options", "content", "tokens"), [
+    ("1", {}, "#___", ["#", "___"]),
+    ("1", {"n": 2}, "#___", ["#", "___"]),
+    ("1", {"max_tokens": 1}, "", []),
+    ("2", {}, "#ab c", ["#a", "b c"]),
+    ("3", {}, "é.", ["token_id:196", "token_id:170", "."]),
+    ("4", {}, "one two", ["one", " two"]),
+    ("5", {"stop": "STOP"}, "xy", ["x", "y"]),
+    ("5", {"stop": "x"}, "", []),
+    ("5", {"stop": ["zz"]}, "xySTOPz", ["x", "yST", "OPz"]),
+    ("6", {"tools": TOOLS}, "Say sothen end <tool", ["Say ", "so", "then", " end <tool"]),
+    ("7", {"max_tokens": 1}, "\ufffd", ["token_id:209"]),
+    ("7", {}, "ж", ["token_id:209", "token_id:183"]),
+    ("8", {"stop": "STOP"}, "ш", None),
+    ("9", {}, "", [])], ids=str)
+def test_a_chats_tokens_add_up_to_its_content(client: "openai.OpenAI", question: str, options: dict[str, Any], content: str,
+                                              tokens: list[str] | None) -> None:
+    whole = ask(client, question, **options)
+    streamed: dict[int, list[Any]] = {choice.index: [] for choice in whole.choices}
+    texts = dict.fromkeys(streamed, "")
+    for chunk in ask(client, question, stream=True, **options):
+        choice, = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        streamed[choice.index] += choice.logprobs.content if choice.logprobs else []
+    for choice in whole.choices:
+        entries = choice.logprobs.content
+        assert (choice.message.content or "") == texts[choice.index] == content
+        assert b"".join(bytes(entry.bytes) for entry in entries).decode(errors="replace") == content
+        assert [entry.bytes for entry in streamed[choice.index]] == [entry.bytes for entry in entries]
+        if tokens is not None:
+            assert [entry.token for entry in entries] == tokens
+        assert all(entry.token in [other.token for other in entry.top_logprobs] for entry in entries), "the likeliest was drawn"
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("prompt", "options", "text"), [
+    ("1", {}, " #___"), ("1", {"echo": True}, "1 #___"), ("5", {"stop": "STOP"}, "xy"), ("5", {"stop": "x"}, ""),
+    ("5", {"stop": "STOP", "echo": True}, "5xy"), ("4", {"stop": ["nd>", "o<"]}, "one tw"), ("8", {"stop": "STOP"}, "ш")],
+    ids=str)
+def test_a_completions_tokens_add_up_to_its_text(client: "openai.OpenAI", prompt: str, options: dict[str, Any],
+                                                 text: str) -> None:
+    asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20, "logprobs": 1, **options}
+    choice = client.completions.create(**asked).choices[0]
+    found = choice.logprobs
+    assert choice.text == text
+    shown = [token for token in found.tokens if not token.startswith("token_id:")]       # with echo the end of the text is one
+    assert "".join(shown) == text
+    assert found.text_offset[:len(shown)] == [len("".join(shown[:i])) for i in range(len(shown))]
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+    streamed = [chunk.choices[0] for chunk in client.completions.create(stream=True, **asked)]
+    assert "".join(choice.text for choice in streamed) == text
+    parts = [choice.logprobs for choice in streamed if choice.logprobs]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+
+
+@given(st.text("aé\u3000", max_size=12), st.lists(st.integers(0, 13), max_size=6), st.lists(st.integers(0, 13), max_size=3))
+def test_tokens_are_cut_to_what_is_shown_however_it_comes(text: str, edges: list[int], steps: list[int]) -> None:
+    """Tokens of one byte; the shown parts are every other one between the edges."""
+    edges = sorted({min(edge, len(text)) for edge in edges})
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    tokens = ShownTokens(ByteTokenizer().decoder())
+    tokens.add([{"token": value, "text": "", "logprob": 0.0, "top": []} for value in text.encode()])
+    found = []
+    done = 0
+    for decided in sorted(min(step, len(text)) for step in steps):
+        tokens.show([(max(start, done), min(end, decided)) for start, end in spans if start < decided and end > done])
+        found += tokens.take(decided)
+        done = decided
+    tokens.show([(max(start, done), end) for start, end in spans if end > done])
+    found += tokens.take_rest()
+    assert bytes(entry["token"] for entry in found).decode() == "".join(text[start:end] for start, end in spans)

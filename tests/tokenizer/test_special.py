@@ -1,0 +1,154 @@
+"""What ends a text by each kind of tokenizer file, that nobody can type a special token, and texts that go on after others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_files import BERT, CHATML, KINDS, LETTERS, LLAMA, TEXT, chatml, sentencepiece_bpe, wordlevel
+from tokenizers import models
+
+from rwkv.errors import UserError
+from rwkv.tokenizer import special
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
+
+TOKENIZERS: dict[str, Tokenizer] = {name: JsonTokenizer(text) for name, text in KINDS.items()}
+EVERY = TOKENIZERS | {"byte": ByteTokenizer(), "char": CharTokenizer(TEXT)}
+each_kind = pytest.mark.parametrize("kind", TOKENIZERS)
+NAMES = [*LLAMA, *BERT, *CHATML, "<|end_of_text|>", "<|eot_id|>", "<pad>"]
+TYPED = st.lists(st.sampled_from([*NAMES, *LETTERS, " ", "\n", "<", ">", "</", "s>"]), max_size=12).map("".join)
+
+
+@each_kind
+@given(text=TYPED)
+def test_no_text_encodes_to_a_special_token(kind: str, text: str) -> None:
+    """But to the one for what the vocabulary lacks, where it lacks something."""
+    tokenizer = TOKENIZERS[kind]
+    parsed = json.loads(KINDS[kind])
+    forbidden = {*tokenizer.special.values(), *tokenizer.ends} - {tokenizer.special.get(special.unknown_token(parsed) or "")}
+    for ids in (tokenizer.encode(text), *tokenizer.encode_batch([text]), *tokenizer.encode_stream([text])):
+        assert forbidden.isdisjoint(ids)
+
+
+@given(TYPED)
+def test_a_special_tokens_name_is_spelt_where_the_letters_are_there(text: str) -> None:
+    for kind in ("sentencepiece BPE", "byte-level BPE", "ignore_merges"):
+        assert TOKENIZERS[kind].decode(TOKENIZERS[kind].encode(text)) == text
+    spelt = TOKENIZERS["unigram"].encode("a</s>b<unk>")
+    assert TOKENIZERS["unigram"].special["<unk>"] not in spelt
+    assert TOKENIZERS["unigram"].decode(spelt) == "a</s>b<unk>"
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@given(data=st.data())
+def test_a_text_goes_on_after_its_ids(kind: str, data: st.DataObject) -> None:
+    """Whatever the ids, and wherever the second part begins; the names of the tokens are its pieces."""
+    tokenizer = EVERY[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    cut = data.draw(st.integers(0, len(ids)))
+    before, after = ids[:cut], ids[cut:]
+    assert tokenizer.decode_start(before) + tokenizer.decode(after, before) == tokenizer.decode(ids)
+    names = [tokenizer.names([token], ids[:place])[0] for place, token in enumerate(ids)]
+    if not any("\ufffd" in name for name in names):
+        assert "".join(names) == tokenizer.decode(ids)
+
+
+def test_a_first_word_keeps_its_space() -> None:
+    for kind, tokenizer in TOKENIZERS.items():
+        before, whole = (tokenizer.encode(text) for text in ("bad", "bad cab"))
+        assert whole[:len(before)] == before
+        assert tokenizer.decode(whole[len(before):], before) == " cab", kind
+        assert tokenizer.names(whole[len(before):], before)[0].startswith(" "), kind
+
+
+# What ends a text
+
+
+ENDS = [(LLAMA, True, "</s>"), (["<pad>", "</s>", "<unk>"], True, "</s>"), (BERT, True, "[SEP]"),
+        (["[UNK]", "[CLS]", "[SEP]", "[PAD]"], True, "[SEP]"), (CHATML, True, "<|endoftext|>"),
+        (["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], False, "<|end_of_text|>"),
+        (["<bos>", "<eos>", "<pad>"], False, "<eos>"), (["<doc>", "<pad>"], True, "<doc>")]
+
+
+@pytest.mark.parametrize(("specials", "first", "end"), ENDS)
+def test_a_file_says_what_ends_a_text(specials: list[str], first: bool, end: str) -> None:
+    tokenizer = JsonTokenizer(chatml(specials, first))
+    assert tokenizer.ends == (tokenizer.special[end],)
+    assert tokenizer.decode([tokenizer.end_of_text]) == ""
+    again = Tokenizer.from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert (again.ends, again.hash) == (tokenizer.ends, tokenizer.hash)
+    assert (tokenizer.end_line() is None) == (end == "<|endoftext|>")
+
+
+@pytest.mark.parametrize(("specials", "first"), [(["<unk>"], True), (["[PAD]"], True), (["[MASK]"], True), (["<x>"], False),
+                                                 (["</s>", "<eos>"], False)])
+def test_a_file_that_leaves_it_open_is_refused_and_the_option_helps(tmp_path: Path, specials: list[str], first: bool) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(chatml(specials, first))
+    with pytest.raises(UserError, match=r"tokenizer\.json.*data\.end_of_text"):
+        Tokenizer.named(str(path), "data.tokenizer")
+    tokenizer = Tokenizer.named(str(path), end_of_text=specials[-1])
+    assert tokenizer.ends == (tokenizer.special[specials[-1]],)
+    with pytest.raises(UserError, match=r"end_of_text='<y>'.*tokenizer\.json"):
+        Tokenizer.named(str(path), end_of_text="<y>")
+
+
+def test_other_tokenizers_have_no_such_option() -> None:
+    with pytest.raises(UserError, match="end_of_text"):
+        Tokenizer.named("byte", end_of_text="a")
+
+
+def test_a_token_that_is_no_special_one_can_end_a_text_and_is_never_encoded() -> None:
+    tokenizer = JsonTokenizer(wordlevel(), end_of_text="bad")
+    assert (tokenizer.end_of_text in tokenizer.encode("cab bad cab"), tokenizer.decode([tokenizer.end_of_text])) == (False, "")
+
+
+def test_a_definition_of_an_older_version_means_what_it_meant() -> None:
+    """Token 0 separated the documents that its model has learnt, whatever it is; the hash does not depend on it."""
+    older = Tokenizer.from_dict({"kind": "json", "definition": sentencepiece_bpe()})
+    newer = JsonTokenizer(sentencepiece_bpe())
+    assert (older.ends, newer.ends) == ((0,), (2,))
+    assert older.hash == newer.hash
+    assert older.data_key != newer.data_key
+    assert "end_of_text" not in older.to_dict()
+
+
+def test_a_file_that_a_checkpoint_knows_ends_texts_as_the_checkpoint_says(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(sentencepiece_bpe())
+    for like, end in ((None, 2), ({"kind": "json", "definition": sentencepiece_bpe()}, 0),
+                      ({"kind": "json", "definition": sentencepiece_bpe(), "end_of_text": [1]}, 1),
+                      ({"kind": "json", "definition": chatml()}, 2), ({"kind": "byte"}, 2)):
+        assert Tokenizer.named(str(path), like=like).end_of_text == end
+
+
+@pytest.mark.parametrize("ends", [[], [10 ** 6], [-1], ["</s>"], [None]])
+def test_a_damaged_definition_is_one_sentence(ends: list[Any]) -> None:
+    with pytest.raises(UserError):
+        Tokenizer.from_dict({"kind": "json", "definition": sentencepiece_bpe(), "end_of_text": ends})
+
+
+def test_what_the_vocabulary_lacks_is_shown_and_ends_nothing() -> None:
+    tokenizer = JsonTokenizer(wordlevel())
+    ids = tokenizer.encode("cab zebra cab")
+    assert (0 in ids, 0 in tokenizer.ends, tokenizer.decode(ids)) == (True, False, "cab [UNK] cab")
+
+
+def test_files_of_the_first_versions_of_the_library() -> None:
+    """Merges were texts, and a model had no type."""
+    parsed = json.loads(chatml(["<|endoftext|>", "ab"]))
+    parsed["model"]["merges"] = [" ".join(merge) for merge in parsed["model"]["merges"]]
+    del parsed["model"]["type"]
+    tokenizer = JsonTokenizer(json.dumps(parsed))
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_added_tokens_after_special_ones_keep_their_ids() -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[SEP]": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    library.add_special_tokens(["[SEP]", "[NEW]"])
+    library.add_tokens(["<b>"])
+    tokenizer = JsonTokenizer(library.to_str())
+    assert (tokenizer.encode("<b>"), tokenizer.encode("[NEW]"), tokenizer.vocab_size) == ([4], [2], 5)

@@ -1,0 +1,146 @@
+"""A run that is asked to stop goes on to the bit, whoever asks: a batch system, a terminal that closes; and no variable of a
+batch system changes a run."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import SMALL, TEXT, assert_same_training, done_here, finish, losses, start, wait_for
+
+from rwkv.checkpoint.files import read_checkpoint
+
+pytestmark = [pytest.mark.programs, pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGUSR1 and no SIGHUP")]
+STEPS = 60
+RUN = (*SMALL, "logger=csv", "kernel=torch_scan", "model.n_layer=1", "model.ctx_len=16", f"trainer.max_steps={STEPS}",
+       "trainer.val_every=1000", "trainer.checkpoint_every=1000", "trainer.sample_every=20")
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "3",
+         "SLURM_NODEID": "1", "SLURM_NNODES": "2"}
+LSF = {"LSB_JOBID": "7", "LSB_DJOB_RANKFILE": "nowhere", "JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2",
+       "JSM_NAMESPACE_LOCAL_RANK": "1"}
+OTHERS = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "NODE_RANK": "1", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
+          "KUBERNETES_PORT": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    done = done_here(folder, "train", *RUN, "out_dir=whole")
+    assert done.status == 0, done.error
+    return folder / "whole"
+
+
+@pytest.mark.parametrize(("name", "environment"), [("SIGUSR1", SLURM), ("SIGHUP", {})])
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str,
+                                                        environment: dict[str, str]) -> None:
+    """Before its first checkpoint. A terminal that closes sends SIGHUP twice: the kernel, and the shell."""
+    process = start(folder, "train", *RUN, f"out_dir={name}", **environment)
+    wait_for(process, folder / name, 5)
+    for _ in range(2):
+        process.send_signal(getattr(signal, name))
+    stopped = finish(process)
+    assert stopped.status == 130, stopped.error
+    assert "Traceback" not in stopped.error
+    assert f"continue with: python train.py resume=auto out_dir={name}" in stopped.error
+    assert 5 <= read_checkpoint(folder / name).step < STEPS
+    assert {path.name for path in (folder / name / "checkpoints").iterdir()} == {"last.ckpt"}
+    done = done_here(folder, "train", "resume=auto", f"out_dir={name}")
+    assert done.status == 0, done.error
+    for path in (folder / name / "checkpoints").glob("last-*"):          # of the stop
+        path.unlink()
+    assert_same_training(folder / name, whole)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: Path) -> None:
+    """As systemd and SLURM send it, to the workers that load data too."""
+    process = start(folder, "train", *RUN, "data.num_workers=2", "out_dir=all")
+    wait_for(process, folder / "all", 5)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    for pid in (*workers, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    stopped = finish(process)
+    assert (len(workers), stopped.status) == (2, 130), stopped.error
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    done = finish(start(folder, "train", "resume=auto", "out_dir=all"))
+    assert done.status == 0, done.error
+    assert losses(folder / "all") == losses(whole)
+
+
+@pytest.mark.parametrize("environment", [SLURM, LSF, OTHERS], ids=["slurm", "lsf", "others"])
+def test_one_process_is_one_process_in_any_batch_system(folder: Path, whole: Path, tmp_path: Path, environment: dict[str, str],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = done_here(folder, "train", *RUN, f"out_dir={tmp_path}/run")
+    assert done.status == 0, done.error
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_an_incomplete_environment_of_torchrun_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "inherited")
+    monkeypatch.delenv("RANK", raising=False)
+    done = done_here(folder, "train", *RUN, "out_dir=torchelastic")
+    assert (done.status, done.error.count("\n")) == (2, 1), done.error
+    assert "TORCHELASTIC_RUN_ID" in done.error
+    assert not (folder / "torchelastic").exists()
+
+
+def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder: Path, whole: Path, tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that Lightning wrote in a job of SLURM is no checkpoint of ours, and is not read."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "kernel.json").write_text(json.dumps({"finished": False}))
+    (run / "hpc_ckpt_1.ckpt").write_bytes(b"not even a checkpoint")
+    written = {name: (run / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "config.yaml", "report.html")}
+    planned = done_here(folder, "train", "resume=auto", f"out_dir={run}", "plan=true")
+    assert "begins again at step 0" in planned.error
+    assert not (run / "unsaved-1").exists()
+    done = done_here(folder, "train", "resume=auto", f"out_dir={run}")
+    assert done.status == 0, done.error
+    assert f"{run / 'unsaved-1'}" in done.error
+    assert {name: (run / "unsaved-1" / name).read_bytes() for name in written} == written
+    assert_same_training(run, whole)
+
+
+def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+    """Of a run that was killed after its first validation."""
+    validating = (*RUN, "trainer.val_every=25", "trainer.max_steps=40")
+    assert done_here(folder, "train", *validating, f"out_dir={tmp_path}/whole").status == 0
+    process = start(folder, "train", *validating, f"out_dir={tmp_path}/killed")
+    wait_for(process, tmp_path / "killed", 27)
+    process.kill()
+    finish(process)
+    assert {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()} == {"best.ckpt"}
+    done = done_here(folder, "train", "resume=auto", f"out_dir={tmp_path}/killed")
+    assert done.status == 0, done.error
+    assert "continued from" in done.error
+    assert_same_training(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_stop_that_cannot_be_saved_is_said_and_loses_nothing_that_was(folder: Path, tmp_path: Path) -> None:
+    """The checkpoints' folder is a file: whoever the user is, it cannot be written into."""
+    run = tmp_path / "run"
+    process = start(folder, "train", *RUN, "trainer.max_steps=100000", f"out_dir={run}")
+    wait_for(process, run, 5)
+    (run / "checkpoints").write_text("in the way")
+    process.send_signal(signal.SIGUSR1)
+    done = finish(process)
+    assert done.status == 2, done.error
+    assert "Traceback" not in done.error
+    assert done.error.splitlines()[-1].startswith(f"error: cannot write the checkpoint {run}/checkpoints/last.ckpt: ")
+    assert torch.tensor(list(losses(run))).diff().eq(1).all()
