@@ -34,40 +34,44 @@ class Watch:
         self._places = [place for module in modules for place in _places(module)]
         self._elements: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for place in self._places:
-            if place.tensor.is_contiguous():             # else they would be a copy
+            if place.tensor is not None and place.tensor.is_contiguous():        # else they would be a copy
                 self._elements[place.tensor.dtype].append(_spaced(place.tensor.detach(), SPACED))
         self._before = self._read()
 
     def unchanged(self) -> bool:
         """Whether they are, as far as can be known: see above."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
-                and all(map(torch.equal, self._read(), self._before)))
+                and self._read() == self._before)
 
-    def _read(self) -> list[Tensor]:
+    def _read(self) -> list[bytes]:
         """The elements that are compared, as bytes: NaN is not equal to itself."""
-        return [torch.cat(elements).view(torch.uint8) for elements in self._elements.values()]
+        return [torch.cat(elements).view(torch.uint8).cpu().numpy().tobytes() for elements in self._elements.values()]
 
 
 class _Place(NamedTuple):
-    """Where a module has a tensor, and what the tensor was."""
+    """Where a module has a tensor, or may get one, and what the tensor was."""
 
     container: dict[str, Any]
     name: str
-    held: Any                            # the tensor, or a Packed that has it
-    tensor: Tensor
-    version: int | None
-    address: int
-    strides: tuple[int, ...]
+    held: Any                            # the tensor, a Packed that has it, or None
+    tensor: Tensor | None = None
+    version: int | None = None
+    address: int = 0
+    strides: tuple[int, ...] = ()
 
     def unchanged(self) -> bool:
+        if self.container.get(self.name) is not self.held:
+            return False
         tensor = self.tensor
-        return (self.container.get(self.name) is self.held and (self.version is None or tensor._version == self.version)
-                and tensor.data_ptr() == self.address and tensor.stride() == self.strides)
+        return tensor is None or ((self.version is None or tensor._version == self.version)
+                                  and tensor.data_ptr() == self.address and tensor.stride() == self.strides)
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
     for container in (module._parameters, module._buffers, vars(module)):
         for name, held in container.items():
+            if held is None and container is not vars(module):           # as a learnt state that the model has not got yet
+                yield _Place(container, name, None)
             tensors = held if isinstance(held, Packed) else [held] if isinstance(held, Tensor) else []
             for tensor in tensors:
                 yield _Place(container, name, held, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())
