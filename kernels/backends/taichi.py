@@ -9,6 +9,7 @@ imported and started without them. A program that calls ti.init itself has them 
 """
 
 import contextlib
+import ctypes
 import inspect
 import io
 import os
@@ -18,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,12 +64,16 @@ def _importlib_has_no_source() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_variables() -> Iterator[None]:
-    """Hides the variables that Taichi reads, in Python and in C++."""
+    """Hides the variables that Taichi reads, in Python and in C++, and sets HOME, without which it ends the process."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TI_")}
+    has_home = "HOME" in os.environ
+    os.environ.setdefault("HOME", os.path.expanduser("~"))       # noqa: PTH111 (Path raises for a user without one)
     try:
         yield
     finally:
         os.environ.update(hidden)
+        if not has_home:
+            del os.environ["HOME"]
 
 
 # Taichi uses what newer Pythons deprecate
@@ -249,6 +254,18 @@ def _ensure(device: torch.device) -> None:
         raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels need: call "
                                 "ti.init without default_fp, and without TI_DEFAULT_FP, or use another kernel")
     _started_in, _ensured = os.getpid(), (ti.lang.impl.get_runtime().prog, device)
+    _let_forks_end()
+
+
+@cache
+def _let_forks_end() -> None:
+    """From now on a forked child never destroys its copy of Taichi's program, which would wait for ever for its threads."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_keep_program)
+
+
+def _keep_program() -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(ti.lang.impl.get_runtime().prog))
 
 
 def _start(arch: Any) -> None:

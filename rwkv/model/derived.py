@@ -21,7 +21,6 @@ from kernels.matvec import Packed
 
 ROWS = 1024                              # of a matrix that are compared at once
 WATCHED = 8                              # elements in the middle of each tensor that a Watch compares, for each token
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}      # by their size in bytes
 SAMPLED = 4096                           # elements of each matrix that are compared with its copy, for each text
 
 
@@ -35,7 +34,7 @@ class Watch:
         self._places = [place for module in modules for place in _places(module)]
         self._elements: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for place in self._places:
-            if place.tensor.is_contiguous():             # else they would be a copy
+            if place.tensor is not None and place.tensor.is_contiguous():        # else they would be a copy
                 flat = place.tensor.detach().flatten()
                 self._elements[flat.dtype].append(flat[len(flat) // 2:][:WATCHED])
         self._before = self._read()
@@ -43,33 +42,37 @@ class Watch:
     def unchanged(self) -> bool:
         """Whether they are, as far as can be known: see above."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
-                and all(map(torch.equal, self._read(), self._before)))
+                and self._read() == self._before)
 
-    def _read(self) -> list[Tensor]:
-        """The elements that are compared, as integers: NaN is not equal to itself. They are few enough for one thread."""
-        return [torch.cat(elements).view(INTEGERS[dtype.itemsize]) for dtype, elements in self._elements.items()]
+    def _read(self) -> list[bytes]:
+        """The elements that are compared, as bytes: NaN is not equal to itself."""
+        return [torch.cat(elements).view(torch.uint8).cpu().numpy().tobytes() for elements in self._elements.values()]
 
 
 class _Place(NamedTuple):
-    """Where a module has a tensor, and what the tensor was."""
+    """Where a module has a tensor, or may get one, and what the tensor was."""
 
     container: dict[str, Any]
     name: str
-    held: Any                            # the tensor, or a Packed that has it
-    tensor: Tensor
-    version: int | None
-    address: int
-    strides: tuple[int, ...]
+    held: Any                            # the tensor, a Packed that has it, or None
+    tensor: Tensor | None = None
+    version: int | None = None
+    address: int = 0
+    strides: tuple[int, ...] = ()
 
     def unchanged(self) -> bool:
+        if self.container.get(self.name) is not self.held:
+            return False
         tensor = self.tensor
-        return (self.container.get(self.name) is self.held and (self.version is None or tensor._version == self.version)
-                and tensor.data_ptr() == self.address and tensor.stride() == self.strides)
+        return tensor is None or ((self.version is None or tensor._version == self.version)
+                                  and tensor.data_ptr() == self.address and tensor.stride() == self.strides)
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
     for container in (module._parameters, module._buffers, vars(module)):
         for name, held in container.items():
+            if held is None and container is not vars(module):           # as a learnt state that the model has not got yet
+                yield _Place(container, name, None)
             tensors = held if isinstance(held, Packed) else [held] if isinstance(held, Tensor) else []
             for tensor in tensors:
                 yield _Place(container, name, held, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())

@@ -128,6 +128,14 @@ class Int4Linear(nn.Module):
         self._matvec = matvec_for("int4")
         self.packed = packed
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_few"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.packed = self._packed
+
     @property
     def packed(self) -> Packed:
         return self._packed

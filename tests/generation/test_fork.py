@@ -33,12 +33,15 @@ def in_child(do):
         try:
             do()
             os._exit(0)
-        finally:
+        except Exception:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 def same():
     assert text() == expected
+
+def ended():
+    sys.exit(0)                          # as a child that does not know that it is one: all objects are destroyed
 
 def refused():
     try:
@@ -56,6 +59,8 @@ in_child(lambda: in_child({does}))
 @pytest.mark.parametrize(("kernel", "before", "does"), [
     pytest.param("torch_chunk", True, "same", id="the same text by the decoding of PyTorch"),
     pytest.param("torch_chunk", False, "text", id="a text where only a model was made"),
+    pytest.param("taichi_v3", True, "ended", id="an end of its own",
+                 marks=[pytest.mark.implementation("wkv7", "taichi_v3", device="cpu"), pytest.mark.compiles]),
     pytest.param("taichi_v3", True, "refused", id="a sentence where the model's kernel needs Taichi's threads",
                  marks=[pytest.mark.implementation("wkv7", "taichi_v3", device="cpu"), pytest.mark.compiles])])
 def test_a_forked_child_answers(kernel: str, before: bool, does: str) -> None:

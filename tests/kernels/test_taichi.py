@@ -50,6 +50,10 @@ def test_a_cache_folder_that_cannot_be_written_is_not_used(folder: str) -> None:
     assert softmax(HOME=folder, XDG_CACHE_HOME=folder) == ""
 
 
+def test_a_process_without_a_home_has_no_crash() -> None:
+    assert softmax("import os\nfor name in ('HOME', 'XDG_CACHE_HOME'): os.environ.pop(name, None)") == ""
+
+
 def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
     assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "new")) == ""
     assert list((tmp_path / "new").iterdir())

@@ -133,6 +133,30 @@ def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
     assert list(chat.say("and?")) == list(again.say("and?"))
 
 
+@torch.no_grad()
+def test_a_learnt_state_that_a_model_gets_is_read_in_place_of_a_cache() -> None:
+    model, cache = frozen(generation="rwkv7"), PrefixCache()
+    options = {"prompt": "a prompt", "max_new_tokens": 8, "temperature": 0}
+    before = list(generate(model, BYTES, cache=cache, **options))
+    model.set_time_states([torch.randn_like(state) * 9 for state in model.empty_state(1).wkv[:, 0]])
+    after = list(generate(model, BYTES, **options))
+    assert before != after
+    assert list(generate(model, BYTES, cache=cache, **options)) == after
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@torch.no_grad()
+def test_a_copy_of_a_model_in_int4_multiplies_its_own_weights(copied: Callable[[RWKV], RWKV]) -> None:
+    model, ids = frozen("int4"), torch.tensor([[1, 2]])
+    other, before = copied(model), model.prefill(ids)[0]
+    assert torch.equal(other.prefill(ids)[0], before)
+    other.head.packed.scale.zero_()
+    other.head.packed.shift.zero_()
+    assert not other.prefill(ids)[0].any()
+    assert torch.equal(model.prefill(ids)[0], before)
+
+
 def matrices(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
 
