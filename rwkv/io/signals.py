@@ -42,7 +42,7 @@ def raising() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    ignore()                             # a closing terminal sends two, a batch system others: they would interrupt the clean-up
+    ignore()                             # a closing terminal sends two, a batch system others: they would break the clean-up
     raise Signalled(number)
 
 

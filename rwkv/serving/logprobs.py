@@ -59,7 +59,7 @@ class ShownTokens:
 
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """The entries of a group's tokens, for what is shown of its text: the last token has it, and earlier ones what they broke."""
+    """The entries of a group's tokens, for what is shown of its text: the last one has it, earlier ones what they broke."""
     if shown == text:
         return entries
     *earlier, last = entries

@@ -369,7 +369,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
 def test_a_damaged_list_of_runs_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     (tmp_path / "sweep.json").write_text('{"runs": [{"name": 3}]}')
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         report_tool.main([str(tmp_path)])
     assert "sweep.json" in capsys.readouterr().err
 
@@ -505,11 +505,11 @@ def test_a_loss_that_is_not_a_number_is_the_largest_difference(tmp_path: Path) -
 
 def test_a_folder_without_runs_and_an_unknown_reference_get_a_sentence(tmp_path: Path,
                                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         report_tool.main([str(tmp_path)])
     assert "error: no run in" in capsys.readouterr().err
     make_run(tmp_path, "conv1d", 0, [3.0])
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         report_tool.main([str(tmp_path), "--reference", "fft"])
     assert "conv1d; got 'fft'" in capsys.readouterr().err
 

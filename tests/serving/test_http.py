@@ -72,9 +72,9 @@ def test_requests_are_answered_as_http_says(server: Running, data: bytes, status
 
 
 def test_a_stream_in_http_1_0_has_no_chunks_and_ends_with_the_connection(server: Running) -> None:
-    old, new = (server.exchange(post("/v1/completions", {**OK, "stream": True, "seed": 1}).replace(b"HTTP/1.1", version)
-                                .replace(b"connection: close", b"connection: keep-alive" if version == b"HTTP/1.0" else CLOSE.strip()))
-                for version in (b"HTTP/1.0", b"HTTP/1.1"))
+    request = post("/v1/completions", {**OK, "stream": True, "seed": 1})
+    new = server.exchange(request)
+    old = server.exchange(request.replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"close", b"keep-alive"))
     head, _, body = old.partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
