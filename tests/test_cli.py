@@ -308,6 +308,12 @@ def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str,
     assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_argument_that_is_not_utf8_is_one_sentence(run: Run, program: str) -> None:
+    option = "data.path" if program in ("train", "evaluate") else "checkpoint"
+    one_sentence(run(program, f"{option}=Latin-\udce9.txt"), option, r"Latin-\xe9.txt")
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["model.n_att=8"], "model.n_att is an option of rwkv4"),
     (["optim.time_first_lr_scale=2"], "optim.time_first_lr_scale is an option of rwkv4"),

@@ -8,9 +8,11 @@ are imported.
 
 import argparse
 import ast
+import atexit
 import io
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -87,10 +89,8 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     about: the first part of --help. sweep: called for -m instead of `task`, with the command line and a function that makes the
     jobs of one; without it Hydra runs the jobs. several: False where -m makes no sense. A user's mistake, here or in the task,
     ends the process with one sentence on standard error and exit status 2. A reader of standard error that goes away does not
-    end the process; one of standard output ends it quietly. What its encoding lacks is shown as ?.
+    end the process; one of standard output ends it quietly.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
         if any(flag in HELP_FLAGS for flag in line.flags):
@@ -116,10 +116,14 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
 def exit_on_user_error() -> Iterator[None]:
     """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback.
 
-    The signals of rwkv/io/signals.py end the block as Ctrl-C does, with exit status 130.
+    Arguments that are not UTF-8 are such a mistake. The signals of rwkv/io/signals.py end the block as Ctrl-C does, with exit
+    status 130, and change nothing after it. What the encoding of standard output lacks is shown as ?.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         with signals.raising():
+            _require_utf8(sys.argv[1:])
             yield
     except signals.Signalled as signalled:
         print(f"interrupted by {signalled.name}", file=sys.stderr)
@@ -137,6 +141,19 @@ def exit_on_user_error() -> Iterator[None]:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         print(f"error: {said}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    finally:
+        atexit.register(signals.ignore)  # of atexit's functions the last comes first
+
+
+def _require_utf8(arguments: list[str]) -> None:
+    """Python keeps other bytes as halves of surrogate pairs, which no file of a run can hold."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            raise UserError(f"the argument {shown} is not UTF-8, or is not read as such: rename the file that it names, or set "
+                            "PYTHONUTF8=1 where the locale is C") from None
 
 
 def _docstring(task: Callable[..., None]) -> str:

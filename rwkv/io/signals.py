@@ -42,8 +42,15 @@ def raising() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)        # a closing terminal sends it twice: the second would interrupt the clean-up
+    ignore()                             # a closing terminal sends two, a batch system others: they would break the clean-up
     raise Signalled(number)
+
+
+def ignore() -> None:
+    """For a program that is ending: the signals of STOPPING would only change its exit status. Ctrl-C ends it at once."""
+    for number in STOPPING:
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def heeded() -> list[int]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rwkv.serving.errors import ApiError, json_response
-from rwkv.serving.logprobs import ShownTokens
+from rwkv.serving.logprobs import UNKNOWN, ShownTokens
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.tools import CallParser
@@ -21,7 +21,6 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length"}
 SEND_TIMEOUT = 30                        # seconds in which a reader must take something
-UNKNOWN = "\ufffd"                       # in the text of a token that is no whole character
 
 
 @dataclass
@@ -244,8 +243,9 @@ class _Text:
             found["tokens"].append(token_string(entry))
             found["token_logprobs"].append(entry["logprob"])
             found["top_logprobs"].append(None if entry["logprob"] is None else top)
-            found["text_offset"].append(self._offset)
-            self._offset += len(self._decoder.push(entry["token"]))
+            piece = self._decoder.push(entry["token"])           # begins with a character that earlier tokens left broken
+            found["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
+            self._offset += len(piece)
         return found
 
     def _echoed(self) -> list[dict[str, Any]]:

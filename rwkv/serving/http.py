@@ -105,6 +105,9 @@ class Protocol(HttpToolsProtocol):
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value.rstrip(b" \t"))    # blanks after a value are no part of it; the parser drops those before
+
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return                       # the parser comes again, without the wish
@@ -113,6 +116,8 @@ class Protocol(HttpToolsProtocol):
         self.scope["state"] |= {"abort": self._abort, "request_id": self._name_request()}
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", self._name_request().encode())]
+        if self.parser.get_http_version() == "1.0":
+            _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -215,6 +220,25 @@ class Protocol(HttpToolsProtocol):
             self.transport.write(head.encode() + content)
             say_refused(error.status, "unread", self._name_request())
         self.transport.close()
+
+
+def _send_without_chunks(cycle: Any) -> None:
+    """For HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body whose length no header says ends with the connection."""
+    send = cycle.send
+    ends_with_connection = False
+
+    async def sent(message: Any) -> None:
+        nonlocal ends_with_connection
+        if message["type"] == "http.response.start":
+            ends_with_connection = all(name != b"content-length" for name, _ in message["headers"])
+            if ends_with_connection:
+                cycle.chunked_encoding = False
+                cycle.keep_alive = False
+        elif ends_with_connection:
+            cycle.expected_content_length = len(message["body"])     # uvicorn compares them
+        await send(message)
+
+    cycle.send = sent
 
 
 class Server(uvicorn.Server):

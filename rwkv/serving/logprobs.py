@@ -7,6 +7,7 @@ from typing import Any
 from rwkv.tokenizer.decoders import Decoder
 
 Entry = dict[str, Any]                   # of Sample.logprobs
+UNKNOWN = "\ufffd"                       # in the text of a token that is no whole character
 Span = tuple[int, int]                   # the places of characters in what the model wrote, from the first to after the last
 
 
@@ -58,10 +59,15 @@ class ShownTokens:
 
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
+    """The entries of a group's tokens, for what is shown of its text: the last one has it, earlier ones what they broke."""
     if shown == text:
         return entries
-    if not shown:
-        return []
-    last = entries[-1]
-    top = [{**other, "text": shown} if other["token"] == last["token"] else other for other in last.get("top", ())]
-    return [{**last, "text": shown, "top": top}]
+    *earlier, last = entries
+    broken = text.removesuffix(last["text"])     # characters that earlier tokens began and the last one did not go on with
+    if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
+        earlier, broken = [], ""
+    rest = shown.removeprefix(broken)
+    if not rest:
+        return earlier
+    top = [{**other, "text": rest} if other["token"] == last["token"] else other for other in last.get("top", ())]
+    return [*earlier, {**last, "text": rest, "top": top}]

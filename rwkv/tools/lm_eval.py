@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from kernels.backends import threads
+from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
-
-USER_ERROR = 2                           # exit status
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
@@ -28,23 +27,16 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 def main() -> None:
     threads.wait_briefly()               # before torch is imported
-    try:
-        import lm_eval.__main__ as harness
-    except ImportError as error:
-        sys.exit(_failed(f"the harness cannot be imported ({error}): pip install '.[lm-eval]'"))
-    from rwkv.tools import _harness
+    with exit_on_user_error():
+        try:
+            import lm_eval.__main__ as harness
+        except ImportError as error:
+            raise UserError(f"the harness cannot be imported ({error}): pip install '.[lm-eval]'") from None
+        from rwkv.tools import _harness
 
-    _harness.register()
-    sys.argv = ["lm_eval", *command_line(sys.argv[1:])]
-    try:
+        _harness.register()
+        sys.argv = ["lm_eval", *command_line(sys.argv[1:])]
         harness.cli_evaluate()
-    except UserError as error:
-        sys.exit(_failed(str(error)))
-
-
-def _failed(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return USER_ERROR
 
 
 if __name__ == "__main__":

@@ -6,26 +6,21 @@ another kernel. DIR/report.html is one file that contains its figures; DIR/repor
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from rwkv import report
-from rwkv.errors import UserError
+from rwkv.cli import exit_on_user_error
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m rwkv.tools.report", description="Report of a sweep or of one run.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the directory of a sweep, of runs, or of one run")
     parser.add_argument("--reference", metavar="KERNEL", help="the kernel whose losses the others are compared "
                         "with; by default reference or formula if one was trained, otherwise the first trained kernel")
     given = parser.parse_args(arguments)
-    try:
-        print(report.write(given.folder, given.reference))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    with exit_on_user_error():
+        print(report.write(given.folder, given.reference), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

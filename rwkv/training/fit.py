@@ -2,6 +2,7 @@
 
 import sys
 from itertools import islice
+from shlex import quote
 
 import lightning
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -87,7 +88,7 @@ def train(run: Run) -> None:
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, data.tokenizer, logs)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
-    continue_with = f"continue with: python train.py resume=auto out_dir={run.out_dir}"
+    continue_with = f"continue with: python train.py resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
         fit(trainer, task, loaders, run)
     except Interrupted:

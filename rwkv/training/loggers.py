@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -170,9 +171,9 @@ def _id_of(out_dir: Path) -> str | None:
 
 def _how_to_upload(folder: Path, earlier_id: str | None) -> str:
     if earlier_id is None:
-        return f"`wandb sync {folder}` uploads this run"
-    return (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} {folder.parent}/*run-*` "
-            "uploads them into one run")
+        return f"`wandb sync {quote(str(folder))}` uploads this run"
+    return (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "
+            f"{quote(str(folder.parent))}/*run-*` uploads them into one run")
 
 
 def _logged_in() -> bool:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from math import ceil
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -95,7 +96,8 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
             raise UserError(f"out_dir {out_dir} holds other files than a run's: choose another")
-        raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} out_dir={out_dir}")
+        raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} "
+                        f"{quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
@@ -328,7 +330,8 @@ def _point_latest(out_dir: Path) -> None:
                 latest.unlink()          # Windows does not replace a link to a directory
             write_file(latest, lambda file: file.write(f"{target}\n".encode()))
     except OSError as error:
-        print(f"{latest} does not point to this run ({error.strerror}): name it with out_dir={out_dir}", file=sys.stderr)
+        print(f"{latest} does not point to this run ({error.strerror}): name it with {quote(f'out_dir={out_dir}')}",
+              file=sys.stderr)
 
 
 def _replace_link(link: Path, target: Path) -> None:

@@ -23,6 +23,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
@@ -318,7 +319,7 @@ def conclude(sweep: Sweep) -> None:
     log(f"\nsweep      {', '.join(counts)}")
     log(f"report     {written}")
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
-        log(f"continue with: python train.py -m resume=auto out_dir={sweep.folder}")
+        log(f"continue with: python train.py -m resume=auto {quote(f'out_dir={sweep.folder}')}")
     config = next(iter(sweep.configs.values()))
     if config.logger.name == "wandb" and sweep.count(FINISHED):
         log_report(config.logger, sweep.folder, *report.table(sweep.folder))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import lightning
@@ -112,7 +113,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
         except Exception as error:
             log(f"no sample: {error}")
         print(flush=True)
-    log(f"\nmore: python generate.py checkpoint={out_dir} prompt=...")
+    log(f"\nmore: python generate.py {quote(f'checkpoint={out_dir}')} prompt=...")
 
 
 def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:

@@ -68,7 +68,9 @@ def test_outside_of_a_request_a_signal_interrupts_and_its_repetition_does_not(nu
     with raising():
         with pytest.raises(Signalled) as signalled:
             send(number)
-        send(number)                     # while the program cleans up
+        for later in STOPPING:           # while the program cleans up
+            if later != signal.SIGINT:
+                send(later)
     assert signalled.value.name == signal.Signals(number).name
     assert signal.getsignal(number) == before
 
@@ -83,3 +85,13 @@ def test_a_program_that_is_starting_ends_with_one_sentence(number: int) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "cleaned up\n")
     assert done.stderr == f"interrupted by {number.name}\n"
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise UserError('x')", 2), ("raise KeyboardInterrupt", 130)])
+def test_a_signal_after_a_program_s_end_does_not_change_its_status(end: str, status: int) -> None:
+    """Python takes a moment to shut down, in which W&B and others do things of their own."""
+    code = ("import atexit, os; from rwkv import cli; from rwkv.errors import UserError\n"
+            f"atexit.register(lambda: [os.kill(os.getpid(), number) for number in {[int(n) for n in STOPPING[1:]]}])\n"
+            f"with cli.exit_on_user_error(): {end}")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == status

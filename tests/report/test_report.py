@@ -4,8 +4,10 @@ import contextlib
 import csv
 import json
 import math
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -349,7 +351,7 @@ def test_damage_to_a_run_does_not_stop_the_report_of_the_others(tmp_path: Path, 
     (run / "kernel.json").write_text(json.dumps(measured))
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     (run / "metrics.csv").write_text(whole[:place] + rows + whole[place:], newline="")
-    assert report_tool.main([str(tmp_path)]) == 0
+    report_tool.main([str(tmp_path)])
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -360,14 +362,15 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     assert read(tmp_path)[0].damaged == []
     (tmp_path / "kernel=conv1d,seed=0" / name).write_bytes(content)
-    assert report_tool.main([str(tmp_path)]) == 0
+    report_tool.main([str(tmp_path)])
     assert f"kernel=conv1d,seed=0: {name}" in parsed(tmp_path / "report.html").text
 
 
 def test_a_damaged_list_of_runs_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     (tmp_path / "sweep.json").write_text('{"runs": [{"name": 3}]}')
-    assert report_tool.main([str(tmp_path)]) == 2
+    with pytest.raises(SystemExit, match=r"^2$"):
+        report_tool.main([str(tmp_path)])
     assert "sweep.json" in capsys.readouterr().err
 
 
@@ -403,7 +406,7 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     for seed in range(3):
         make_run(tmp_path, "conv1d", seed, [3.0, 2.0, 1.0 + seed], 100)
         make_run(tmp_path, "taichi_v3", seed, [3.0, 2.0 + seed / 8, 1.0 + seed], 200 + 10 * seed * seed)
-    assert report_tool.main([str(tmp_path)]) == 0
+    report_tool.main([str(tmp_path)])
     found = {(row["kernel"], row["statistic"]): row for row in table(tmp_path) if row["level"] == "kernel"}
     assert list(table(tmp_path)[0]) == list(columns([])), "no errors were measured"
     assert [float(found["taichi_v3", statistic]["tok_per_sec"]) for statistic in ("median", "min", "max")] == [213, 203, 243]
@@ -413,7 +416,7 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     runs = [row for row in table(tmp_path) if row["level"] == "run"]
     assert [row["difference_step"] for row in runs] == ["", "", "", "1.0", "2.0", "2.0"]
     assert "2.07" in parsed(tmp_path / "report.html").text, "taichi_v3's throughput beside conv1d's 103"
-    assert report_tool.main([str(tmp_path), "--reference", "taichi_v3"]) == 0
+    report_tool.main([str(tmp_path), "--reference", "taichi_v3"])
     assert "compared with taichi_v3" in parsed(tmp_path / "report.html").text
 
 
@@ -437,7 +440,7 @@ def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
     published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
     make_run(tmp_path, "conv1d", 0, [4.0, 3.0, 2.0, 1.0, 0.5], logger=published)
     make_run(tmp_path, "conv1d", 1, [4.0, 3.0], logger={"published_losses": "x", "published_steps": 2})
-    assert report_tool.main([str(tmp_path)]) == 0
+    report_tool.main([str(tmp_path)])
     text = parsed(tmp_path / "report.html").text
     assert all(number in text for number in ("1 to 2", "3.2500", "3.5000", "+0.2500", "3 to 4", "1.0000", "1.5000", "+0.5000"))
     assert "5 to 6" not in text
@@ -502,10 +505,12 @@ def test_a_loss_that_is_not_a_number_is_the_largest_difference(tmp_path: Path) -
 
 def test_a_folder_without_runs_and_an_unknown_reference_get_a_sentence(tmp_path: Path,
                                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    assert report_tool.main([str(tmp_path)]) == 2
+    with pytest.raises(SystemExit, match=r"^2$"):
+        report_tool.main([str(tmp_path)])
     assert "error: no run in" in capsys.readouterr().err
     make_run(tmp_path, "conv1d", 0, [3.0])
-    assert report_tool.main([str(tmp_path), "--reference", "fft"]) == 2
+    with pytest.raises(SystemExit, match=r"^2$"):
+        report_tool.main([str(tmp_path), "--reference", "fft"])
     assert "conv1d; got 'fft'" in capsys.readouterr().err
 
 
@@ -591,3 +596,13 @@ def test_a_long_run_is_drawn_with_few_points_and_keeps_its_peak() -> None:
     assert len(places) <= svg.MOST_POINTS
     heights = [float(place.split(",")[1]) for place in places]
     assert heights.count(min(heights)) == 1
+
+
+@pytest.mark.programs
+def test_a_path_that_the_terminal_lacks_characters_for_is_printed_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "é"
+    make_run(folder, "conv1d", 0, [3.0])
+    done = subprocess.run([sys.executable, "-m", "rwkv.tools.report", str(folder)], capture_output=True, check=False, cwd=ROOT,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"?/report.html\n")

@@ -55,6 +55,8 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
     "something after the last body": (POST + CLOSE + LENGTH + b"\r\n" + BODY + b"something\r\n\r\n", 200),
     "something after a body": (POST + LENGTH + b"\r\n" + BODY + b"something\r\n\r\n", 200),
     "a request without Host after a body": (POST + LENGTH + b"\r\n" + BODY + GET + b"\r\n", 200),
+    "blanks around a value": (POST.replace(b"localhost", b" localhost \t ") + CLOSE + b"transfer-encoding: chunked \r\n\r\n"
+                              + CHUNKS, 200),
     "a header with a space before its colon": (GET + b"host : localhost\r\n" + CLOSE + b"\r\n", 400),
 }
 
@@ -67,6 +69,18 @@ def test_requests_are_answered_as_http_says(server: Running, data: bytes, status
         assert b"\r\n\r\nHTTP/1.1 200 OK\r\n" in answer
     if status >= 400 and not data.startswith(b"HEAD"):
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_stream_in_http_1_0_has_no_chunks_and_ends_with_the_connection(server: Running) -> None:
+    request = post("/v1/completions", {**OK, "stream": True, "seed": 1})
+    new = server.exchange(request)
+    old = server.exchange(request.replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"close", b"keep-alive"))
+    head, _, body = old.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert body.count(b"data: ") == new.count(b"data: ") > 1
+    assert all(line.startswith(b"data: ") for line in body.split(b"\n\n")[:-1])
 
 
 def test_a_request_without_host_reaches_no_model(server: Running) -> None:

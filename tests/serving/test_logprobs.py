@@ -28,6 +28,7 @@ ROWS: dict[str, list[bytes]] = {
     "7": [b"\xd0", b"\xb6"],
     "8": [b"\xd1", b"\x88STOP"],
     "9": [b"\t ", b"\n\n", b"\r"],
+    "0": [b"u", b"\xd2", b" vWX"],        # a character that is never completed
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 
@@ -73,7 +74,10 @@ def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
     ("7", {"max_tokens": 1}, "\ufffd", ["token_id:209"]),
     ("7", {}, "ж", ["token_id:209", "token_id:183"]),
     ("8", {"stop": "STOP"}, "ш", None),
-    ("9", {}, "", [])], ids=str)
+    ("9", {}, "", []),
+    ("0", {}, "u\ufffd vWX", ["u", "token_id:211", " vWX"]),
+    ("0", {"stop": " v"}, "u\ufffd", ["u", "token_id:211"]),
+    ("0", {"stop": "WX"}, "u\ufffd v", ["u", "token_id:211", " v"])], ids=str)
 def test_a_chats_tokens_add_up_to_its_content(client: "openai.OpenAI", question: str, options: dict[str, Any], content: str,
                                               tokens: list[str] | None) -> None:
     whole = ask(client, question, **options)
@@ -113,6 +117,15 @@ def test_a_completions_tokens_add_up_to_its_text(client: "openai.OpenAI", prompt
     parts = [choice.logprobs for choice in streamed if choice.logprobs]
     assert [token for part in parts for token in part.tokens] == found.tokens
     assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("stop", "offsets"), [(None, [0, 1, 2]), (" v", [0, 1]), ("WX", [0, 1, 2])])
+def test_a_token_s_place_is_after_a_character_that_was_broken(client: "openai.OpenAI", stop: str | None,
+                                                              offsets: list[int]) -> None:
+    choice = client.completions.create(model="tiny", prompt="0", temperature=0, max_tokens=20, logprobs=1, stop=stop).choices[0]
+    assert choice.logprobs.text_offset == offsets
+    assert choice.text[2:] == "".join(choice.logprobs.tokens[2:])
 
 
 @given(st.text("aé\u3000", max_size=12), st.lists(st.integers(0, 13), max_size=6), st.lists(st.integers(0, 13), max_size=3))

@@ -47,7 +47,7 @@ def sha256(parts: Iterable[str]) -> str:
     joined = hashlib.sha256()
     between = b""
     for part in parts:
-        joined.update(between + part.encode())
+        joined.update(between + part.encode(errors="surrogateescape"))
         between = b"\0"
     return joined.hexdigest()
 

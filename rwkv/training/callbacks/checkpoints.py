@@ -13,6 +13,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import lightning
@@ -45,7 +46,7 @@ class VerifiedFiles(TorchCheckpointIO):
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
             reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
             raise UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
-                            f"make room, and continue with resume=auto out_dir={path.parent.parent}") from None
+                            f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}") from None
 
 
 class Checkpoints(Callback):

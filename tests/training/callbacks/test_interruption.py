@@ -3,6 +3,7 @@ batch system changes a run."""
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -44,21 +45,22 @@ def whole(folder: Path) -> Path:
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str,
                                                         environment: dict[str, str]) -> None:
     """Before its first checkpoint. A terminal that closes sends SIGHUP twice: the kernel, and the shell."""
-    process = start(folder, "train", *RUN, f"out_dir={name}", **environment)
-    wait_for(process, folder / name, 5)
+    run = folder / f"{name}, stopped"
+    process = start(folder, "train", *RUN, f"out_dir={run.name}", **environment)
+    wait_for(process, run, 5)
     for _ in range(2):
         process.send_signal(getattr(signal, name))
     stopped = finish(process)
     assert stopped.status == 130, stopped.error
     assert "Traceback" not in stopped.error
-    assert f"continue with: python train.py resume=auto out_dir={name}" in stopped.error
-    assert 5 <= read_checkpoint(folder / name).step < STEPS
-    assert {path.name for path in (folder / name / "checkpoints").iterdir()} == {"last.ckpt"}
-    done = done_here(folder, "train", "resume=auto", f"out_dir={name}")
+    _, command = stopped.error.rstrip().split("continue with: python train.py ")
+    assert 5 <= read_checkpoint(run).step < STEPS
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt"}
+    done = done_here(folder, "train", *shlex.split(command))
     assert done.status == 0, done.error
-    for path in (folder / name / "checkpoints").glob("last-*"):          # of the stop
+    for path in (run / "checkpoints").glob("last-*"):          # of the stop
         path.unlink()
-    assert_same_training(folder / name, whole)
+    assert_same_training(run, whole)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
