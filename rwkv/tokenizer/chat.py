@@ -257,9 +257,9 @@ def _one_paragraph(text: str) -> str:
 class Ending(NamedTuple):
     """How a template ends an answer.
 
-    closed: what it writes after an answer at the end of a conversation. end: after an answer that somebody speaks after, whoever
-    it is. prompt: the prompt at the end of `closed`, where one is written whether or not it is asked for. stop: as in
-    ChatTemplate.
+    closed: what it writes after an answer at the end of a conversation. end: what it writes after an answer before the next
+    turn, whoever speaks. prompt: the prompt at the end of `closed`, where one is written whether or not it is asked for. stop:
+    as in ChatTemplate.
     """
 
     closed: str
