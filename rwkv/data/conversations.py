@@ -38,7 +38,6 @@ from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
-from rwkv.tokenizer.chat import END
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -131,10 +130,9 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
         flags = [np.full(len(part), is_learnt, np.uint8)
                  for part, (_, is_learnt) in zip(of_parts, conversation.parts, strict=True)]
-        last_text, last_is_learnt = conversation.parts[-1]
-        if not last_text.endswith(END):
+        if of_parts[-1][-1:] != [tokenizer.end_of_text]:
             of_parts.append([tokenizer.end_of_text])
-            flags.append(np.array([last_is_learnt], np.uint8))
+            flags.append(np.array([conversation.parts[-1][1]], np.uint8))
         ids[split].append(np.array([*chain.from_iterable(of_parts)], dtype))
         learnt[split].append(np.concatenate(flags))
     packed += len(packer.flush())
