@@ -172,11 +172,12 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     expected = corpus(tmp_path, lines)
     bad = {**lines[0], "weight": 0}
     question, answer = messages("?", "BAD")
-    found = corpus(tmp_path, [bad, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
+    rejected = {"prompt": "a", "completion": "BAD", "label": False}
+    found = corpus(tmp_path, [bad, rejected, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
     assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
     assert found.conversations is not None
-    assert found.conversations[0].left_out == 2
-    assert "2 others left out" in found.describe()
+    assert found.conversations[0].left_out == 3
+    assert "3 others left out" in found.describe()
     with pytest.raises(UserError, match="1 conversations with an answer to learn, and 2 without"):
         corpus(tmp_path, [bad, lines[0], bad])
 
