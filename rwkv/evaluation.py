@@ -30,7 +30,7 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.chat import END, ChatTemplate
+from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.rendered import encode, for_tokenizer, written
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -205,7 +205,7 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
             raise UserError(f"{where}: {error}") from None
         answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
         lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
-        if not parts[-1][0].endswith(END):
+        if pieces[-1][0][-1:] != [tokenizer.end_of_text]:
             pieces.append(([tokenizer.end_of_text], parts[-1][1]))
         ids = [token for piece, _ in pieces for token in piece]
         counts = [learnt for piece, learnt in pieces for _ in piece]

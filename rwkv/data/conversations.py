@@ -3,10 +3,10 @@
     row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; at [ the state is emptied
     row 1   [ conversation 5 ................................. ] padding
 
-A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued; then
-end_of_text, unless the chat template has written it. Each id predicts the next one; what is not learnt is no target.
-end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a conversation, as none stands before a
-prompt.
+A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued
+(rwkv/tokenizer/rendered.py); then end_of_text, unless the chat template has written it. Each id predicts the next one; what is
+not learnt is no target. end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a
+conversation, as none stands before a prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
 trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py); its validation reads them
@@ -38,12 +38,11 @@ from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
-from rwkv.tokenizer.chat import END
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
-from rwkv.tokenizer.rendered import encode, for_tokenizer, shown, written
+from rwkv.tokenizer.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 2                              # of the files in the cache
+VERSION = 3                              # of the files in the cache
 AT_ONCE = 1000                           # conversations given to the tokenizer at a time
 SPLITS = ("train", "val")
 
@@ -131,10 +130,9 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
         flags = [np.full(len(part), is_learnt, np.uint8)
                  for part, (_, is_learnt) in zip(of_parts, conversation.parts, strict=True)]
-        last_text, last_is_learnt = conversation.parts[-1]
-        if not last_text.endswith(END):
+        if of_parts[-1][-1:] != [tokenizer.end_of_text]:
             of_parts.append([tokenizer.end_of_text])
-            flags.append(np.array([last_is_learnt], np.uint8))
+            flags.append(np.array([conversation.parts[-1][1]], np.uint8))
         ids[split].append(np.array([*chain.from_iterable(of_parts)], dtype))
         learnt[split].append(np.concatenate(flags))
     packed += len(packer.flush())
@@ -158,12 +156,11 @@ def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Convers
     found = conversations(config, for_tokenizer(template_of(config), tokenizer))
     while batch := list(islice(found, AT_ONCE)):
         try:
-            ids = iter(encode(tokenizer, [text for conversation in batch for text, _ in conversation.parts]))
+            ids = encode_each(tokenizer, [[text for text, _ in conversation.parts] for conversation in batch])
         except ValueError:
             _name_wrong(batch, tokenizer)
             raise
-        for conversation in batch:
-            yield conversation, list(islice(ids, len(conversation.parts)))
+        yield from zip(batch, ids, strict=True)
 
 
 def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
@@ -194,20 +191,24 @@ def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
     for begin, end in pairwise(bounds):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
         pieces = []
+        before: list[int] = []
         for is_learnt, run in groupby(pairs, itemgetter(0)):
-            text = _shown([token for _, token in run], tokenizer)
+            ids = [token for _, token in run]
+            text = _shown(ids, before, tokenizer)
             pieces.append(f"[[{text}]]" if is_learnt else text)
+            before = ids
         yield "".join(pieces)
 
 
-def _shown(ids: list[int], tokenizer: Tokenizer) -> str:
+def _shown(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
     pieces: list[list[int]] = [[]]
     for token in ids:
         if token == tokenizer.end_of_text:
             pieces.append([])
         else:
             pieces[-1].append(token)
-    return "<end of text>".join(shown(tokenizer, piece) for piece in pieces)
+    first, *others = pieces
+    return "<end of text>".join([shown(tokenizer, first, before), *(shown(tokenizer, piece) for piece in others)])
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:

@@ -109,7 +109,8 @@ class Chat:
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
-        engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]]), [self.seed],
+        before = read or self.tokenizer.decode(context.last_ids if context else ())
+        engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
                         StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
         self.seed += 1
         self.stats = Stats(engine.prompt_tokens)

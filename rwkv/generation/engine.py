@@ -215,7 +215,12 @@ class Engine:
         return PrefillResult(self._logits[[position]], self._decoder.state([position]))
 
     def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
-        ids = list(self._tokenizer.encode(prompt) if isinstance(prompt, str) else whole_numbers("prompt", prompt))
+        before = context.last_ids if context else ()
+        if isinstance(prompt, str):
+            within = before and before[-1] not in self._tokenizer.special.values()
+            ids = self._tokenizer.encode_within([prompt])[0] if within else self._tokenizer.encode(prompt)
+        else:
+            ids = list(whole_numbers("prompt", prompt))
         for token in ids:
             require_id(token, self._tokenizer.vocab_size)
         return ids if ids or context is not None else [self._tokenizer.end_of_text]

@@ -255,16 +255,17 @@ def _one_paragraph(text: str) -> str:
 
 
 class Ending(NamedTuple):
-    """How a template ends an answer, which is what it writes after it whoever speaks next.
+    """How a template ends an answer.
 
-    missing: the part of the end that is not written where the answer is the last message. last: what is written there alone,
-    after the end. prompts: whether `last` is a prompt, written whether or not one is asked for. stop: as in ChatTemplate.
+    closed: what it writes after an answer at the end of a conversation. end: what it writes after an answer before the next
+    turn, whoever speaks. prompt: the prompt at the end of `closed`, where one is written whether or not it is asked for. stop:
+    as in ChatTemplate.
     """
 
-    missing: str = ""
-    last: str = ""
-    prompts: bool = False
-    stop: tuple[str, ...] = ()
+    closed: str
+    end: str
+    prompt: str
+    stop: tuple[str, ...]
 
 
 class JinjaTemplate(ChatTemplate):
@@ -295,7 +296,7 @@ class JinjaTemplate(ChatTemplate):
         if tools and not self.supports_tools:
             raise UserError(f"tools: the chat template {self.name} has no form for tools")
         text = self._render(check_messages(messages), add_generation_prompt, tools, think)
-        return text.removesuffix(self._ending.last) if self._ending.prompts and not add_generation_prompt else text
+        return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
         """An answer is what the template adds to the prompt that stands before it, up to eos_token where the template has it.
@@ -322,9 +323,9 @@ class JinjaTemplate(ChatTemplate):
         """Where answer i begins and ends in the whole text. The prompt before it may be the one that asks for thoughts."""
         after = whole
         if i + 1 < len(messages):
-            after = self._render(messages[:i + 1], False, tools).removesuffix(self._ending.last)
-            if whole.startswith(after + self._ending.missing):
-                after += self._ending.missing
+            alone = self._render(messages[:i + 1], False, tools)
+            followed = alone.removesuffix(self._ending.closed) + self._ending.end
+            after = followed if whole.startswith(followed) else alone
         for think in (False, True):
             before = self._render(messages[:i], True, tools, think)
             if after.startswith(before) and whole.startswith(after):
@@ -367,9 +368,14 @@ class JinjaTemplate(ChatTemplate):
             longer = self._render([*talk, {"role": "user", "content": question}], False, None)
             between = longer.partition(answer)[2].partition(question)[0]
         end = _end(text, closed, prompted, between)
-        missing = end.removeprefix(closed) if end.startswith(closed) else ""
+        stop = _stop(end, between)
+        if end.startswith(closed) and not end.strip():
+            end = closed                 # a model that learns more white space here than at the end does not learn what follows
+        elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
+            stop = (*stop, *_stop(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
-        return Ending(missing, last, bool(last) and last != END and closed == prompted, _stop(end, between))
+        prompt = last if last != END and closed == prompted else ""
+        return Ending(closed, end, prompt, stop)
 
     def _find_call_start(self) -> tuple[str, str] | None:
         call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}

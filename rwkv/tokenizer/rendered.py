@@ -29,20 +29,58 @@ def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
     return MarkingTemplate(template, tokenizer) if tokenizer.special else template
 
 
-def encode(tokenizer: Tokenizer, rendered: Sequence[str]) -> list[list[int]]:
-    """The ids of texts that for_tokenizer's template rendered, each encoded apart, with end_of_text for END.
+def encode(tokenizer: Tokenizer, parts: Sequence[str], before: str = "") -> list[list[int]]:
+    """The ids of each of the parts of a text that for_tokenizer's template rendered, with end_of_text for END.
 
-    Raises UserError as the tokenizer does.
+    Each part is encoded apart, as a prompt is; but no space is added to one that goes on within the text. before: the text
+    that precedes the parts. Raises UserError as the tokenizer does.
     """
-    pieces = [text.split(END) for text in rendered]
-    ids = iter(tokenizer.encode_batch([_with_private_names(tokenizer, piece) for of_text in pieces for piece in of_text]))
-    found = []
-    for of_text in pieces:
-        joined = [*next(ids)]
-        for _ in of_text[1:]:
-            joined += [tokenizer.end_of_text, *next(ids)]
-        found.append(joined)
-    return found
+    return encode_each(tokenizer, [parts], before)[0]
+
+
+def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: str = "") -> list[list[list[int]]]:
+    """encode() of the parts of each text."""
+    cut = [[*_pieces(tokenizer, parts, before)] for parts in texts]
+    pieces = [piece for parts in cut for part in parts for piece in part]
+    starting = iter(tokenizer.encode_batch([piece.text for piece in pieces if not piece.within]))
+    within = iter(tokenizer.encode_within([piece.text for piece in pieces if piece.within]))
+    return [[[token for piece in part
+              for token in (*piece.ends, *next(within if piece.within else starting)[piece.skip:])]
+             for part in parts] for parts in cut]
+
+
+class _Piece(NamedTuple):
+    """A text to encode. within: it goes on within another one. skip: of its ids those that stand before it. ends: ids too."""
+
+    text: str
+    within: bool = False
+    skip: int = 0
+    ends: tuple[int, ...] = ()
+
+
+def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator[list[_Piece]]:
+    """The pieces of each part."""
+    last = _with_private_names(tokenizer, before.rpartition(END)[2])
+    for part in parts:
+        first, *others = [_with_private_names(tokenizer, text) for text in part.split(END)]
+        found = _after(tokenizer, last, first)
+        last = first or last
+        for text in others:
+            found.append(_Piece(text, ends=(tokenizer.end_of_text,)))
+            last = text
+        yield found
+
+
+def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
+    """The pieces of `text`, which stands after `before`. Where a space is added to a text, one may be after special tokens."""
+    if not (tokenizer.adds_space and before and text):
+        return [_Piece(text)]
+    names = [*tokenizer.private.values()]
+    special = next((name for name in names if before.endswith(name)), None)
+    if special is not None:
+        return [_Piece(special + text, skip=1)]
+    place = min((text.find(name) for name in names if name in text), default=len(text))
+    return [_Piece(text[:place], within=True), _Piece(text[place:])]
 
 
 def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
@@ -75,10 +113,10 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
     return [marked(tokenizer, item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of `ids` with the names of special tokens, for people."""
+def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
+    """The text of `ids`, which follow the ids `after`, with the names of special tokens, for people."""
     names = {index: name for name, index in tokenizer.special.items()}
-    decoder = tokenizer.decoder()
+    decoder = tokenizer.decoder(after)
     return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
 
 

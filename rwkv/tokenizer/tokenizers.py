@@ -34,6 +34,7 @@ class Tokenizer(ABC):
     """Encodes any text that its vocabulary covers, and decodes any ids.
 
     strips_spaces: some token includes the spaces beside it, so that a text cannot be split safely (rwkv/tokenizer/split.py).
+    adds_space: the ids of a text begin with a space that it lacks, as in SentencePiece, which also marks its first word as one.
     special: the ids of the tokens that a chat template may write, by their names. private: for the same names, what `encode`
     takes for these tokens (rwkv/tokenizer/rendered.py).
     """
@@ -42,6 +43,7 @@ class Tokenizer(ABC):
     vocab_size: int
     ends: tuple[int, ...] = (0,)
     strips_spaces: bool = False
+    adds_space: bool = False
     special: Mapping[str, int] = MappingProxyType({})
     private: Mapping[str, str] = MappingProxyType({})
 
@@ -82,6 +84,10 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """encode() of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text where it goes on within another one: as encode_batch, and no space is added."""
+        return self.encode_batch(texts)
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
@@ -258,23 +264,27 @@ class JsonTokenizer(Tokenizer):
         self.private, self._typed = hidden.private, hidden.typed
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
+        self.adds_space = any(step != parsed.get(name) for name, step in _within(parsed).items())
         self.strips_spaces = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in added)
         self._unknown = special.unknown_token(parsed)
         self._skipped = {*self.special.values()} - {tokens.get(self._unknown or "")} | {*self.ends}
         self.vocab_size = 1 + max(self._library.get_vocab().values(), default=-1)
 
     def _encode(self, text: str) -> list[int]:
-        return self._encode_each([text])[0]
+        return _encode_each(self._library, [text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        for text in texts:
-            require_unicode(text)
-        return self._encode_each(list(texts))
+        return _encode_each(self._library, texts)
 
-    def _encode_each(self, texts: list[str]) -> list[list[int]]:
-        """The fast call leaves out each token's place in the text, which takes twice the time and many times the memory."""
-        with _as_user_error("the tokenizer cannot encode the text"):
-            return [encoding.ids for encoding in self._library.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
+        return _encode_each(self._library_within, texts)
+
+    @cached_property
+    def _library_within(self) -> tokenizers.Tokenizer:
+        if not self.adds_space:
+            return self._library
+        content = json.loads(self._library.to_str())
+        return _library(json.dumps(content | _within(content)))
 
     def _new_decoder(self) -> Decoder:
         if self._byte_level:
@@ -384,6 +394,38 @@ def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             tokenizers.Tokenizer.from_str(text)
             raise
+
+
+def _within(parsed: dict[str, Any]) -> dict[str, Any]:
+    """The first steps of a file for texts that go on within others: none adds a space before a text.
+
+    Behind a step that cuts a text, such a step is for each word.
+    """
+    cut = parsed.get("pre_tokenizer")
+    if cut is not None and cut["type"] == "Sequence":
+        cut = {**cut, "pretokenizers": [*map(_without_space, cut["pretokenizers"][:1]), *cut["pretokenizers"][1:]]}
+    return {"normalizer": _without_space(parsed.get("normalizer")), "pre_tokenizer": _without_space(cut)}
+
+
+def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    kind = None if step is None else step["type"]
+    if step is None or kind == "Prepend":
+        return None
+    if kind == "Metaspace":
+        return {**step, "prepend_scheme": "never"}
+    if kind == "ByteLevel" and step.get("add_prefix_space"):
+        return {**step, "add_prefix_space": False}
+    if kind == "Sequence" and "normalizers" in step:
+        return {**step, "normalizers": [kept for kept in map(_without_space, step["normalizers"]) if kept is not None]}
+    return step
+
+
+def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The fast call leaves out each token's place in the text, which takes twice the time and many times the memory."""
+    for text in texts:
+        require_unicode(text)
+    with _as_user_error("the tokenizer cannot encode the text"):
+        return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def _library(text: str) -> tokenizers.Tokenizer:

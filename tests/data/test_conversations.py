@@ -138,6 +138,16 @@ def test_tools_and_their_calls_are_the_same_in_all_forms(tmp_path: Path, line: A
     assert shown(found) == [f"f{{}}<user>?<end><assistant>[[{call}<end>]]<tool>3<end><assistant>[[!<end><end of text>]]"]
 
 
+def test_an_end_of_text_that_the_template_names_ends_the_conversation_once(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(chatml())
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}")
+    lines = [{"messages": messages("a", "b")}, {"messages": messages("c", "d")}]
+    found = corpus(tmp_path, lines, tokenizer=str(tmp_path / "tokenizer.json"), template=str(tmp_path / "t.jinja"),
+                   end_of_text="<|im_end|>")
+    assert found.conversations is not None
+    assert [*marked(found.conversations[0], found.tokenizer)] == ["c<end of text>[[d<end of text>]]"]
+
+
 @pytest.mark.parametrize(("template", "text"), [
     ("{% for m in messages %}{% if m.role == 'user' %}{{ '[Q]' + m.content + '[/Q]' }}{% else %}{{ m.content + eos_token }}"
      "{% endif %}{% endfor %}", "[Q]a[/Q][[yes<end of text>]][Q]b[/Q][[no<end of text>]]"),
@@ -162,11 +172,12 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     expected = corpus(tmp_path, lines)
     bad = {**lines[0], "weight": 0}
     question, answer = messages("?", "BAD")
-    found = corpus(tmp_path, [bad, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
+    rejected = {"prompt": "a", "completion": "BAD", "label": False}
+    found = corpus(tmp_path, [bad, rejected, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
     assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
     assert found.conversations is not None
-    assert found.conversations[0].left_out == 2
-    assert "2 others left out" in found.describe()
+    assert found.conversations[0].left_out == 3
+    assert "3 others left out" in found.describe()
     with pytest.raises(UserError, match="1 conversations with an answer to learn, and 2 without"):
         corpus(tmp_path, [bad, lines[0], bad])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from models import each_generation, following, small_model
 from programs import Run, caller
-from tokenizer_files import chatml
+from tokenizer_files import chatml, sentencepiece_bpe
 
 from rwkv.errors import UserError
 from rwkv.generation import chat as chat_module
@@ -87,6 +87,23 @@ def test_special_tokens_of_the_template(tmp_path: Path) -> None:
         after_answer = [*tokenizer.encode("\n"), start, *tokenizer.encode(f"user\n{text}"), end]
     assert chat.stats.read == 1 + len([*after_answer, *tokenizer.encode("\n"), start, *tokenizer.encode("assistant\n")])
     assert chat.messages[-1]["content"] == "ab"
+
+
+def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(tmp_path: Path) -> None:
+    tokenizer = JsonTokenizer(sentencepiece_bpe())
+    (tmp_path / "llama.jinja").write_text("{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else "
+                                          "m.content + eos_token }}{% endfor %}")
+    model = small_model(vocab_size=tokenizer.vocab_size).eval()
+    letters = {tokenizer.encode(letter)[-1] for letter in "adefgh"}
+    sampling = Sampling(temperature=0, banned=tuple({*range(tokenizer.vocab_size)} - letters))
+    chat = Chat(model, tokenizer, chat_template(str(tmp_path / "llama.jinja")), sampling, 12)
+    for text in ("bad", "cab"):
+        answer = "".join(chat.say(text))
+        ids, = encode(tokenizer, [chat.template.render(chat.messages[:-1])])
+        alone = Engine(chat.model, tokenizer, [ids], [0], StoppingCriteria(12), sampling)
+        assert answer == "".join(piece for _, piece in alone)
+        assert chat._points[-1][1].last_ids == alone.context().last_ids
+    assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # after end_of_text
 
 
 def test_undo_goes_back_to_a_kept_state() -> None:

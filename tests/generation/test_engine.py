@@ -455,6 +455,20 @@ def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
     assert tokenizer.names(ids[:1])[0] + "".join(entry["text"] for entry in row.prompt_logprobs) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_goes_on_after_a_state(kind: str, tmp_path: Path) -> None:
+    """Its ids are those that it has in the whole text."""
+    tokenizer = JsonTokenizer(KINDS[kind])
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    engine = Engine(model, tokenizer, ["bad"], [0], StoppingCriteria(0))
+    list(engine)
+    save_context(tmp_path / "state.safetensors", engine.context(), model, tokenizer)
+    context = load_context(tmp_path / "state.safetensors", model, tokenizer)
+    longer = Engine(model, tokenizer, [" cab"], [0], StoppingCriteria(0), context=context)
+    list(longer)
+    assert longer.context().last_ids == (*tokenizer.encode("bad cab"),)
+
+
 def test_each_end_of_text_and_special_stop_ends_a_text() -> None:
     """A special token has no letters that a stop string could find."""
     specials = ["<|begin|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"]

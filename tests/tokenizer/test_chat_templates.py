@@ -167,6 +167,12 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {          # the t
         turns("'<|user|>' + m.content + '<|end|>\\n'", "'<|assistant|>' + m.content + '<|end|>\\n'", "'<|assistant|>'",
               before="{{ '<bos>\\n' }}", after="{% if not add_generation_prompt %}{{ '<last>' }}{% endif %}"),
         ("<|end|>",), ["yes<|end|>", "no<|end|>\n<last>"]),
+    "lines": (turns("'User: ' + m.content", "'Assistant: ' + m.content", "'\\nAssistant:'").replace(
+        "{% if m.role ==", "{% if not loop.first %}{{ '\n' }}{% endif %}{% if m.role =="), ("\nUser:",), [" yes", " no"]),
+    "another end at the end": (
+        turns("'<s>user<m>' + m.content + '<e>'",
+              "'<s>bot<m>' + m.content + ('<r>' if loop.last and not add_generation_prompt else '<e>')", "'<s>bot'"),
+        ("<e>", "<r>"), ["<m>yes<e>", "<m>no<r>"]),
     "a system prompt demanded": ("{{ messages[0].content if messages[0].role == 'system' else raise_exception('no system') }}"
                                  "{% for m in messages[1:] %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endfor %}" +
                                  PROMPT.replace("PROMPT", "<assistant>"), ("<e>",), ["yes<e>", "no<e>"]),

@@ -9,6 +9,7 @@ from tokenizer_files import KINDS, LETTERS, chatml
 
 from rwkv.errors import UserError
 from rwkv.tokenizer.chat import ChatTemplate, JinjaTemplate, chat_template
+from rwkv.tokenizer.lost import LossCounter
 from rwkv.tokenizer.rendered import encode, for_tokenizer, marked, shown, without_marks
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
@@ -64,6 +65,29 @@ def test_parts_are_the_whole_in_pieces() -> None:
     assert [without_marks(text) for text, _ in parts] == [text for text, _ in CHATML.parts(messages)]
     assert "".join(shown(TOKENIZER, part) for part in ids) == CHATML.render(messages, False)
     assert [part.count(END) for part, (_, learnt) in zip(ids, parts, strict=True) if learnt] == [1, 1]
+
+
+TURNS = JinjaTemplate("{% for m in messages %}{{ '\n' + m.role + '\n' + m.content + '</s>' }}{% endfor %}"
+                      "{% if add_generation_prompt %}{{ '\nassistant\n' }}{% endif %}", "turns.jinja")
+JOINED = JinjaTemplate("{% for m in messages %}{{ m.content + (eos_token if m.role == 'assistant' else '</s>') }}{% endfor %}",
+                       "joined.jinja")
+
+
+@pytest.mark.parametrize("template", [CHATML, TURNS, JOINED, chat_template("world")], ids=lambda template: template.name)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if JsonTokenizer(KINDS[kind]).adds_space])
+@given(st.lists(st.text([*LETTERS, " "], min_size=1, max_size=5), min_size=2, max_size=4))
+def test_parts_get_no_space_of_their_own(kind: str, template: ChatTemplate, said: list[str]) -> None:
+    """Where a file adds a space to a text, the parts have the ids that the whole text has, but for fused unknown ones."""
+    tokenizer = JsonTokenizer(KINDS[kind])
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    marking = for_tokenizer(template, tokenizer)
+    parts = [text for text, _ in marking.parts(messages)]
+    ids = encode(tokenizer, parts)
+    whole = rendered(messages, tokenizer, template, add_generation_prompt=False)
+    unknown = LossCounter(tokenizer).unknown_token
+    assert [token for part in ids for token in part if token != unknown] == [token for token in whole if token != unknown]
+    for place in range(len(parts)):
+        assert encode(tokenizer, parts[place:], "".join(parts[:place])) == ids[place:]
 
 
 @pytest.mark.parametrize("template", ["world", "g1"])

@@ -9,9 +9,9 @@ The list is also called conversation, items or interactions, and its fields may 
 of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction are for
-validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/tokenizer/chat.py): the answer is
-context and is not learnt. A conversation none of whose answers is learnt is left out, and counted. The answers in a list
-`prompt` are context too, as TRL reads them.
+validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/tokenizer/chat.py), or "label": false
+beside prompt and completion (KTO, in TRL): the answer is context and is not learnt. A conversation none of whose answers is
+learnt is left out, and counted. The answers in a list `prompt` are context too, as TRL reads them.
 """
 
 import json
@@ -140,7 +140,8 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     weight = given.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise UserError(f"weight is 0 or 1, because a conversation is learnt or it is not; got {json.dumps(weight)[:60]}")
-    return messages if weight else _unlearnt(messages)
+    bad = name is None and given.get("label") is False
+    return messages if weight and not bad else _unlearnt(messages)
 
 
 def _of_pair(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
