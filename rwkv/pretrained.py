@@ -76,9 +76,10 @@ class RWKV(Model):
         """Writes the weights, and the configuration and the tokenizer where the format has room for them.
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, .gguf for llama.cpp, none
-        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q8_0, in
-        .safetensors also int4, or None for the model's own. Raises UserError for another suffix, a dtype, generation or
-        tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model in int8 or int4.
+        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q4_0, q4_1,
+        q5_0, q5_1 and q8_0, in .safetensors also int4, or None for the model's own. Raises UserError for another suffix, a
+        dtype, generation or tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model in int8
+        or int4.
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
             own = "int8" if isinstance(self.head, Int8Linear) else "int4"

@@ -152,7 +152,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         dtype = "int4"
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}, in GGUF also q8_0, in .safetensors also int4; got {dtype!r}")
+        blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.quantised().items())
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))

@@ -7,6 +7,7 @@ import argparse
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,9 +25,8 @@ WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
 none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
-float32 and float16; ggmf and GGUF keep vectors in float32; q8_0 is for GGUF, and int4 for .safetensors, which all programs
-here read. llama.cpp needs the tokenizer in the file."""
-QUANTISED = ("q8_0", "int4")
+float32 and float16; ggmf and GGUF keep vectors in float32; q4_0 to q8_0 are for GGUF, and int4 for .safetensors, which all
+programs here read. llama.cpp needs the tokenizer in the file."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", type=Path, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=Path, help="the file or the directory to write")
-    parser.add_argument("--dtype", choices=(*DTYPES, *QUANTISED), help="by default each tensor keeps its own")
+    parser.add_argument("--dtype", choices=(*DTYPES, *chain(*formats.quantised().values())),
+                        help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
     parser.add_argument("--tokenizer", metavar="NAME", help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "
