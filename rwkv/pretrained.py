@@ -142,6 +142,6 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 
 def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, by default that of the data the run has learnt, or else by the file's name."""
+    """The chat template's name: `name`, by default that of the data the run has learnt, or else by default_template."""
     learnt = (checkpoint.run or {}).get("data", {}).get("template")
     return name or learnt or default_template(str(checkpoint.path))
