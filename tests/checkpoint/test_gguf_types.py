@@ -60,6 +60,16 @@ def test_a_quantised_file_runs_in_every_dtype(plain: Path, tmp_path: Path, dtype
     assert 1e-4 < np.sqrt(((actual - expected) ** 2).mean() / (expected ** 2).mean()) < error
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_matrices_read_one_at_a_time_are_those_read_at_once(plain: Path, tmp_path: Path, dtype: str) -> None:
+    path = rewritten(plain, tmp_path / "model.gguf", "Q4_K")
+    RWKV.from_pretrained(path, "reference").save_pretrained(tmp_path / "model.safetensors")        # which is mapped
+    one, other = (RWKV.from_pretrained(file, "reference", dtype=dtype) for file in (path, tmp_path / "model.safetensors"))
+    assert one.fingerprint() == other.fingerprint()
+    with torch.no_grad():
+        assert torch.equal(one(tokens(one))[0], other(tokens(other))[0])
+
+
 @pytest.mark.parametrize("head_size", [128, 256])
 def test_wider_heads_are_read_from_gguf(tmp_path: Path, head_size: int) -> None:
     """llama.cpp's group norm has the epsilon 64e-5 whatever the head, as the official code."""
