@@ -4,7 +4,7 @@
     pre_tokenizer  ByteLevel, then a Split by one regular expression, (?:A|B|...), of all tokens, the longest first
 
 The first alternative that matches is the longest token that does, which is the rule of rwkv/tokenizer/world.py. The expression
-is compared as a text and never compiled, which takes the tokenizers library seconds.
+is compared as a text and never compiled: the library tries its 65,529 alternatives in turn, at a hundredth of the speed.
 
 Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py.
 """
