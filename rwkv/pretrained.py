@@ -8,7 +8,7 @@ import torch
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import MATRICES, Model, generation
+from rwkv.model.base import MATRICES, Model, fingerprint, generation
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.chat import default_template
@@ -58,27 +58,36 @@ class RWKV(Model):
 
     @classmethod
     def _quantised(cls, checkpoint: Checkpoint, wkv: Any, device: str, dtype: str, mmap: bool) -> Self:
-        """The same with matrices converted to int8 or int4 one at a time; everything else is computed in float32."""
+        """The same with matrices converted to int8 or int4 one at a time; everything else is computed in float32.
+
+        A matrix that is no view of the file, such as one of a quantised GGUF, is read when it is converted.
+        """
         if device != "cpu":
             raise UserError(f"dtype={dtype} runs on a CPU, not on {device}: use dtype=bfloat16 there")
         group = generation(checkpoint.config).group
         as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # which packed weights cannot give
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
-        weights = {name: torch.empty(tensor.shape, device="meta") if name in packed else
+        stored = checkpoint.weights.stored
+        later = {name: tensor.get for name, tensor in stored.items()
+                 if name != "emb.weight" and name not in packed and group(name) in MATRICES and not tensor.mapped}
+        weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
                    (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
-                   for name, tensor in checkpoint.weights.stored.items()}
+                   for name, tensor in stored.items()}
         model = cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
         model.fingerprint_before = checkpoint.fingerprint
-        return to_int8(model) if dtype == "int8" else to_int4(model, packed)
+        if later and checkpoint.fingerprint is None:
+            model.fingerprint_before = fingerprint(generation(checkpoint.config), checkpoint.weights)
+        return to_int8(model, later=later) if dtype == "int8" else to_int4(model, packed, later)
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
         """Writes the weights, and the configuration and the tokenizer where the format has room for them.
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, .gguf for llama.cpp, none
-        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q8_0, in
-        .safetensors also int4, or None for the model's own. Raises UserError for another suffix, a dtype, generation or
-        tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model in int8 or int4.
+        for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q4_0, q4_1,
+        q5_0, q5_1 and q8_0, in .safetensors also int4, or None for the model's own. Raises UserError for another suffix, a
+        dtype, generation or tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model in int8
+        or int4.
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
             own = "int8" if isinstance(self.head, Int8Linear) else "int4"
@@ -141,6 +150,6 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 
 def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, by default that of the data the run has learnt, or else by the file's name."""
+    """The chat template's name: `name`, by default that of the data the run has learnt, or else by default_template."""
     learnt = (checkpoint.run or {}).get("data", {}).get("template")
     return name or learnt or default_template(str(checkpoint.path))

@@ -21,9 +21,13 @@ class LayerState(NamedTuple):
 
 
 class NumpyRWKV7:
-    """model(tokens (B,T), state=None) -> (logits (B,T,V), state), state being one LayerState a layer."""
+    """model(tokens (B,T), state=None) -> (logits (B,T,V), state), state being one LayerState a layer.
 
-    def __init__(self, weights: Mapping[str, ndarray]) -> None:
+    epsilon: of the norm of each head.
+    """
+
+    def __init__(self, weights: Mapping[str, ndarray], epsilon: float = 64e-5) -> None:
+        self.epsilon = epsilon
         self.weights = {name: np.asarray(tensor, dtype=np.float64).squeeze() for name, tensor in weights.items()}
         self.n_layer = sum(name.endswith(".ln1.weight") for name in weights)
         self.H, self.N = weights["blocks.0.att.r_k"].shape
@@ -75,7 +79,7 @@ class NumpyRWKV7:
         k = k * (1 + (rate - 1) * own["k_a"])
         r, w, k, v, rate = map(self.heads, (r, w, k, v, rate))
         y, S = wkv(r, w, k, v, kk, rate, state.wkv)
-        y = self.flat(centred(y, 64e-5)) * own["ln_x.weight"] + own["ln_x.bias"]
+        y = self.flat(centred(y, self.epsilon)) * own["ln_x.weight"] + own["ln_x.bias"]
         bonus = (r * k * own["r_k"]).sum(-1, keepdims=True) * v
         return ((y + self.flat(bonus)) * g) @ own["output.weight"].T, v_first, S
 

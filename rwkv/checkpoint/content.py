@@ -17,7 +17,8 @@ ENTRY = "timemix"                        # the key of our own entry, in formats 
 class Content:
     """Tensors by the file's own names, and our entry and other descriptions where the file has them.
 
-    declared: the sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size.
+    declared: the sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; and numbers that
+    its tensors are for, by the generation's own names.
     tied: the head is the embedding. packed: reads the matrices that the file holds in int4, which `tensors` unpacks.
     """
 
@@ -36,7 +37,7 @@ class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
 
     quantised: the name of the block format for the large matrices, one of the format's QUANTISED; None: as `tensors` says.
-    packed: reads the matrices that are in int4 already.
+    packed: reads the matrices that are in int4 already. form: of a Hugging Face directory, fla or official.
     """
 
     tensors: dict[str, Stored]
@@ -44,6 +45,7 @@ class Outgoing:
     vocab_size: int
     entry: dict[str, Any]
     quantised: str | None = None
+    form: str | None = None
     packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
 
 

@@ -137,22 +137,25 @@ def _tuned(content: Content) -> Checkpoint:
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
-                     progress: Callable[[int, int], Any] = lambda count, total: None) -> None:
+                     progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None) -> None:
     """Writes a checkpoint with one tensor in memory at a time; calls progress(bytes of the tensor, bytes of all) after each.
 
-    Raises UserError as save_pretrained does, before anything is written.
+    form: of a Hugging Face directory, fla or official. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
     if checkpoint.time_states:
         raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: it is "
                         "in the run's directory, as time_state.pth and state.safetensors, and the weights in init_from='s file")
     module = formats.load(format) if format else formats.by_suffix(path)
+    if form is not None and not hasattr(module, "FORMS"):
+        raise UserError(f"form={form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
     block_formats = getattr(module, "QUANTISED", ())
     if dtype is None and checkpoint.packed and "int4" in block_formats:
         dtype = "int4"
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}, in GGUF also q8_0, in .safetensors also int4; got {dtype!r}")
+        blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.quantised().items())
+        raise UserError(f"dtype is one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
@@ -165,7 +168,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     entry = _entry(run, checkpoint.vocab_size, checkpoint.tokenizer, checkpoint.tokenizer_hash)
     if quantised == "int4":
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, checkpoint.packed))
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:

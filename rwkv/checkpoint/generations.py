@@ -8,6 +8,8 @@ A generation offers
     widths, has_many_forms         the sizes that follow from the tensors' shapes; whether a vector has several shapes in files
     EXTENSIONS                     versions that go beyond it, which are refused by name, and their tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
+    HUGGING_FACE_OTHER_TYPES       other programs' model_type
+    HUGGING_FACE_FEATURES          keys of config.json that are set for what this program does not have, with a name for it
     HUGGING_FACE_CONSTANTS         numbers of config.json that epsilons follow from, with the values of every released model
     GGUF_ARCHITECTURE              None where GGUF does not have it; else also GGUF_SIZES, gguf_sizes, GGUF_FLOAT32 and
                                    GGUF_UNQUANTISED, the names of tensors that are float32, or never quantised

@@ -19,6 +19,8 @@ GGUF_ARCHITECTURE = None
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "attention_hidden_size": "n_att",
                       "intermediate_size": "n_ffn", "vocab_size": "vocab_size", "context_length": "ctx_len"}
+HUGGING_FACE_OTHER_TYPES: tuple[str, ...] = ()
+HUGGING_FACE_FEATURES: dict[str, str] = {}
 HUGGING_FACE_CONSTANTS = {"layer_norm_epsilon": 1e-5}
 EXTENSIONS: dict[str, str] = {}
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward", "time_mix_k": "time_mix_key",

@@ -3,19 +3,25 @@
 Official names and shapes are those of rwkv/model/rwkv7.py. What other formats do:
 
     huggingface    fla's names; w1 .. g2 transposed, as the weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
+    official       a Hugging Face directory in transformers' own form: official names and shapes, below rwkv7. but for the head
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
 Layer 0's v0, v1 and v2 are never read by any program, and each wants something else of them. The official trainer loads no file
-without them: .pth, .ckpt and .safetensors have them. fla has no such parameters, and rwkv.cpp aborts on them: Hugging Face
-directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1, and its converter writes a0, a1 and a2 in
-their place, as is done here. A file without them, or with GGUF's, is read with zeros in their place.
+without them: .pth, .ckpt and .safetensors have them, and so has transformers' form. fla has no such parameters, and rwkv.cpp
+aborts on them: fla's directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1, and its converter
+writes a0, a1 and a2 in their place, as is done here. A file without them, or with GGUF's, is read with zeros in their place.
+
+The group norm has the epsilon 64e-5 in the official code, rwkv.cpp and llama.cpp, and head_dim 1e-5 in a Hugging Face
+directory, which is another for heads of other widths than 64. norm(y; e) is norm(c y; c^2 e), and y is linear in the
+receptance: so it is scaled by c when such a directory is read or written, and r_k, which multiplies it alone, by 1/c.
 
 Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
 python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; llama.cpp, conversion/rwkv.py, src/models/rwkv7.cpp and
 src/llama-quant.cpp.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -26,21 +32,29 @@ import torch
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv7 as model
+from rwkv.model.rwkv7_fused import EPS
 
 # Later versions, which have r_k as well, and the names of tensors that only they and those before them in this list have
-EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b": r".*\.qkv\..*",
-              "RWKV-7a": r".*\.(s_emb\w*|s[012])(\.weight)?"}
+EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*",
+              "RWKV-7a (DeepEmbed)": r".*\.(s_emb\w*|s[012])(\.weight)?"}
+HEAD_SIZE = 64                           # of every released model
 JOINED = "x_rwkvag"
 TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
+HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of rwkv7-hf, with fla's tensors
+OFFICIAL_PREFIX = "rwkv7."
 RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
-                      "head_dim": "head_size", "vocab_size": "vocab_size", "max_position_embeddings": "ctx_len",
+                      "head_dim": "head_size", "head_size": "head_size", "vocab_size": "vocab_size",
+                      "attention_hidden_size": "n_embd", "max_position_embeddings": "ctx_len", "context_length": "ctx_len",
                       **{name: name for name in RANKS}}
-HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "head_dim": 64}          # fla's group norm has their product as its epsilon
+HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "layer_norm_epsilon": 1e-5}
+GROUP_NORM = "group_norm_epsilon"        # in config.json; by default head_dim norm_eps
+HUGGING_FACE_FEATURES = {"use_deep_embed": "DeepEmbed", "embedding_layer_norm_fused": "an embedding that ln0 is merged into",
+                         "attn": "layers of softmax attention"}      # keys of config.json that are set for them
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
                 "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight"}
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
@@ -120,6 +134,7 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
     declared: the sizes that the file states, by their names in ModelConfig. GGUF's r_k, which is [C], is split into heads of
     head_size; where layer 0's v1 is missing and there is no other, its rank is v_low_rank_dim, or that of a1.
     """
+    factor = math.sqrt(EPS / declared.get(GROUP_NORM, EPS))
     joined = any(name.endswith(f".{JOINED}") for name in tensors)
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
@@ -132,7 +147,15 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
             found[name] = _in_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
     if joined:
         found = {name: tensor for name, tensor in found.items() if name not in model.UNUSED}
-    return found | _unused(found, declared)
+    return _with_receptance(found | _unused(found, declared), factor)
+
+
+def _with_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
+    """The tensors with the receptance times `factor` and r_k divided by it, which changes the group norm's epsilon alone."""
+    factors = {".att.receptance.weight": factor, ".att.r_k": 1 / factor}
+    scaled = {name: tensor.scaled(factors[end]) for name, tensor in tensors.items()
+              if (end := name[name.find(".att."):]) in factors}
+    return tensors if factor == 1 else tensors | scaled
 
 
 def _apart(name: str, tensor: Stored) -> dict[str, Stored]:
@@ -165,14 +188,30 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     """The tensors by the names, and in the arrangement, that `format` gives them."""
-    arrange = {"huggingface": _laid_out_for_hugging_face, "ggmf": _laid_out_for_ggmf, "gguf": _laid_out_for_gguf}.get(format)
+    arrange = {"huggingface": _laid_out_for_hugging_face, "official": _laid_out_as_official, "ggmf": _laid_out_for_ggmf,
+               "gguf": _laid_out_for_gguf}.get(format)
     laid = arrange(tensors) if arrange else dict(tensors)
     return {name: tensor.renamed(name) for name, tensor in laid.items()}
 
 
+def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    head_size = tensors["blocks.0.att.r_k"].shape[1]
+    return _with_receptance(dict(tensors), math.sqrt(group_norm_epsilon(head_size) / EPS))
+
+
+def group_norm_epsilon(head_size: int) -> float:
+    """In a Hugging Face directory."""
+    return head_size * HUGGING_FACE_CONSTANTS["norm_eps"] if head_size != HEAD_SIZE else EPS
+
+
+def _laid_out_as_official(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    return {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
+            for name, tensor in _with_directory_epsilon(tensors).items()}
+
+
 def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     laid: dict[str, Stored] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _with_directory_epsilon(tensors).items():
         if name in HUGGING_FACE:
             laid[HUGGING_FACE[name]] = tensor
         elif name not in model.UNUSED:
@@ -216,14 +255,18 @@ def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return laid
 
 
-def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype, form: str = "fla") -> dict[str, Any]:
     """The part of config.json that describes the architecture."""
     config = model.resolved(config)
-    return {"architectures": ["RWKV7ForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
-            "max_position_embeddings": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd,
-            "intermediate_size": config.n_ffn, "head_dim": config.head_size, "hidden_act": "sqrelu", "norm_first": True,
-            "norm_bias": True, "norm_eps": HUGGING_FACE_CONSTANTS["norm_eps"], "attn_mode": "chunk",
-            **{name: getattr(config, name) for name in RANKS}}
+    epsilon = {GROUP_NORM: group_norm_epsilon(config.head_size)} if config.head_size != HEAD_SIZE else {}
+    shared = {"model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size, "max_position_embeddings": config.ctx_len,
+              "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd, "intermediate_size": config.n_ffn,
+              "head_dim": config.head_size, "norm_bias": True, "norm_eps": HUGGING_FACE_CONSTANTS["norm_eps"], **epsilon,
+              **{name: getattr(config, name) for name in RANKS}}
+    if form == "official":
+        return {"architectures": ["Rwkv7ForCausalLM"], **shared, "num_heads": config.n_embd // config.head_size,
+                "use_deep_embed": False, "wkv_state_dtype": "float32"}
+    return {"architectures": ["RWKV7ForCausalLM"], **shared, "hidden_act": "sqrelu", "norm_first": True, "attn_mode": "chunk"}
 
 
 def gguf_sizes(config: ModelConfig) -> dict[str, int]:

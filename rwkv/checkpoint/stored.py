@@ -73,6 +73,10 @@ class Stored:
             return self
         return replace(self, shape=self.shape[::-1], data=lambda: self.data().reshape(self.shape).T)
 
+    def scaled(self, factor: float) -> "Stored":
+        """The tensor times `factor`, rounded once, to `dtype`."""
+        return replace(self, data=lambda: self.data().float() * factor, mapped=False)
+
     def part(self, index: int, name: str, shape: tuple[int, ...]) -> "Stored":
         """Element `index` along the first axis, as a tensor of its own."""
         return replace(self, name=name, shape=shape, data=lambda: self.data().reshape(self.shape)[index])

@@ -9,6 +9,7 @@ which uses VNNI instructions where the CPU has them). Everything else is compute
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -95,11 +96,13 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None) -> M:
+def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
     """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
 
-    head: that of the head too. replaced(name): called after each layer has been replaced. The model can then generate; its
-    weights cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
+    head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
+    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
+    generate; its weights cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
     """
     if torch.backends.quantized.engine not in ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
@@ -107,8 +110,9 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
-            model.set_submodule(name, Int8Linear(layer.weight, name.endswith(model.generation.NON_NEGATIVE)))
-            del layer
+            weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
+            model.set_submodule(name, Int8Linear(weight, name.endswith(model.generation.NON_NEGATIVE)))
+            del layer, weight
             replaced(name)
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
@@ -161,16 +165,20 @@ class Int4Linear(nn.Module):
 
 
 @torch.no_grad()
-def to_int4(model: M, packed: Mapping[str, Packed] | None = None) -> M:
+def to_int4(model: M, packed: Mapping[str, Packed] | None = None,
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
     """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32.
 
-    packed: by the name of the weight, matrices that are in int4 already, whatever the model has in their places.
+    packed: by the name of the weight, matrices that are in int4 already, whatever the model has in their places. later: as in
+    to_int8.
     """
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
-        weight = (packed or {}).get(f"{name}.weight") or pack(layer.weight, "int4")
+        read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
+        weight = (packed or {}).get(f"{name}.weight") or pack(read(), "int4")
         model.set_submodule(name, Int4Linear(weight, layer.in_features))
+        del layer, read
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
 

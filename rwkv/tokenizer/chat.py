@@ -32,6 +32,7 @@ OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
 EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with such a value counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
+IN_DIRECTORY = "chat_template.jinja"
 THINK = "<think"                         # without ">", as in the model card: the model writes the rest
 _G1 = re.compile(r"(?<![a-z0-9])g[01][a-z]?\d*(?![a-z0-9])")
 
@@ -89,7 +90,13 @@ def chat_template(name: str) -> ChatTemplate:
 
 
 def default_template(*names: str | None) -> str:
-    """The template's name for a checkpoint, by the name of its file and others that it has: g1 for rwkv7-g1b, else world."""
+    """The template's name for a checkpoint, by its path and other names that it has.
+
+    That is the chat_template.jinja in a Hugging Face directory, or else g1 for a name such as rwkv7-g1b, or else world.
+    """
+    for name in filter(None, names):
+        if (template := Path(name) / IN_DIRECTORY).is_file():
+            return str(template)
     return "g1" if any(_G1.search(Path(name).name.lower()) for name in names if name) else "world"
 
 

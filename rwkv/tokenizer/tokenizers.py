@@ -21,7 +21,7 @@ import tokenizers
 
 from rwkv.errors import UserError
 from rwkv.io.utf8 import WrongCharacter, read_text, require_unicode
-from rwkv.tokenizer import special, world
+from rwkv.tokenizer import special, world, world_json
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
 from rwkv.tokenizer.special import END_OF_TEXT
 from rwkv.tokenizer.split import pieces, safe_split
@@ -158,6 +158,8 @@ class Tokenizer(ABC):
         text = read_text(Path(path), f"the tokenizer file {path}")
         if Path(path).suffix == ".txt":
             return _without_option(WorldTokenizer(text, str(path)), end_of_text, option)
+        if (vocabulary := world_json.vocabulary_in_text(text)) is not None:
+            return _without_option(WorldTokenizer(vocabulary, str(path)), end_of_text, option)
         return JsonTokenizer(text, str(path), end_of_text, _ends_of_same(text, like) or special.ends_by_rule, option)
 
     @staticmethod

@@ -71,6 +71,7 @@ def _open(config: ChatConfig) -> Any:
     if end := opened.tokenizer.end_line():
         print(f"texts end with {end}", file=sys.stderr)
     template.answer_start(config.think)          # refused before the model is loaded
+    print(f"chat template: {template.name}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     decoding = decoding_line(model)

@@ -7,12 +7,14 @@ import argparse
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats.huggingface import FORMS
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
@@ -24,24 +26,25 @@ WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
 none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
-float32 and float16; ggmf and GGUF keep vectors in float32; q8_0 is for GGUF, and int4 for .safetensors, which all programs
-here read. llama.cpp needs the tokenizer in the file."""
-QUANTISED = ("q8_0", "int4")
+float32 and float16; ggmf and GGUF keep vectors in float32; q4_0 to q8_0 are for GGUF, and int4 for .safetensors, which all
+programs here read. llama.cpp needs the tokenizer in the file."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text)
+        convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
+                options.form)
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
-            tokenizer: str | None = None, end_of_text: str | None = None) -> None:
+            tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None) -> None:
     """Writes the checkpoint at `source` to `target`; dtype None keeps each tensor's, format None takes that of the suffix.
 
     tokenizer: the name of one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
     end_of_text: the text of the token of its .json file that ends a text; None: as `source` has it, or else the file.
-    Raises UserError where `source` cannot be read, or `target` cannot be written in that format and dtype.
+    form: of a Hugging Face directory of RWKV-7, fla or official. Raises UserError where `source` cannot be read, or `target`
+    cannot be written in that format and dtype.
     """
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]
@@ -57,7 +60,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
             bar.total = total
             bar.update(count)
 
-        write_checkpoint(checkpoint, target, dtype, name, progress)
+        write_checkpoint(checkpoint, target, dtype, name, progress, form)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
@@ -82,8 +85,11 @@ def _parser() -> argparse.ArgumentParser:
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="IN", type=Path, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=Path, help="the file or the directory to write")
-    parser.add_argument("--dtype", choices=(*DTYPES, *QUANTISED), help="by default each tensor keeps its own")
+    parser.add_argument("--dtype", choices=(*DTYPES, *chain(*formats.quantised().values())),
+                        help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
+    parser.add_argument("--form", choices=FORMS, help="of a Hugging Face directory of RWKV-7: fla's, or the official one of "
+                        "transformers' branch; by default fla's")
     parser.add_argument("--tokenizer", metavar="NAME", help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "
                         "FILE.json says")

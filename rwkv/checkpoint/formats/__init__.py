@@ -5,7 +5,7 @@
     safetensors   weights by official names; the same entry in the metadata
     huggingface   a directory of config.json, weights by transformers' or fla's names, and the tokenizer
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
-    gguf          llama.cpp's, F32, F16, BF16 and Q8_0, with the tokenizer; RWKV-7 alone
+    gguf          llama.cpp's, quantised ones too, with the tokenizer; RWKV-7 alone
 
 A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing); where it cannot hold every
 tensor in every dtype, dtype_for(tensor, group, dtype), group being the generation's for the tensor's name; and where it has
@@ -34,6 +34,11 @@ def load(name: str) -> ModuleType:
     if name not in names():
         raise UserError(f"there is no format {name!r}: choose one of {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def quantised() -> dict[str, tuple[str, ...]]:
+    """The block formats of each format that has any."""
+    return {name: blocks for name in names() if (blocks := getattr(load(name), "QUANTISED", ()))}
 
 
 def recognise(path: Path) -> ModuleType:

@@ -5,8 +5,9 @@
     tensor      name, number of dimensions, dimensions from the innermost, type, place from the start of the data
     data        from the next multiple of general.alignment (32), each tensor at a multiple of it
 
-A string is its length and UTF-8. Everything is little endian. Source: ggml, docs/gguf.md. The package gguf is not used for
-reading: its reader goes on past the end of a damaged file, and takes 15 times as long for the World vocabulary.
+A string is its length and UTF-8. Everything is little endian. Source: ggml, docs/gguf.md. The package gguf's reader is not
+used: it goes on past the end of a damaged file, and takes 15 times as long for the World vocabulary. Types other than those of
+PLAIN there are the package's to describe and to dequantise (_gguf_types.py).
 """
 
 import math
@@ -14,6 +15,7 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rwkv.checkpoint.formats._gguf_types import block_of
 from rwkv.errors import CheckpointError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -21,9 +23,6 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 ALIGNMENT_KEY, ALIGNMENT = "general.alignment", 32
 MOST_DIMENSIONS = 4
-TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
-         12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16"}
-BLOCKS = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34)}      # elements and bytes of a block
 
 
 class Described(NamedTuple):
@@ -75,11 +74,7 @@ def _tensor(path: Path, cursor: "_Cursor") -> Described:
                               "damaged")
     shape = cursor.unpack(f"{n_dimensions}Q")[::-1]
     number, start = cursor.unpack("IQ")
-    type_ = TYPES.get(number, f"type {number}")
-    if type_ not in BLOCKS:
-        raise CheckpointError(f"{path}: {name} is {type_}, expected one of {', '.join(BLOCKS)}: make the GGUF file again from "
-                              "the original weights, in one of these")
-    elements, nbytes = BLOCKS[type_]
+    type_, elements, nbytes = block_of(number, f"{path}: {name}")
     if shape[-1] % elements or 0 in shape:
         raise CheckpointError(f"{path}: {name} is {shape} in {type_}, expected rows of a multiple of {elements}: the file is "
                               "damaged")

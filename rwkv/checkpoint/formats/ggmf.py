@@ -31,7 +31,7 @@ SUFFIXES = (".bin", ".ggmf")
 MAGIC, VERSIONS = 0x67676D66, (100, 101)
 HEADER, TENSOR = struct.Struct("<6I"), struct.Struct("<3I")
 DTYPES = (torch.float32, torch.float16)
-QUANTISED = {2: "Q4_0", 3: "Q4_1", 4: "Q4_1_O", 5: "Q4_2", 6: "Q4_3", 7: "Q5_0", 8: "Q5_1", 9: "Q8_0"}
+BLOCK_TYPES = {2: "Q4_0", 3: "Q4_1", 4: "Q4_1_O", 5: "Q4_2", 6: "Q4_3", 7: "Q5_0", 8: "Q5_1", 9: "Q8_0"}
 LONGEST_KEY = 256
 DECAY = ".time_decay"
 
@@ -150,7 +150,7 @@ def _data(path: str, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
 def _dtype(path: Path, index: int, described: str) -> torch.dtype:
     if index < len(DTYPES):
         return DTYPES[index]
-    found = f"quantised ({QUANTISED[index]})" if index in QUANTISED else f"of the unknown type {index}"
+    found = f"quantised ({BLOCK_TYPES[index]})" if index in BLOCK_TYPES else f"of the unknown type {index}"
     raise CheckpointError(f"{path}: {described} is {found}, expected FP32 or FP16: convert the original file instead")
 
 

@@ -1,9 +1,10 @@
-"""GGUF, llama.cpp's: F32, F16, BF16 and Q8_0, with the tokenizer and our entry in the metadata.
+"""GGUF, llama.cpp's: read in every type of tensor that the package gguf dequantises, written as F32, F16, BF16 and the blocks
+that it quantises, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0; with the tokenizer and our entry in the metadata.
 
 Names and arrangement are those of rwkv/checkpoint/rwkv7.py. As llama.cpp's converter has it, vectors and a few small matrices
-are F32 whatever the dtype. As its quantizer has it, Q8_0 leaves vectors and low-rank matrices as they are, and a matrix whose
-rows are no multiple of 32 is F16. context_length is the converter's, for no RWKV has a limit; our entry keeps ctx_len.
-Q8_0 keeps 32 neighbours as an F16 scale and 32 int8; its values are exact in float32, which they are read as.
+are F32 whatever the dtype. As its quantizer has it, blocks leave vectors and low-rank matrices as they are, a matrix whose rows
+are no multiple of 32 is F16, and the head beside 4 and 5 bits is finer: Q8_0 here, for the package cannot write its Q6_K.
+context_length is the converter's, for no RWKV has a limit; our entry keeps ctx_len. Blocks are read as float32.
 
 Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp and src/models/rwkv7.cpp; ggml, docs/gguf.md.
 """
@@ -22,20 +23,22 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import MAGIC, Described, read_header
+from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
 from rwkv.checkpoint.generations import generation_of, generations
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
-from rwkv.checkpoint.stored import Stored, raw, release
+from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".gguf",)
-QUANTISED = ("q8_0",)
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": torch.float32}
+QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}           # general.file_type, by the type of most tensors
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type, by the type of most tensors
+              "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
 QUANTIZATION_VERSION = 2
 BLOCK = 32
-LARGEST = 127 * torch.finfo(torch.float16).max           # what a block of Q8_0 can hold
+HEAD, HEAD_TYPE = "output.weight", "Q8_0"
+STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # times float16's largest: what a block can hold
 CONTEXT_LENGTH = 1 << 20
 LAYER_NORM_EPSILON = 1e-5
 
@@ -57,18 +60,10 @@ def read(path: Path) -> Content:
 
 
 def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
-    dtype = DTYPES[described.type]
-    if described.type == "Q8_0":
-        return Stored(described.name, str(path), described.shape, dtype, lambda: _from_q8_0(bytes_))
-    return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
-
-
-def _from_q8_0(bytes_: Tensor) -> Tensor:
-    blocks = bytes_.view(-1, 2 + BLOCK)
-    scale = blocks[:, :2].contiguous().view(torch.float16)
-    values = (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
-    release(bytes_)
-    return values
+    if described.type in DTYPES:
+        dtype = DTYPES[described.type]
+        return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
+    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_))
 
 
 def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +98,7 @@ def _entry(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: vectors are float32; q8_0 is made of what the tensor has."""
+    """The dtype of a tensor of this group: vectors are float32; blocks are made of what the tensor has."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED else DTYPES_BY_NAME[dtype]
@@ -115,20 +110,12 @@ def write(path: Path, outgoing: Outgoing) -> None:
     if generation.GGUF_ARCHITECTURE is None:
         raise UserError(f"GGUF has no {generation.model.NAME}: llama.cpp runs RWKV-6 and 7 and nothing older; choose "
                         ".safetensors, .pth, or rwkv.cpp's .bin")
-    package = _package()
+    library = package("writing GGUF")
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)
     tensors = {name: _typed(generation, tensor, outgoing.quantised)
                for name, tensor in generation.laid_out(outgoing.tensors, "gguf").items()}
     metadata = _metadata(generation, outgoing, tensors) | tokenizer
-    write_file(path, lambda file: _write(package, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
-
-
-def _package() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError("writing GGUF needs the package gguf, which is not installed: pip install '.[gguf]'") from error
-    return gguf
+    write_file(path, lambda file: _write(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
 
 
 def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
@@ -139,12 +126,13 @@ def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tup
         return tensor, TYPES[tensor.dtype]
     if tensor.shape[-1] % BLOCK:
         return tensor.cast(torch.float16), "F16"
-    return tensor.cast(torch.float32), quantised.upper()
+    return tensor.cast(torch.float32), HEAD_TYPE if tensor.name == HEAD else quantised.upper()
 
 
 def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> dict[str, Any]:
     """head_count is required by llama.cpp and means nothing."""
-    architecture, most = generation.GGUF_ARCHITECTURE, tensors["output.weight"][1]
+    architecture = generation.GGUF_ARCHITECTURE
+    most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size, "attention.head_count": 0,
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON, **generation.gguf_sizes(outgoing.config)}
     general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
@@ -168,7 +156,7 @@ def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, 
     writer.write_ti_data_to_file()
     for tensor, type_ in tensors.values():
         tensor.pass_on(lambda data, type_=type_, tensor=tensor: writer.write_tensor_data(      # type: ignore[misc]
-            _q8_0(package, tensor, data) if type_ == "Q8_0" else np.frombuffer(raw(data), np.uint8)))
+            _blocks(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(raw(data), np.uint8)))
 
 
 def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
@@ -178,8 +166,8 @@ def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
     return adders[type(value)]
 
 
-def _q8_0(package: Any, tensor: Stored, data: Tensor) -> Any:
-    if (largest := data.abs().max().item()) > LARGEST:
-        raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than q8_0 can hold: choose another "
-                              "dtype")
-    return package.quants.quantize(data.numpy(), package.GGMLQuantizationType.Q8_0)
+def _blocks(package: Any, tensor: Stored, data: Tensor, type_: str) -> Any:
+    if (largest := data.abs().max().item()) > STEPS[type_] * torch.finfo(torch.float16).max:
+        raise CheckpointError(f"{tensor.source}: {tensor.name} reaches {largest:g}, more than {type_.lower()} can hold: choose "
+                              "another dtype")
+    return package.quants.quantize(data.numpy(), package.GGMLQuantizationType[type_])

@@ -1,12 +1,17 @@
-"""A Hugging Face directory: config.json, weights by transformers' names (RWKV-4) or fla's (RWKV-7), in one file or in shards,
-and the tokenizer: tokenizer.json, or the World vocabulary in the file that fla's directories and llama.cpp's converter have.
+"""A Hugging Face directory: config.json, weights in one file or in shards, and the tokenizer: tokenizer.json, or the World
+vocabulary in the file that fla's directories and llama.cpp's converter have.
+
+Tensors have transformers' names. RWKV-7's directories are in fla's form, which is written unless form=official asks for that of
+transformers' branch for RWKV-7, where the World vocabulary is a tokenizer.json too (rwkv/tokenizer/world_json.py). rwkv7-hf's
+(model_type rwkv7_native) have fla's tensors.
 
 What ends a text with a tokenizer.json stands in the first of generation_config.json, config.json, tokenizer_config.json and
 special_tokens_map.json that names a token of it which can; where none does, the rule of rwkv/tokenizer/special.py holds. The
 World vocabulary ends texts with id 0 whatever they say.
 
 Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py, generation/configuration_utils.py
-(eos_token_id: an id or a list of ids); flash-linear-attention, fla/models/rwkv7.
+(eos_token_id: an id or a list of ids) and the branch's models/rwkv7; flash-linear-attention, fla/models/rwkv7;
+rwkv-rs/hf-adapter.
 """
 
 import json
@@ -16,21 +21,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, supported
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
-from rwkv.tokenizer import special
+from rwkv.tokenizer import special, world_json
 
 SUFFIXES = ("",)
 CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
 GENERATION_CONFIG, SPECIAL_TOKENS = "generation_config.json", "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
-OURS = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
+OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
+FORMS = ("fla", "official")
 WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -42,33 +46,63 @@ def read(path: Path) -> Content:
     config, generation = _config(path / CONFIG)
     content = _weights(path)
     for name, value, expected in _other_constants(config, generation):
-        own = name == "head_dim" and content.entry is not None           # written here, where it changes no epsilon
-        if not own:
-            raise CheckpointError(f"{path / CONFIG} has {name} {value}, expected {expected}: with another, its norms have "
-                                  "another epsilon than this program's")
+        raise CheckpointError(f"{path / CONFIG} has {name} {value}, expected {expected}: with another, its norms have another "
+                              "epsilon than this program's")
+    for name, feature in generation.HUGGING_FACE_FEATURES.items():
+        if config.get(name):
+            raise CheckpointError(f"{path / CONFIG} has {name} {json.dumps(config[name])[:60]}: the model uses {feature}, "
+                                  "which this program does not have")
     sizes = generation.HUGGING_FACE_SIZES
-    declared = {ours: config[theirs] for theirs, ours in sizes.items() if config.get(theirs) is not None}
+    declared = _declared(path / CONFIG, config, sizes)
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
+    declared |= _epsilon(path / CONFIG, config, generation, content.entry is not None)
     return replace(content, path=path, declared=declared, tokenizer=_tokenizer(path),
                    tied=config.get("tie_word_embeddings") is True)
 
 
+def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict[str, Any]:
+    """The sizes by our names. Raises CheckpointError where the file states one twice, and differently."""
+    declared: dict[str, Any] = {}
+    for theirs, ours in sizes.items():
+        value = config.get(theirs)
+        if value is None:
+            continue
+        if declared.setdefault(ours, value) != value:
+            raise CheckpointError(f"{path} has {theirs} {value}, which is {declared[ours]} by another key: a model of such a "
+                                  "shape is not supported, or the file is damaged")
+    return declared
+
+
+def _epsilon(path: Path, config: dict[str, Any], generation: ModuleType, ours: bool) -> dict[str, float]:
+    """The epsilon of the norm of each head, where it is another than the generation's. ours: written by this program, which
+    once wrote no such key and meant its own."""
+    key = getattr(generation, "GROUP_NORM", None)
+    head_size = config.get("head_dim") or config.get("head_size")
+    if key is None or (key not in config and (ours or not isinstance(head_size, int) or head_size < 1)):
+        return {}
+    epsilon = config.get(key, generation.group_norm_epsilon(head_size))
+    if not isinstance(epsilon, float) or not 0 < epsilon < 1:
+        raise CheckpointError(f"{path} has {key} {epsilon!r}, expected a small positive number: the file is damaged")
+    return {key: epsilon}
+
+
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Raises UserError where the directory holds anything that is not part of such a checkpoint, or for a model with other
-    epsilons than the directory's readers compute with."""
-    _require_ours(path)
+    """Raises UserError where the directory holds anything that is not part of such a checkpoint, and for a form that the
+    generation does not have."""
+    if outgoing.form not in (None, *FORMS):
+        raise UserError(f"the form of a Hugging Face directory is one of {', '.join(FORMS)}; got {outgoing.form!r}")
     generation = generation_of(outgoing.config)
-    described = generation.hugging_face_config(outgoing.config, outgoing.vocab_size, torch.float32)
-    for name, value, expected in _other_constants(described, generation):
-        raise UserError(f"a Hugging Face directory is for models with {name} {expected}, and this one has {value}: another "
-                        "program would compute its norms with another epsilon; choose another format")
+    if outgoing.form is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
+        raise UserError(f"{generation.model.NAME} has one form of Hugging Face directory: leave the form out")
+    _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
-    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, "huggingface")
+    arrangement = "official" if outgoing.form == "official" else "huggingface"
+    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
     for name, text in _texts(outgoing).items():
@@ -85,8 +119,16 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
         end = next((name for name, index in special.vocabulary(parsed).items() if index == first), None)
         names = {} if end is None else {"bos_token": end, "eos_token": end}
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
-    if tokenizer.get("kind") == "world":
+    if tokenizer.get("kind") == "world" and outgoing.form == "official":
+        texts[TOKENIZER] = world_json.to_json(tokenizer["vocabulary"])
+        ends = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), world_json.END)
+        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **ends,
+                                              "split_special_tokens": True}, indent=2) + "\n"
+    elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
+    if outgoing.form == "official":
+        ends = _ids_of_ends(outgoing)
+        texts[GENERATION_CONFIG] = json.dumps({**ends, "pad_token_id": ends["bos_token_id"]}, indent=2) + "\n"
     return texts
 
 
@@ -99,11 +141,16 @@ def _ends(outgoing: Outgoing) -> list[int]:
 
 def _described(outgoing: Outgoing) -> dict[str, Any]:
     dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
-    ends = _ends(outgoing)
-    return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype),
-            "bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0], "tie_word_embeddings": False,
+    form = {} if outgoing.form is None else {"form": outgoing.form}
+    return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form),
+            **_ids_of_ends(outgoing), "tie_word_embeddings": False,
             "use_cache": True,
             "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def _ids_of_ends(outgoing: Outgoing) -> dict[str, Any]:
+    ends = _ends(outgoing)
+    return {"bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _require_ours(path: Path) -> None:
@@ -119,7 +166,8 @@ def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
     """What config.json says, and the generation of its model_type."""
     config = _json(path)
     kind = config.get("model_type")
-    generation = next((module for module in generations() if module.HUGGING_FACE_TYPE == kind), None)
+    generation = next((module for module in generations()
+                       if kind in (module.HUGGING_FACE_TYPE, *module.HUGGING_FACE_OTHER_TYPES)), None)
     if generation is None:
         known = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
@@ -184,6 +232,8 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
 def _json_tokenizer(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError where one of the files beside it is damaged."""
     text, stated = _text(folder / TOKENIZER), [*_stated_ends(folder)]
+    if (vocabulary := world_json.vocabulary_in_text(text)) is not None:
+        return {"kind": "world", "vocabulary": vocabulary}
     try:
         parsed = json.loads(text)
         ends: list[int] = next(filter(None, (special.stated_ends(parsed, each) for each in stated)), [])

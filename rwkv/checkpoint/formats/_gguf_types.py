@@ -1,0 +1,109 @@
+"""The types of tensors in GGUF: blocks of neighbours in a row, each in so many bytes.
+
+F32, F16, BF16 and Q8_0 are read here. All others are described and dequantised by the package gguf of llama.cpp's authors,
+where it is installed: the k-quants (Q2_K to Q6_K), Q4_0 to Q5_1, the i-quants (IQ4_XS, IQ4_NL, ...). They give float32; a
+model in int8 or int4 rounds that a second time (docs/log.md has the error).
+
+Source: ggml, src/ggml-common.h.
+"""
+
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint.stored import release
+from rwkv.errors import CheckpointError, UserError
+
+PACKAGE = "needs the package gguf, which is not installed: pip install '.[gguf]'"
+Q8_0_VALUES = 32
+
+
+class Block(NamedTuple):
+    """A type's name, and the elements and bytes of one block."""
+
+    type: str
+    elements: int
+    nbytes: int
+
+
+PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 8: Block("Q8_0", Q8_0_VALUES, 34)}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}          # as they lie in the file
+BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time, which should be enough to do and fit the cache
+
+
+def package(purpose: str) -> ModuleType:
+    """The package gguf. Raises UserError where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError(f"{purpose} {PACKAGE}") from error
+    return gguf
+
+
+def block_of(number: int, where: str) -> Block:
+    """The type of this number. where: the tensor, for the message.
+
+    Raises CheckpointError for a type that cannot be read, which says whether that is for want of the package.
+    """
+    if number in PLAIN:
+        return PLAIN[number]
+    try:
+        block = _block_by_package(number)
+    except ImportError as error:
+        raise CheckpointError(f"{where} is quantised (GGUF's type {number}), and reading it {PACKAGE}") from error
+    if block is None:
+        raise CheckpointError(f"{where} is {_name(number)}, which the installed package gguf cannot dequantise: upgrade it, or "
+                              "make the GGUF file again from the original weights, as Q8_0 or BF16")
+    return block
+
+
+@cache
+def _block_by_package(number: int) -> Block | None:
+    """None where the package does not know the type, or has no way to dequantise it."""
+    import gguf
+
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+        elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        with np.errstate(all="ignore"):
+            gguf.dequantize(np.zeros((1, nbytes), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        return None
+    return Block(kind.name, elements, nbytes)
+
+
+def _name(number: int) -> str:
+    import gguf
+
+    try:
+        return str(gguf.GGMLQuantizationType(number).name)
+    except ValueError:
+        return f"of the type {number}"
+
+
+def dequantised(type_: str, bytes_: Tensor) -> Tensor:
+    """The values, in float32, of the blocks in mapped bytes, whose pages are then released."""
+    values = _from_q8_0(bytes_) if type_ == "Q8_0" else _by_package(type_, bytes_)
+    release(bytes_)
+    return values
+
+
+def _from_q8_0(bytes_: Tensor) -> Tensor:
+    blocks = bytes_.view(-1, 2 + Q8_0_VALUES)
+    scale = blocks[:, :2].contiguous().view(torch.float16)
+    return (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
+
+
+def _by_package(type_: str, bytes_: Tensor) -> Tensor:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[type_]
+    _, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = bytes_.numpy().reshape(-1, nbytes)
+    whole = len(blocks) // BLOCKS_A_ROW * BLOCKS_A_ROW
+    rows = (blocks[:whole].reshape(-1, BLOCKS_A_ROW * nbytes), blocks[whole:])
+    return torch.cat([torch.from_numpy(gguf.dequantize(part, kind)).flatten() for part in rows if len(part)])

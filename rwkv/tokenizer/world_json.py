@@ -1,0 +1,103 @@
+"""The World vocabulary as a tokenizer.json, in the form of the official Hugging Face directories.
+
+    model          WordLevel: the tokens in the alphabet of byte-level BPE with their ids, and <|endoftext|> with id 0
+    pre_tokenizer  ByteLevel, then a Split by one regular expression, (?:A|B|...), of all tokens, the longest first
+
+The first alternative that matches is the longest token that does, which is the rule of rwkv/tokenizer/world.py. The expression
+is compared as a text and never compiled: the library tries its 65,529 alternatives in turn, at a hundredth of the speed.
+
+Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rwkv.tokenizer.decoders import BYTE_OF, token_bytes
+from rwkv.tokenizer.world import LAST_ID, Vocabulary
+
+END = "<|endoftext|>"
+SPECIAL = re.compile(r"([\\.^$|?*+()\[\]{}])")
+PIECE = re.compile(r"\\(.)|(\|)|([^\\|]+)", re.DOTALL)
+CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
+
+
+def vocabulary_in(parsed: Any) -> str | None:
+    """The text of a World vocabulary's file out of the content of a tokenizer.json; None where it is of another kind."""
+    try:
+        tokens = _alternatives(parsed) if _has_parts(parsed) else None
+        ids = {} if tokens is None else _ids(parsed["model"]["vocab"], tokens)
+    except (LookupError, TypeError, AttributeError):
+        return None
+    if not tokens or len(ids) != len(tokens) or not all(1 <= index <= LAST_ID for index in ids):
+        return None
+    if {bytes([value]) for value in range(256)} - {*ids.values()}:
+        return None
+    return Vocabulary([ids.get(index, b"") for index in range(1 + max(ids))]).to_text()
+
+
+def vocabulary_in_text(text: str) -> str | None:
+    """The same for the text of a tokenizer.json; None also where it is no JSON."""
+    if '"WordLevel"' not in text:        # so that other files are not read twice
+        return None
+    try:
+        return vocabulary_in(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def to_json(text: str) -> str:
+    """The tokenizer.json of a World vocabulary, from the text of its file."""
+    tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
+    written = {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
+    by_length = sorted(written.items(), key=lambda item: (-len(item[1]), item[0]))
+    expression = "(?:" + "|".join(SPECIAL.sub(r"\\\1", token) for _, token in by_length) + ")"
+    end = {"id": 0, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+           "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [byte_level, split]}, "post_processor": None,
+        "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},
+        "model": {"type": "WordLevel", "vocab": {END: 0, **{token: index for index, token in written.items()}},
+                  "unk_token": END},
+    }, ensure_ascii=False)
+
+
+def _has_parts(parsed: Any) -> bool:
+    """Whether everything but the expression is as in the official files."""
+    byte_level, split = parsed["pre_tokenizer"]["pretokenizers"]
+    added = parsed.get("added_tokens") or []
+    return (parsed["model"]["type"] == "WordLevel" and parsed["decoder"]["type"] == "ByteLevel"
+            and parsed.get("normalizer") is None and parsed.get("post_processor") is None
+            and byte_level["type"] == "ByteLevel" and not byte_level["add_prefix_space"] and byte_level["use_regex"] is False
+            and split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"]
+            and all(token["id"] == 0 for token in added))
+
+
+def _alternatives(parsed: Any) -> list[str] | None:
+    """The tokens in the expression, unescaped; None where they do not stand from the longest to the shortest."""
+    expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
+    inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
+    tokens, token, at = [], "", 0
+    while match := PIECE.match(inner, at):
+        escaped, bar, plain = match.groups()
+        at = match.end()
+        if bar:
+            tokens.append(token)
+            token = ""
+        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # no literal characters
+            return None
+        else:
+            token += escaped or plain
+    tokens.append(token)
+    lengths = [len(token) for token in tokens]
+    ordered = at == len(inner) and all(lengths) and lengths == sorted(lengths, reverse=True)
+    return tokens if ordered and all(character in BYTE_OF for token in tokens for character in token) else None
+
+
+def _ids(vocab: Mapping[str, int], tokens: list[str]) -> dict[int, bytes]:
+    """The bytes of each token by its id. Raises LookupError where the vocabulary lacks one."""
+    return {vocab[token]: token_bytes(token) for token in tokens}

@@ -1,0 +1,146 @@
+"""Quantised GGUF files, read beside an independent reader and written: weights and logits."""
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import HALVES, KINDS, official_weights, rewritten
+from models import small_model, tokens
+from numpy_rwkv7 import NumpyRWKV7
+
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.errors import CheckpointError
+from rwkv.model.rwkv7 import UNUSED
+from rwkv.pretrained import RWKV
+
+WRITTEN = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+WIDTH = 256                              # of a block of the k-quants
+
+
+def model_of(head_size: int = 64, **sizes: int) -> RWKV:
+    chosen = {"n_embd": WIDTH, "n_layer": 2, "n_ffn": WIDTH, "head_size": head_size, **sizes}
+    return small_model("reference", generation="rwkv7", **chosen)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    model_of().save_pretrained(path)
+    return path
+
+
+def logits_beside(path: Path, ours: RWKV) -> tuple[np.ndarray, np.ndarray]:
+    """Ours, and those in float64 of the weights that an independent reader finds."""
+    ids = tokens(ours, B=1, T=12)
+    with torch.no_grad():
+        actual = ours(ids)[0].float().numpy()
+    return actual, NumpyRWKV7(official_weights(path))(ids.numpy())[0]
+
+
+@pytest.mark.parametrize("kind", [*HALVES])
+def test_every_quantisation_is_read_as_by_an_independent_reader(plain: Path, tmp_path: Path, kind: str) -> None:
+    path = rewritten(plain, tmp_path / "model.gguf", kind)
+    read, theirs = read_checkpoint(path).weights, official_weights(path)
+    assert set(read) == set(theirs)
+    for name, weight in read.items():
+        if name not in UNUSED:
+            assert np.array_equal(weight.numpy().reshape(theirs[name].shape), theirs[name]), name
+    actual, expected = logits_beside(path, RWKV.from_pretrained(path, "reference"))
+    assert np.abs(actual - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.05), ("int8", 0.06), ("int4", 0.4)])
+def test_a_quantised_file_runs_in_every_dtype(plain: Path, tmp_path: Path, dtype: str, error: float) -> None:
+    """error: of the logits, relative to their root mean square; int4 rounds Q6_K's numbers to its own a second time."""
+    path = rewritten(plain, tmp_path / "model.gguf", "Q6_K")
+    actual, expected = logits_beside(path, RWKV.from_pretrained(path, "reference", dtype=dtype))
+    assert 1e-4 < np.sqrt(((actual - expected) ** 2).mean() / (expected ** 2).mean()) < error
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_matrices_read_one_at_a_time_are_those_read_at_once(plain: Path, tmp_path: Path, dtype: str) -> None:
+    path = rewritten(plain, tmp_path / "model.gguf", "Q4_K")
+    RWKV.from_pretrained(path, "reference").save_pretrained(tmp_path / "model.safetensors")        # which is mapped
+    one, other = (RWKV.from_pretrained(file, "reference", dtype=dtype) for file in (path, tmp_path / "model.safetensors"))
+    assert one.fingerprint() == other.fingerprint()
+    with torch.no_grad():
+        assert torch.equal(one(tokens(one))[0], other(tokens(other))[0])
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_wider_heads_are_read_from_gguf(tmp_path: Path, head_size: int) -> None:
+    """llama.cpp's group norm has the epsilon 64e-5 whatever the head, as the official code."""
+    model = model_of(head_size)
+    model.save_pretrained(tmp_path / "plain.gguf")
+    path = rewritten(tmp_path / "plain.gguf", tmp_path / "model.gguf", "Q4_K")
+    read = RWKV.from_pretrained(path, "reference")
+    assert read.config.head_size == head_size
+    actual, expected = logits_beside(path, read)
+    assert np.abs(actual - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+def test_a_quantised_file_is_converted_and_read_back(plain: Path, tmp_path: Path) -> None:
+    path = rewritten(plain, tmp_path / "model.gguf", "Q5_K")
+    write_checkpoint(read_checkpoint(path), tmp_path / "model.pth")
+    one, other = read_checkpoint(path).weights, read_checkpoint(tmp_path / "model.pth").weights
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_type_that_the_package_cannot_dequantise_is_named(plain: Path, tmp_path: Path) -> None:
+    for number, said in ((15, "Q8_K"), (77, "type 77")):
+        path = tmp_path / f"{number}.gguf"
+        content = plain.read_bytes()
+        name = b"blk.1.channel_mix_key.weight"
+        at = content.index(name) + len(name) + 4 + 16
+        path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4:])
+        with pytest.raises(CheckpointError, match=rf"^[^\n]*blk\.1\.channel_mix_key\.weight[^\n]*{said}[^\n]*$"):
+            read_checkpoint(path)
+
+
+def test_without_the_package_quantised_files_alone_cannot_be_read(plain: Path, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rewritten(plain, tmp_path / "model.gguf", "IQ4_XS")
+    model_of().save_pretrained(tmp_path / "q8_0.gguf", dtype="q8_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    from rwkv.checkpoint.formats import _gguf_types
+
+    _gguf_types._block_by_package.cache_clear()
+    with pytest.raises(CheckpointError, match=r"^[^\n]*pip install '\.\[gguf\]'$"):
+        read_checkpoint(path)
+    for name in (plain, tmp_path / "q8_0.gguf"):
+        assert RWKV.from_pretrained(name, "reference").vocab_size == 50
+
+
+# Written
+
+
+@pytest.mark.parametrize("dtype", WRITTEN)
+def test_written_blocks_are_the_packages(tmp_path: Path, dtype: str) -> None:
+    model = model_of(n_ffn=80)
+    path = tmp_path / "model.gguf"
+    model.save_pretrained(path, dtype=dtype)
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    kind = KINDS[dtype.upper()]
+    own = model.state_dict()
+    for theirs, name in {"token_embd.weight": "emb.weight", "blk.1.time_mix_key.weight": "blocks.1.att.key.weight"}.items():
+        assert held[theirs].tensor_type == kind
+        assert np.array_equal(held[theirs].data, gguf.quantize(own[name].numpy(), kind))
+    assert held["output.weight"].tensor_type.name == "Q8_0"
+    assert held["blk.1.channel_mix_value.weight"].tensor_type.name == "F16"        # of rows that no whole blocks make
+    file_type = gguf.GGUFReader(path).fields["general.file_type"].contents()
+    assert file_type == gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"].value
+    actual, expected = logits_beside(path, RWKV.from_pretrained(path, "reference"))
+    assert np.abs(actual - expected).max() < 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", WRITTEN)
+def test_what_a_block_cannot_hold_is_refused(tmp_path: Path, dtype: str) -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.blocks[1].ffn.key.weight[3, 3] = 1e7
+    with pytest.raises(CheckpointError, match=r"^[^\n]*channel_mix_key[^\n]*1e\+07[^\n]*$"):
+        model.save_pretrained(tmp_path / "model.gguf", dtype=dtype)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,248 @@
+"""RWKV-7 in Hugging Face directories of several forms: transformers' own (official), fla's, rwkv7-hf's; heads of 64 to 256."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from files import NAMES, hugging_face_tensors
+from models import RANKS, small_model, tokens
+from numpy_rwkv7 import NumpyRWKV7
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.errors import CheckpointError, UserError
+from rwkv.pretrained import RWKV, template_of
+from rwkv.tokenizer import world_json
+from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
+from rwkv.tools import convert
+
+TEXT = "It's a text | (of some) kind: \\s* 它 \N{GRINNING FACE}\n\n<|endoftext|> [a]{3}^$ + ? é"
+MORE = ("\n\n", "It's", " text", "|", "(of", "\\s", "\\s*", "它", "]{", "^$", " + ?", "[a", "een", "é")
+WORLD = WorldTokenizer("".join(f"{index} {token!r} {len(token)}\n" for index, token in enumerate(
+    [*(bytes([value]) for value in range(256)), *(token.encode() for token in MORE if len(token.encode()) > 1)], start=1)))
+
+
+def model_of(head_size: int = 64, vocab_size: int = WORLD.vocab_size) -> RWKV:
+    return small_model("reference", vocab_size, generation="rwkv7", n_embd=256, head_size=head_size, n_layer=2)
+
+
+def theirs(folder: Path, model: RWKV, config: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """A directory as transformers' Rwkv7ForCausalLM.save_pretrained leaves it, and its tensors."""
+    folder.mkdir()
+    tensors = {name if name == "head.weight" else f"rwkv7.{name}": weight.clone()
+               for name, weight in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    head_size = model.config.head_size
+    stated = {"architectures": ["Rwkv7ForCausalLM"], "bos_token_id": 0, "dtype": "float32", "eos_token_id": 0,
+              "head_dim": head_size, "hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 8192,
+              "model_type": "rwkv7", "norm_bias": True, "norm_eps": 1e-05, "num_heads": 256 // head_size,
+              "num_hidden_layers": 2, "pad_token_id": 0, "tie_word_embeddings": False, "use_cache": True,
+              "use_deep_embed": False, "vocab_size": model.vocab_size, "wkv_state_dtype": "float32", **RANKS}
+    (folder / "config.json").write_text(json.dumps({**stated, **(config or {})}))
+    return tensors
+
+
+def in_float64(tensors: dict[str, Tensor], ids: Tensor, epsilon: float) -> np.ndarray:
+    """Logits of weights by official names below rwkv7."""
+    weights = {name.removeprefix("rwkv7."): tensor.float().numpy() for name, tensor in tensors.items()}
+    return NumpyRWKV7(weights, epsilon)(ids.numpy())[0]
+
+
+def logits(model: RWKV, ids: Tensor) -> np.ndarray:
+    with torch.no_grad():
+        return model(ids)[0].float().numpy()
+
+
+def assert_near(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-5) -> None:
+    assert np.abs(actual - expected).max() < relative * np.abs(expected).max()
+
+
+def refuses(path: Path, *said: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^[^\n]+$") as error:
+        read_checkpoint(path)
+    assert all(part in str(error.value) for part in said), error.value
+
+
+# The official form
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_transformers_form_is_read(tmp_path: Path, head_size: int) -> None:
+    """Its group norm has head_dim norm_eps as its epsilon."""
+    model = model_of(head_size)
+    tensors = theirs(tmp_path / "model", model)
+    ids = tokens(model, B=1, T=16)
+    expected = in_float64(tensors, ids, head_size * 1e-5)
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), expected)
+    if head_size != 64:                  # so that the test would see the wrong epsilon
+        assert np.abs(in_float64(tensors, ids, 64e-5) - expected).max() > 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("form", ["official", "fla"])
+def test_a_written_directory_computes_the_same_elsewhere(tmp_path: Path, head_size: int, form: str) -> None:
+    model = model_of(head_size)
+    model.save_pretrained(tmp_path / "model.pth")
+    convert.main([str(tmp_path / "model.pth"), str(tmp_path / "model"), "--form", form])
+    ids = tokens(model, B=1, T=16)
+    expected = logits(model, ids)
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), expected)
+    held = hugging_face_tensors(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    if form == "official":
+        assert_near(in_float64(held, ids, head_size * 1e-5), expected)
+        shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+        assert shapes == {name if name == "head.weight" else f"rwkv7.{name}": tuple(weight.shape)
+                          for name, weight in model.state_dict().items()}
+        assert config["num_heads"] == 256 // head_size
+        assert config["architectures"] == ["Rwkv7ForCausalLM"]
+    # Without what this program alone writes there
+    config.pop("group_norm_epsilon", None)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in held.items()}, tmp_path / "model" / "model.safetensors")
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), expected)
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+@pytest.mark.parametrize("format", NAMES)
+def test_wider_heads_travel_in_every_format(tmp_path: Path, head_size: int, format: str) -> None:
+    model = model_of(head_size, vocab_size=40)
+    model.save_pretrained(tmp_path / NAMES[format])
+    ids = tokens(model, B=1, T=16)
+    read = RWKV.from_pretrained(tmp_path / NAMES[format], "reference")
+    assert read.config.head_size == head_size
+    assert_near(logits(read, ids), logits(model, ids), 1e-6 if format != "huggingface" else 2e-5)
+    read.save_pretrained(tmp_path / "again.pth", dtype="float32")
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "again.pth", "reference"), ids), logits(read, ids), 1e-6)
+
+
+def test_a_stated_epsilon_is_used(tmp_path: Path) -> None:
+    model = model_of(128)
+    theirs(tmp_path / "model", model, {"group_norm_epsilon": 64e-5})
+    ids = tokens(model, B=1, T=16)
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), logits(model, ids))
+
+
+def test_an_earlier_branchs_keys_are_known(tmp_path: Path) -> None:
+    config = {"head_dim": None, "head_size": 128, "norm_eps": None, "layer_norm_epsilon": 1e-5, "context_length": 10240,
+              "max_position_embeddings": None}
+    theirs(tmp_path / "model", model_of(128), config)
+    assert read_checkpoint(tmp_path / "model").config.ctx_len == 10240
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    ({"use_deep_embed": True}, "DeepEmbed"), ({"embedding_layer_norm_fused": True}, "ln0"),
+    ({"attn": {"layers": [1]}}, "attention"), ({"attention_hidden_size": 512}, "attention_hidden_size"),
+    ({"head_dim": 32}, "head_size"), ({"norm_eps": 1e-3}, "norm_eps"), ({"group_norm_epsilon": "x"}, "group_norm_epsilon"),
+    ({"decay_low_rank_dim": 7}, "decay_low_rank_dim")])
+def test_what_is_not_supported_is_named(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    theirs(tmp_path / "model", model_of(), config)
+    refuses(tmp_path / "model", "model", said)
+
+
+def test_deep_embeddings_in_a_directory_are_named(tmp_path: Path) -> None:
+    tensors = theirs(tmp_path / "model", model_of())
+    save_file(tensors | {"rwkv7.blocks.0.ffn.s_emb.weight": torch.zeros(3, 4)}, tmp_path / "model" / "model.safetensors")
+    refuses(tmp_path / "model", "RWKV-7a (DeepEmbed)", "s_emb")
+
+
+def test_rwkv7_hfs_directory_is_read(tmp_path: Path) -> None:
+    """fla's tensors; the vocabulary lies in its text file."""
+    model = model_of(128)
+    model.save_pretrained(tmp_path / "model", WORLD)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    native = {"model_type": "rwkv7_native", "num_heads": 2, "num_attention_heads": 2, "attention_hidden_size": 256,
+              "value_dim": [256, 256], "bos_token_id": 1, "auto_map": {"AutoConfig": "configuration_rwkv7.RWKV7Config"}}
+    path.write_text(json.dumps(config | native))
+    ids = tokens(model, B=1, T=16)
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "model", "reference"), ids), logits(model, ids))
+    assert Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer or {}).hash == WORLD.hash
+    path.write_text(json.dumps(config | native | {"attention_hidden_size": 512}))
+    refuses(tmp_path / "model", "attention_hidden_size 512")
+
+
+def test_forms_are_for_directories_of_rwkv_7(tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path / "model.pth")
+    small_model("reference").save_pretrained(tmp_path / "four.pth")
+    with pytest.raises(UserError, match="form"):
+        write_checkpoint(read_checkpoint(tmp_path / "model.pth"), tmp_path / "out.safetensors", form="official")
+    with pytest.raises(UserError, match="form"):
+        write_checkpoint(read_checkpoint(tmp_path / "four.pth"), tmp_path / "out", form="official")
+    assert not (tmp_path / "out").exists()
+
+
+# The vocabulary in its tokenizer.json
+
+
+def changed(**parts: Any) -> str:
+    return json.dumps(json.loads(world_json.to_json(WORLD.to_dict()["vocabulary"])) | parts)
+
+
+def test_the_written_tokenizer_json_gives_the_same_ids_in_its_library(tmp_path: Path) -> None:
+    write_checkpoint(read_checkpoint(saved(tmp_path)), tmp_path / "model", form="official")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    library.encode_special_tokens = True
+    assert library.encode(TEXT).ids == WORLD.encode(TEXT)
+    assert library.decode(WORLD.encode(TEXT), skip_special_tokens=False) == TEXT
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == 0
+    assert not (tmp_path / "model" / "rwkv_vocab_v20230424.txt").exists()
+
+
+def saved(folder: Path) -> Path:
+    model_of().save_pretrained(folder / "in.safetensors", WORLD)
+    return folder / "in.safetensors"
+
+
+def test_a_tokenizer_json_of_the_world_vocabulary_is_world(tmp_path: Path) -> None:
+    theirs(tmp_path / "model", model_of())
+    (tmp_path / "model" / "tokenizer.json").write_text(changed())
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 5}')
+    read = Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer or {})
+    assert (read.kind, read.hash, read.ends) == ("world", WORLD.hash, (0,))
+    assert Tokenizer.named(str(tmp_path / "model" / "tokenizer.json")).hash == WORLD.hash
+    write_checkpoint(read_checkpoint(tmp_path / "model"), tmp_path / "model.gguf")
+    assert read_checkpoint(tmp_path / "model.gguf").tokenizer == WORLD.to_dict()
+
+
+def test_reserved_ids_beyond_the_vocabulary_are_no_tokens() -> None:
+    parsed = json.loads(changed())
+    parsed["model"]["vocab"]["\ue000rwkv_reserved_65530"] = 65530
+    assert world_json.vocabulary_in(parsed) == WORLD.to_dict()["vocabulary"]
+
+
+def split_by(expression: str) -> str:
+    parsed = json.loads(changed())
+    parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"] = expression
+    return json.dumps(parsed)
+
+
+EXPRESSION = json.loads(changed())["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
+
+
+@pytest.mark.parametrize("text", [
+    split_by("(?:a|" + EXPRESSION[3:]), split_by(EXPRESSION[:-1] + "|)"), split_by(EXPRESSION.replace("\\|", "\\s", 1)),
+    split_by(EXPRESSION.replace("\\|", ".", 1)), split_by(EXPRESSION[:-1] + "|unknown)"), changed(normalizer={"type": "NFC"}),
+    changed(added_tokens=[{"id": 3, "content": "<x>", "special": True}]), changed(model={"type": "BPE"}),
+    changed(pre_tokenizer=None), "[]", '{"WordLevel": ', '"WordLevel"'])
+def test_another_rule_or_vocabulary_is_not_world(text: str) -> None:
+    """Shorter tokens first, an empty one, classes of characters, tokens without an id, more special tokens."""
+    assert world_json.vocabulary_in_text(changed()) is not None
+    assert world_json.vocabulary_in_text(text) is None
+
+
+# The chat template
+
+
+def test_the_directorys_chat_template_is_the_default(tmp_path: Path) -> None:
+    folder = tmp_path / "RWKV7-G1k-1.5B"
+    theirs(folder, model_of())
+    assert template_of(read_checkpoint(folder)) == "g1"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert template_of(read_checkpoint(folder)) == str(folder / "chat_template.jinja")
+    assert template_of(read_checkpoint(folder), "world") == "world"
