@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from kernels.backends import threads
+from kernels.backends.cpu import matrix_dtype, why_slow
 from kernels.backends.memory import resident_memory
-from rwkv.config import TrainConfig
+from rwkv.config import ORTHOGONAL, TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
@@ -99,9 +100,19 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     yield "blocks", _blocks(config, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
+    if slow := why_slow(dtype_for(config.trainer.precision), device):
+        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
+    if config.optim.name in ORTHOGONAL:
+        yield "optimiser", _orthogonal(config.optim.name, device)
     yield from _memory(config, V, device, programs)
     yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
+
+
+def _orthogonal(name: str, device: torch.device) -> str:
+    dtype = matrix_dtype(device)
+    why = "" if dtype == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
+    return f"{name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
 
 
 def _blocks(config: TrainConfig, conversations: bool) -> str:
