@@ -16,6 +16,7 @@ from rwkv.errors import UserError
 SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are the factors on learning rates
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
+LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 
 
 PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
@@ -206,6 +207,8 @@ class OptimConfig:
 class TrainerConfig:
     max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
     max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1, most=1e18)
+    epochs: float | None = option(None, "passes over the training split, instead of max_steps; data=chat: 2 where no length is "
+                                  "given", above=0.0, below=1e9)
     val_every: int = option(500, "steps between two validations", least=1)
     val_tokens: int | None = option(None, "tokens that each validation reads, the first of the validation split; null: all",
                                     least=1)

@@ -20,6 +20,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
+from rwkv.training.epochs import MANY, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
     estimate,
@@ -53,6 +54,7 @@ def announce_training(run: Run, device: torch.device, task: LanguageModel, data:
     """Prints how long the run will take; with plan=true the program ends here."""
     if rank() == 0:
         _show([("training", _training(run.config, run.resume_step or 0, device, task, data)),
+               *_many_epochs(run.config, data),
                *_validation(run.config, run.resume_step or 0, data),
                ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
     if run.config.plan:
@@ -143,18 +145,19 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
 def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
     steps = config.trainer.max_steps - first_step
     tokens = steps * config.tokens_per_step
-    padding = _padding(config, data)
-    epochs = tokens * (1 - padding) / data.sizes.train_tokens
-    passes = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
-    return (f"{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
-            f"{_duration(config, steps, device, task, data)}; {passes}")
+    passes = steps / steps_per_epoch(config, data)
+    read = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
+    asked = f"{config.trainer.epochs:g} epochs = {config.trainer.max_steps:,} steps; " if config.trainer.epochs else ""
+    return (f"{asked}{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
+            f"{_duration(config, steps, device, task, data)}; {read}")
 
 
-def _padding(config: TrainConfig, data: Corpus) -> float:
-    """The fraction of positions that hold no token."""
-    if config.trainer.tbptt:
-        return documents.chunks_of(config, data).padding()
-    return _rows(config, data).padding() if data.conversations else 0.0
+def _many_epochs(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
+    """A line where the answers of conversations are read so often that they are learnt by heart."""
+    epochs = config.trainer.max_steps / steps_per_epoch(config, data)
+    if data.conversations and epochs > MANY and not config.trainer.overfit_batches:
+        yield "WARNING", (f"every conversation is read {epochs:,.1f} times, and beyond {MANY} times a model learns answers by "
+                          "heart: take trainer.epochs=2, or more conversations")
 
 
 def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:
