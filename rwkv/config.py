@@ -166,11 +166,12 @@ class OptimConfig:
     """
 
     name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
-    lr: float = option(3e-3, "highest learning rate")
+    lr: float = option(3e-3, "highest learning rate; with init_from= by tune=: full 1e-5, lora 2e-4, state 0.1")
     min_lr: float | None = option(None, "learning rate of the last step; null: a twentieth of lr")
-    schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant",
+    schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant (with "
+                           "init_from=, unless tune=state)",
                            one_of=("cosine", "linear", "exponential", "constant"))
-    warmup_steps: int = option(20, "steps in which the rate first rises to lr", least=0)
+    warmup_steps: int = option(20, "steps in which the rate first rises to lr; 10 with init_from=", least=0)
     matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0,
                               needs=("optim.name", *ORTHOGONAL))
     matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon",

@@ -19,6 +19,7 @@ from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
+from rwkv.training import tuning_defaults
 from rwkv.training.device import dtype_for
 from rwkv.training.epochs import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -99,6 +100,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if config.tune.method != "full":
         yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
                          f"{config.tune.base}")
+    if run.tuning_defaults:
+        yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
     yield "blocks", _blocks(config, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")

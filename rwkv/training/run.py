@@ -29,6 +29,7 @@ from rwkv.training.device import AUTO, with_precision
 from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
 from rwkv.training.tuned import tuned_files
+from rwkv.training.tuning_defaults import with_tuning_defaults
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -46,6 +47,7 @@ class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
+    tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning_defaults.py), in a new run.
     exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
     """
 
@@ -55,6 +57,7 @@ class Run:
     resume_step: int | None = None
     init_checkpoint: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
+    tuning_defaults: tuple[str, ...] = ()
     exists: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
@@ -81,8 +84,9 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
     if config.init_from is None:
         return Run(out_dir, resolved(config, given))
+    config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
-    return Run(out_dir, resolved(sized, given), init_checkpoint=checkpoint, tokenizer=tokenizer)
+    return Run(out_dir, resolved(sized, given), init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults)
 
 
 def new_folder(kind: str = "") -> Path:
