@@ -16,6 +16,7 @@ from rwkv.errors import UserError
 SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are the factors on learning rates
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
+LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 
 
 PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
@@ -165,11 +166,12 @@ class OptimConfig:
     """
 
     name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
-    lr: float = option(3e-3, "highest learning rate")
+    lr: float = option(3e-3, "highest learning rate; with init_from= by tune=: full 1e-5, lora 2e-4, state 0.1")
     min_lr: float | None = option(None, "learning rate of the last step; null: a twentieth of lr")
-    schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant",
+    schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant (with "
+                           "init_from=, unless tune=state)",
                            one_of=("cosine", "linear", "exponential", "constant"))
-    warmup_steps: int = option(20, "steps in which the rate first rises to lr", least=0)
+    warmup_steps: int = option(20, "steps in which the rate first rises to lr; 10 with init_from=", least=0)
     matrix_lr: float = option(0.02, "learning rate of the blocks' matrices under muon and normuon", least=0,
                               needs=("optim.name", *ORTHOGONAL))
     matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon",
@@ -206,6 +208,8 @@ class OptimConfig:
 class TrainerConfig:
     max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
     max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1, most=1e18)
+    epochs: float | None = option(None, "passes over the training split, instead of max_steps; data=chat: 2 where no length is "
+                                  "given", above=0.0, below=1e9)
     val_every: int = option(500, "steps between two validations", least=1)
     val_tokens: int | None = option(None, "tokens that each validation reads, the first of the validation split; null: all",
                                     least=1)

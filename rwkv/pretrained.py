@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from kernels.backends.cpu import why_slow
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
@@ -108,6 +109,12 @@ class OpenCheckpoint(NamedTuple):
     tokenizer: Tokenizer
     device: str
     dtype: str
+
+    @property
+    def slow(self) -> str | None:
+        """A warning where the device computes products in `dtype` slowly; None where it does not."""
+        slow = why_slow(computed_in(self.dtype), torch.device(self.device))
+        return slow and f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)

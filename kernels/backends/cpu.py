@@ -1,14 +1,39 @@
 """What the instructions of this CPU multiply by themselves, where others convert to float32 first."""
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
 INSTRUCTIONS = {torch.bfloat16: "_is_avx512_bf16_supported", torch.int8: "_is_vnni_supported"}         # private names of torch
+CAPABILITIES = {torch.bfloat16: ("bf16",), torch.float16: ("avx512_fp16", "fp16_arith")}       # beside these, in torch's list
 
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether it has instructions for products of bfloat16 (AVX-512 BF16) or int8 (VNNI); False where torch does not say."""
-    supported = getattr(torch.cpu, INSTRUCTIONS[dtype], None)
-    return supported is not None and bool(supported())
+    """Whether it has instructions for products of bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI), and torch has a
+    library that uses them; False where torch does not say.
+    """
+    supported = getattr(torch.cpu, INSTRUCTIONS.get(dtype, ""), None)
+    if supported is not None and supported():
+        return True
+    return torch.backends.mkldnn.is_available() and any(_capabilities().get(name) for name in CAPABILITIES.get(dtype, ()))
+
+
+def matrix_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which the device multiplies matrices fastest, for results that need no more digits than bfloat16 has."""
+    return torch.float32 if device.type == "cpu" and not multiplies(torch.bfloat16) else torch.bfloat16
+
+
+def why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
+    """A sentence for people where the device is a CPU that converts numbers of dtype for each product; None elsewhere."""
+    if device.type != "cpu" or dtype == torch.float32 or multiplies(dtype):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"this CPU has no instructions for products of {name}, and takes up to hundreds of times as long for them as float32"
+
+
+def _capabilities() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return found

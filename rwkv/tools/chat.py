@@ -70,6 +70,8 @@ def _open(config: ChatConfig) -> Any:
     template = chat_template(template_of(opened.checkpoint, config.template))
     if end := opened.tokenizer.end_line():
         print(f"texts end with {end}", file=sys.stderr)
+    if opened.slow:
+        print(f"WARNING: {opened.slow}", file=sys.stderr)
     template.answer_start(config.think)          # refused before the model is loaded
     print(f"chat template: {template.name}", file=sys.stderr)
     model = opened.model()

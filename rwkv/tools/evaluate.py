@@ -53,6 +53,8 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     tokenizer = opened.tokenizer
     if end := tokenizer.end_line():
         print(f"texts end with {end}", file=sys.stderr)
+    if opened.slow:
+        print(f"WARNING: {opened.slow}", file=sys.stderr)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
     if config.data.template:

@@ -64,6 +64,7 @@ def load(config: ServeConfig) -> "Loaded":
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
+            *([("WARNING", opened.slow)] if opened.slow else []),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             *([("texts", f"end with {end}")] if end else []),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "

@@ -23,7 +23,8 @@ stopped or killed, with bit-identical results. One that has saved nothing
 begins again, and what it had written goes to DIRECTORY/unsaved-1. The options
 of the model and the data, trainer.accumulate, trainer.val_tokens, optim.name,
 optim.weight_decay and optim.*_lr_scale keep their values; other options on the
-command line take effect from the next step. trainer.max_steps=MORE trains on.
+command line take effect from the next step. trainer.max_steps=MORE trains on,
+as does trainer.epochs=MORE.
 
 Conversations. data=chat reads lines with messages, conversations, or prompt
 and completion; the loss is on the assistant's answers alone. tune=lora trains
@@ -41,7 +42,8 @@ several machines, run the same command on each:
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
 
 A run first shows what it will do and need, and refuses what does not fit into
-memory or onto the disk. Steps are optimiser steps; no option counts epochs.
+memory or onto the disk. Steps are optimiser steps; trainer.epochs counts passes
+over the training split, and is 2 for data=chat where no length is given.
 Paths, names and other texts are taken verbatim, in sweeps too: commas, quotes
 and equals signs need no escaping. A sweep (-m) runs every combination of the
 other options, OPTION=A,B; -m resume=auto out_dir=DIRECTORY continues one.

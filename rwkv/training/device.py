@@ -1,7 +1,7 @@
 """Where a run trains: its device, the number of its processes, and its precision.
 
 trainer.precision=auto is bf16-mixed where the device multiplies bfloat16 clearly faster than float32, else 32-true. A GPU
-reports whether it does; on a CPU, where no library tells, a few milliseconds of matrix products measure it.
+reports whether it does; on a CPU that has instructions for it, a few milliseconds of matrix products measure it.
 """
 
 import time
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from kernels.backends.cpu import multiplies
 from rwkv.config import DataConfig, TrainConfig, TrainerConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
@@ -83,7 +84,7 @@ def with_precision(config: TrainConfig) -> TrainConfig:
 def bfloat16_is_faster(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return _seconds(torch.float32) > FASTER * _seconds(torch.bfloat16)
+    return multiplies(torch.bfloat16) and _seconds(torch.float32) > FASTER * _seconds(torch.bfloat16)
 
 
 def _seconds(dtype: torch.dtype) -> float:

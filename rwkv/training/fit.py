@@ -1,6 +1,7 @@
 """One training run, from its configuration to its report: what rwkv/tools/train.py starts, in each of its processes."""
 
 import sys
+from dataclasses import replace
 from itertools import islice
 from shlex import quote
 
@@ -20,9 +21,10 @@ from rwkv.io.signals import heeded
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, process_count, share
+from rwkv.training.epochs import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.plan import announce_needs, announce_training, validated_part
-from rwkv.training.run import Run, as_plain, create, open_run
+from rwkv.training.run import Run, as_plain, create, open_run, require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
@@ -71,6 +73,9 @@ def train(run: Run) -> None:
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)
+    config = with_steps_of_epochs(config, data)
+    run = replace(run, config=config)
+    distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     announce_needs(run, kernel, device, data)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)

@@ -2,8 +2,9 @@
 
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
-with G = U S V^T. U V^T comes from a few Newton-Schulz iterations in bfloat16, X <- a X + (b A + c A^2) X with A = X X^T, which
-bring most singular values near 1. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
+with G = U S V^T. U V^T comes from a few Newton-Schulz iterations, X <- a X + (b A + c A^2) X with A = X X^T, which bring most
+singular values near 1. bfloat16 has digits enough for them; a CPU that lacks products of bfloat16 computes them in float32, in
+a thirtieth of the time. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
 (kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are optimal for the singular values which
 the one before leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a largest singular value of
 at most 1, and close to it. The root of the norm of A bounds it about twice as closely as the norm of X, and the first
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.backends.cpu import matrix_dtype
 from rwkv.errors import UserError
 
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
@@ -119,12 +121,12 @@ def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: f
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Approximately U V^T of each of matrices (N,O,I) = U S V^T, in bfloat16.
+    """Approximately U V^T of each of matrices (N,O,I) = U S V^T, in the dtype of kernels.backends.cpu.matrix_dtype.
 
     Singular values far below the largest stay below 1. The norm of a matrix may be 1e-7 to 1e9; outside of this range the
     result tends to 0.
     """
-    x, gram = _scaled(matrices.bfloat16())
+    x, gram = _scaled(matrices.to(matrix_dtype(matrices.device)))
     for number, (a, b, c) in enumerate(POLAR_EXPRESS):
         gram = _gram(x) if number else gram
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

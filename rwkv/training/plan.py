@@ -11,14 +11,17 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from kernels.backends import threads
+from kernels.backends.cpu import matrix_dtype, why_slow
 from kernels.backends.memory import resident_memory
-from rwkv.config import TrainConfig
+from rwkv.config import ORTHOGONAL, TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
+from rwkv.training import tuning_defaults
 from rwkv.training.device import dtype_for
+from rwkv.training.epochs import MANY, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
     estimate,
@@ -52,6 +55,7 @@ def announce_training(run: Run, device: torch.device, task: LanguageModel, data:
     """Prints how long the run will take; with plan=true the program ends here."""
     if rank() == 0:
         _show([("training", _training(run.config, run.resume_step or 0, device, task, data)),
+               *_many_epochs(run.config, data),
                *_validation(run.config, run.resume_step or 0, data),
                ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
     if run.config.plan:
@@ -96,12 +100,24 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if config.tune.method != "full":
         yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
                          f"{config.tune.base}")
+    if run.tuning_defaults:
+        yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
     yield "blocks", _blocks(config, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
+    if slow := why_slow(dtype_for(config.trainer.precision), device):
+        yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
+    if config.optim.name in ORTHOGONAL:
+        yield "optimiser", _orthogonal(config.optim.name, device)
     yield from _memory(config, V, device, programs)
     yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
+
+
+def _orthogonal(name: str, device: torch.device) -> str:
+    dtype = matrix_dtype(device)
+    why = "" if dtype == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
+    return f"{name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
 
 
 def _blocks(config: TrainConfig, conversations: bool) -> str:
@@ -132,18 +148,19 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
 def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
     steps = config.trainer.max_steps - first_step
     tokens = steps * config.tokens_per_step
-    padding = _padding(config, data)
-    epochs = tokens * (1 - padding) / data.sizes.train_tokens
-    passes = f"{epochs:.1f} times the training data" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
-    return (f"{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
-            f"{_duration(config, steps, device, task, data)}; {passes}")
+    passes = steps / steps_per_epoch(config, data)
+    read = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
+    asked = f"{config.trainer.epochs:g} epochs = {config.trainer.max_steps:,} steps; " if config.trainer.epochs else ""
+    return (f"{asked}{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
+            f"{_duration(config, steps, device, task, data)}; {read}")
 
 
-def _padding(config: TrainConfig, data: Corpus) -> float:
-    """The fraction of positions that hold no token."""
-    if config.trainer.tbptt:
-        return documents.chunks_of(config, data).padding()
-    return _rows(config, data).padding() if data.conversations else 0.0
+def _many_epochs(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
+    """A line where the answers of conversations are read so often that they are learnt by heart."""
+    epochs = config.trainer.max_steps / steps_per_epoch(config, data)
+    if data.conversations and epochs > MANY and not config.trainer.overfit_batches:
+        yield "WARNING", (f"every conversation is read {epochs:,.1f} times, and beyond {MANY} times a model learns answers by "
+                          "heart: take trainer.epochs=2, or more conversations")
 
 
 def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:

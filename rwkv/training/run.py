@@ -20,7 +20,7 @@ import yaml
 
 from rwkv import report
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
-from rwkv.config import SCALED, DataConfig, TrainConfig, require_effect
+from rwkv.config import LENGTHS, SCALED, DataConfig, TrainConfig, require_effect
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, is_finished, read_metrics, read_samples
@@ -30,6 +30,7 @@ from rwkv.training.device import AUTO, with_precision
 from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
 from rwkv.training.tuned import tuned_files
+from rwkv.training.tuning_defaults import with_tuning_defaults
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -38,6 +39,7 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
          "trainer.accumulate",           # the position in the data is counted in batches
          "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
+CHAT_EPOCHS = 2.0                        # of a new run on conversations for which nothing says how long to train
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
 
 
@@ -46,6 +48,7 @@ class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
+    tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning_defaults.py), in a new run.
     exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
     """
 
@@ -55,6 +58,7 @@ class Run:
     resume_step: int | None = None
     init_checkpoint: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
+    tuning_defaults: tuple[str, ...] = ()
     exists: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
@@ -74,14 +78,16 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         if resumed is not None:
             return resumed
     require_effect(config, given)
+    config = with_default_length(config, {*given, *chosen})
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
     if config.init_from is None and config.tune.method != "full":
         raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
     if config.init_from is None:
         return Run(out_dir, resolved(config, given))
+    config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
-    return Run(out_dir, resolved(sized, given), init_checkpoint=checkpoint, tokenizer=tokenizer)
+    return Run(out_dir, resolved(sized, given), init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults)
 
 
 def new_folder(kind: str = "") -> Path:
@@ -104,23 +110,33 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
 
 
 def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with max_steps computed from max_tokens, and precision=auto replaced by the one that it means."""
+    """The configuration with one length, its max_steps if they are known, and the precision that precision=auto means."""
     return with_precision(with_max_steps(config, given))
 
 
 def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with the fewest max_steps that read trainer.max_tokens; given steps replace a resumed run's tokens.
+    """The configuration with the fewest max_steps that read trainer.max_tokens, if these or nothing else is given.
 
-    Raises UserError if the command line gives both.
+    The length that is given replaces those of an experiment or of a resumed run; what trainer.epochs are in steps is found when
+    the data are known (rwkv/training/epochs.py). Raises UserError if the command line gives two.
     """
+    own = [key for key in LENGTHS if key in given and _look_up(config, key) is not None]
+    if len(own) > 1:
+        raise UserError(f"{own[0]} and {own[1]} both say how long to train: give one of them")
     trainer = config.trainer
-    if trainer.max_tokens is None:
+    if own:
+        trainer = replace(trainer, max_tokens=trainer.max_tokens if own == ["trainer.max_tokens"] else None,
+                          epochs=trainer.epochs if own == ["trainer.epochs"] else None)
+    if trainer.max_tokens is not None:
+        trainer = replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step))
+    return replace(config, trainer=trainer)
+
+
+def with_default_length(config: TrainConfig, chosen: Collection[str]) -> TrainConfig:
+    """A new run's configuration: on conversations CHAT_EPOCHS, if the user and the chosen groups give no length."""
+    if config.data.name != "chat" or not set(LENGTHS).isdisjoint(chosen):
         return config
-    if "trainer.max_steps" not in given:
-        return replace(config, trainer=replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step)))
-    if "trainer.max_tokens" in given:
-        raise UserError("trainer.max_steps and trainer.max_tokens both say how long to train: give one of them")
-    return replace(config, trainer=replace(trainer, max_tokens=None))
+    return replace(config, trainer=replace(config.trainer, epochs=CHAT_EPOCHS))
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
@@ -212,16 +228,26 @@ def _continue(config: TrainConfig, given: Collection[str], chosen: Collection[st
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
         raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(config, given, chosen, out_dir, saved)
-    finished = is_finished(out_dir) and all(path.exists() for path in tuned_files(merged, out_dir))
-    if step > merged.trainer.max_steps or (step == merged.trainer.max_steps and finished):
-        raise UserError(f"the run in {out_dir} is finished at step {step}: to train on, give trainer.max_steps=MORE")
     resumed = Run(out_dir, merged, checkpoint.path, step)
+    if merged.trainer.epochs is None:
+        require_unfinished(resumed)
     if merged.init_from is None:
         return replace(resumed, tokenizer=_from_same_file(merged.data, checkpoint))
     if merged.tune.method != "full":     # the checkpoint read as weights has them with what was trained
         return replace(resumed, init_checkpoint=read_checkpoint(merged.init_from),
                        tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
     return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
+
+
+def require_unfinished(run: Run) -> None:
+    """Raises UserError for a resumed run that has no step left."""
+    trainer, step = run.config.trainer, run.resume_step
+    if step is None or step < trainer.max_steps:
+        return
+    finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
+    if step > trainer.max_steps or finished:
+        more = "max_steps" if trainer.epochs is None else "epochs"
+        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train on, give trainer.{more}=MORE")
 
 
 def _from_same_file(data: DataConfig, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -280,12 +306,12 @@ def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
 def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
     """The options that groups set, without those that were replaced when the run was new.
 
-    They are an experiment's max_steps if the user gives max_tokens, its max_tokens if the user gives max_steps, and its sizes
-    if init_from's file gave them. Runs begun before debug= set val_tokens read the whole split, and go on doing so.
+    They are an experiment's length if the user gives another, and its sizes if init_from's file gave them. Runs begun before
+    debug= set val_tokens read the whole split, and go on doing so.
     """
-    lengths = {"trainer.max_steps", "trainer.max_tokens"}
+    lengthened = not set(LENGTHS).isdisjoint(given)
     kept = [option for option in chosen
-            if (option not in lengths or lengths.isdisjoint(given)) and option != "trainer.val_tokens"]
+            if not (option in LENGTHS and lengthened) and option != "trainer.val_tokens"]
     if init_from is None or "model" in given:
         return kept
     return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]

@@ -1,5 +1,6 @@
 """The plan of a run: parameters, memory and disk from formulas, what the machine has, and what is refused before it begins."""
 
+import itertools
 import json
 import os
 import random
@@ -26,14 +27,14 @@ from kernels.backends.memory import resident_memory
 from kernels.bench.peak_memory import extra_bytes
 from kernels.select import select
 from rwkv import cli
-from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.config import LENGTHS, DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan, setup
 from rwkv.training.callbacks.metrics import peak_memory_mib
 from rwkv.training.memory import free_disk, free_memory
-from rwkv.training.run import with_max_steps
+from rwkv.training.run import with_default_length, with_max_steps
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
@@ -293,6 +294,28 @@ def test_steps_and_tokens_are_not_both_given() -> None:
         with_max_steps(config, ["trainer.max_steps", "trainer.max_tokens"])
     later = with_max_steps(config, ["trainer.max_steps"]).trainer
     assert (later.max_steps, later.max_tokens) == (7, None), "steps given when a run is continued stand for its tokens"
+
+
+@pytest.mark.parametrize("given", list(itertools.combinations(LENGTHS, 2)))
+def test_no_two_lengths_are_given(given: tuple[str, ...]) -> None:
+    config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7, epochs=2.0)
+    with pytest.raises(UserError, match=".*".join(given)):
+        with_max_steps(config, given)
+
+
+def test_the_length_that_is_given_replaces_the_others() -> None:
+    config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7, epochs=2.0)
+    found = [with_max_steps(config, [key]).trainer for key in LENGTHS]
+    assert [(each.max_steps, each.max_tokens, each.epochs) for each in found] == [(7, None, None), (25, 1000.0, None),
+                                                                                  (7, None, 2.0)]
+
+
+def test_conversations_are_read_twice_where_nothing_gives_a_length() -> None:
+    chat, text = (TrainConfig(data=DataConfig(name=name)) for name in ("chat", "text"))
+    assert with_default_length(chat, ["data"]).trainer.epochs == 2
+    assert with_default_length(text, ["data"]).trainer.epochs is None
+    for key in LENGTHS:                  # by the user, an experiment or debug=fast
+        assert with_default_length(chat, [key]).trainer.epochs is None
 
 
 # The plan

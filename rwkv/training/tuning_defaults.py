@@ -1,0 +1,34 @@
+"""The learning rates of a new run that tunes the weights of init_from=, by tune=: those of training from nothing are too high.
+
+They are the field's, with sources in docs/tune.md. What the user, an experiment or a debug run sets stays.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from rwkv.config import TrainConfig
+
+DEFAULTS: dict[str, dict[str, Any]] = {              # options of optim, by tune.method
+    "full": {"lr": 1e-5, "schedule": "constant", "warmup_steps": 10},
+    "lora": {"lr": 2e-4, "schedule": "constant", "warmup_steps": 10},
+    "state": {"lr": 0.1, "min_lr": 0.01, "schedule": "cosine", "warmup_steps": 10},
+}
+
+
+def with_tuning_defaults(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The configuration with DEFAULTS in place of the options that are not in `chosen`, and the names of these.
+
+    A rate that is chosen keeps its own last rate.
+    """
+    own = {name for name in DEFAULTS[config.tune.method] if f"optim.{name}" in chosen}
+    if "lr" in own:
+        own.add("min_lr")
+    values = {name: value for name, value in DEFAULTS[config.tune.method].items() if name not in own}
+    return replace(config, optim=replace(config.optim, **values)), tuple(values)
+
+
+def describe(config: TrainConfig, names: Collection[str]) -> str:
+    """One line for people."""
+    values = ", ".join(f"optim.{name}={getattr(config.optim, name)}" for name in names)
+    return f"{values}: the defaults of tune={config.tune.method} with init_from=, from what others have found (docs/tune.md)"

@@ -1,0 +1,62 @@
+"""A new run with init_from= takes the rates of its tune=, unless something else is said; a resumed one keeps its own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from files import SIZES
+from models import small_model
+
+from rwkv import cli
+from rwkv.config import OptimConfig, TrainConfig, TuneConfig
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.training.run import as_plain, open_run
+from rwkv.training.tuning_defaults import DEFAULTS, with_tuning_defaults
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(tmp_path / "base.safetensors",
+                                                                                     ByteTokenizer())
+    return str(tmp_path / "base.safetensors")
+
+
+@pytest.mark.parametrize("method", DEFAULTS)
+def test_a_new_run_takes_the_rates_of_its_method(base: str, tmp_path: Path, method: str) -> None:
+    config = TrainConfig(tune=TuneConfig(method=method), init_from=base, out_dir=str(tmp_path / "run"))
+    run = open_run(config, ["tune", "init_from"], ["tune.method"])
+    assert {name: getattr(run.config.optim, name) for name in run.tuning_defaults} == DEFAULTS[method]
+
+
+def test_training_from_nothing_keeps_its_rates(tmp_path: Path) -> None:
+    run = open_run(TrainConfig(out_dir=str(tmp_path / "run")), [], [])
+    assert (run.config.optim, run.tuning_defaults) == (OptimConfig(), ())
+
+
+@pytest.mark.parametrize("method", DEFAULTS)
+def test_what_is_chosen_stays_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
+    asked = TrainConfig(tune=TuneConfig(method=method), optim=OptimConfig(lr=7e-3, warmup_steps=0))
+    optim = with_tuning_defaults(asked, {"optim.lr", "optim.warmup_steps"})[0].optim
+    assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)
+    assert optim.schedule == DEFAULTS[method]["schedule"]
+
+
+def test_an_experiments_and_a_debug_runs_options_stay() -> None:
+    line = cli.split(["experiment=shakespeare_char", "debug=overfit", "init_from=FILE"], TrainConfig)
+    config = TrainConfig(optim=OptimConfig(lr=3e-3, min_lr=1e-6, schedule="linear", warmup_steps=0))
+    assert with_tuning_defaults(config, {*line.keys, *line.chosen}) == (config, ())
+
+
+@pytest.mark.parametrize("method", DEFAULTS)
+def test_a_run_begun_before_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
+    """Its config.yaml has no epochs, and training's learning rate; the same command line continues it."""
+    before = as_plain(TrainConfig(tune=TuneConfig(method=method), init_from=base))
+    before["data"]["name"] = "chat"
+    del before["trainer"]["epochs"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(before), encoding="utf-8")
+    asked = TrainConfig(tune=TuneConfig(method=method), resume="auto", out_dir=str(tmp_path / "run"))
+    asked = replace(asked, data=replace(asked.data, name="chat"))
+    config = open_run(asked, ["tune", "data", "out_dir", "resume"], ["tune.method", "data.name"]).config
+    assert (config.optim, config.trainer.max_steps, config.trainer.epochs) == (OptimConfig(), 1000, None)
