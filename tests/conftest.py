@@ -6,6 +6,7 @@ more threads than cores wait for each other most of the time.
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from cuda_host import Host
 
     from kernels.registry import Requires
+
+if hasattr(signal, "SIGHUP"):            # under nohup it is ignored, by the processes that tests start, too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
