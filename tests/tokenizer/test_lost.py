@@ -183,11 +183,13 @@ def test_what_is_said_to_be_kept_comes_back(tokenizer: JsonTokenizer, text: str)
     assert counter.keeps("plain text, 123\n")
     assert not counter.uncertain
     ids = tokenizer.encode(text)
+    back = tokenizer.decode(ids)
+    same = back in (text, f" {text}", text.removeprefix(" "))
     if counter.keeps(text):
-        assert tokenizer.decode(ids).removeprefix(" ") == text.removeprefix(" ")
+        assert same
         assert counter.count([text], [ids]).bytes == 0
-    elif tokenizer.decode(ids).removeprefix(" ") != text.removeprefix(" "):
-        assert counter.count([text], [ids]).bytes > 0 or len(tokenizer.decode(ids)) > len(text)
+    elif not same:
+        assert counter.count([text], [ids]).bytes > 0 or len(back) > len(text)
 
 
 @pytest.mark.parametrize("tokenizer", [
