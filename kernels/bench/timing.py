@@ -20,7 +20,7 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
     Each sample follows an untimed call of the same function, unless a call takes more than a tenth of the budget.
     """
     once = {key: _seconds_warm(function, device, budget_s) for key, function in work.items()}
-    samples: dict[Key, list[float]] = {key: [first] if first > budget_s else [] for key, first in once.items()}
+    samples: dict[Key, list[float]] = {key: [] for key in work}          # the first calls also touch memory for the first time
     repeats = {key: max(1, math.ceil(SHORTEST_S / first)) for key, first in once.items()}
     for _ in range(MAX_ROUNDS):
         for key, function in work.items():
