@@ -61,7 +61,7 @@ def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
     nucleus = before / sum(before[token] for token in by_k) if hf else before
     kept, total = set(), 0.0
     for token in likeliest:
-        if total < options.top_p and (token in by_k or not hf):
+        if (total < options.top_p or options.top_p == 1) and (token in by_k or not hf):
             kept.add(token)
             total += nucleus[token]
     away = (logits - logits.max()) / (options.temperature if hf else 1)
