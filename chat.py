@@ -1,6 +1,6 @@
 """Talks with a checkpoint in the terminal: `python chat.py checkpoint=runs/latest`; `--help` lists the options and commands."""
 
-from rwkv.tools.chat import main
+from rwkv.programs.chat import main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """Samples text from a checkpoint: `python generate.py checkpoint=runs/latest prompt="def main"`; `--help` lists the options."""
 
-from rwkv.tools.generate import main
+from rwkv.programs.generate import main
 
 if __name__ == "__main__":
     main()

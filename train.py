@@ -1,6 +1,6 @@
 """Trains an RWKV language model: `python train.py kernel=taichi_v3 model=small`; `--help` lists the options."""
 
-from rwkv.tools.train import main
+from rwkv.programs.train import main
 
 if __name__ == "__main__":
     main()

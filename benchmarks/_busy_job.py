@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.allocator import keep_large_blocks
+from kernels.machine.allocator import keep_large_blocks
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.generation.decoder import Decoder

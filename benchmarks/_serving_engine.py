@@ -7,7 +7,7 @@ import sys
 import time
 from functools import partial
 
-from kernels.backends import allocator, threads
+from kernels.machine import allocator, threads
 
 TURN_S = 0.1
 

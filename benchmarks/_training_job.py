@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks._matmuls import seconds_per_step
-from kernels.backends.allocator import keep_large_blocks
-from kernels.backends.memory import resident_memory
+from kernels.machine.allocator import keep_large_blocks
+from kernels.machine.memory import resident_memory
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.model.base import generation

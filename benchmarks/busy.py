@@ -20,10 +20,9 @@ from typing import Any
 
 from benchmarks._main import run_program
 from kernels.arguments import Parser, at_least
-from kernels.backends import threads
-from kernels.bench import hardware
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
+from kernels.machine import hardware, threads
 
 ROOT = Path(__file__).parent.parent
 SECONDS = {"train": (1.5, 3.0), "decode": (0.7, 0.7)}            # length of a turn: quiet, busy

@@ -20,9 +20,9 @@ import torch
 from benchmarks import tables
 from benchmarks._main import run_program
 from kernels.arguments import Parser, at_least
-from kernels.bench import hardware
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
+from kernels.machine import hardware
 from rwkv.checkpoint.files import checkpoint_of, write_checkpoint
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv4

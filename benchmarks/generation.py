@@ -34,11 +34,10 @@ from torch import Tensor, nn
 
 from benchmarks._main import run_program
 from kernels.arguments import Parser, any_sizes, at_least, existing_folder, program, sizes_of, some_of
-from kernels.backends import threads
-from kernels.backends.allocator import keep_large_blocks
-from kernels.bench import hardware
 from kernels.bench.results import UnusableFile, output_file, publish
 from kernels.bench.text import aligned
+from kernels.machine import hardware, threads
+from kernels.machine.allocator import keep_large_blocks
 from kernels.select import select
 from rwkv.config import ModelConfig
 from rwkv.generation.decoder import decoder_of
@@ -151,7 +150,7 @@ class Worker:
 
 @contextmanager
 def worker(command: list[str]) -> Iterator[Worker]:
-    """The command as a Worker, which ends with the block. Ours waits as generate.py does: see kernels/backends/threads.py."""
+    """The command as a Worker, which ends with the block. Ours waits as generate.py does: see kernels/machine/threads.py."""
     environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
     with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as process:

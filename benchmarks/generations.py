@@ -27,8 +27,8 @@ from benchmarks import _turns
 from benchmarks._main import run_program
 from benchmarks.training import NANOGPT, ROOT, metrics, train, train_command
 from kernels.arguments import Parser, at_least, existing_file, existing_folder
-from kernels.bench import hardware
 from kernels.bench.results import output_file, publish, read_json
+from kernels.machine import hardware
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
 STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part

@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks import tables
 from benchmarks._main import read_text, run_program
 from kernels.arguments import Parser, existing, existing_file
-from kernels.bench import hardware
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
+from kernels.machine import hardware
 from kernels.matvec import MOST_ROWS
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.config import DTYPES

@@ -48,7 +48,7 @@ MIB = 2**20
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     from benchmarks.generation import SHAPES, write_checkpoint  # with torch, which _serving_engine.py imports in its own time
-    from kernels.bench import hardware
+    from kernels.machine import hardware
 
     with tempfile.TemporaryDirectory() as folder:
         generation = "rwkv7" if args.part == "peers" else "rwkv4"

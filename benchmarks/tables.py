@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from benchmarks._main import run_program
 from benchmarks.generation import PEER_FORMATS, WIDTHS
 from kernels.arguments import Parser
-from kernels.bench.hardware import ROOT
 from kernels.bench.results import FOLDER, Report, read_json
 from kernels.bench.text import filled, markdown
+from kernels.machine.hardware import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 

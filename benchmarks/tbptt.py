@@ -14,10 +14,10 @@ import torch
 
 from benchmarks._main import run_program
 from kernels.arguments import Parser, at_least
-from kernels.backends.allocator import keep_large_blocks
-from kernels.bench import hardware
 from kernels.bench.peak_memory import extra_bytes
 from kernels.bench.results import output_file, publish
+from kernels.machine import hardware
+from kernels.machine.allocator import keep_large_blocks
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.data.documents import Segments

@@ -25,10 +25,10 @@ from benchmarks import tables
 from benchmarks._main import read_text, run_program
 from benchmarks._strings import unicode_strings
 from kernels.arguments import Parser, at_least, existing_file, program
-from kernels.bench import hardware
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
+from kernels.machine import hardware
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 

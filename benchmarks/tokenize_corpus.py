@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks import tables
 from benchmarks._main import run_program
 from kernels.arguments import Parser, above_zero, at_least, existing_folder
-from kernels.bench import hardware
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
+from kernels.machine import hardware
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 

@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks import _turns
 from benchmarks._main import run_program
 from kernels.arguments import Parser, at_least, existing_file, existing_folder, some_of
-from kernels.bench import hardware
 from kernels.bench.results import output_file, read_json
+from kernels.machine import hardware
 from rwkv.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent

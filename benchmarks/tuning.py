@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks._main import run_program
 from kernels.arguments import Parser, at_least
-from kernels.bench import hardware
 from kernels.bench.results import check_folder, output_file, publish
+from kernels.machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
@@ -81,7 +81,7 @@ def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
     code = (f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
             "from rwkv import RWKV, Tokenizer\n"
             "from rwkv.generation.engine import generate_batch\n"
-            "from rwkv.tokenizer.chat import chat_template\n"
+            "from rwkv.chat.templates import chat_template\n"
             "template = chat_template('world')\n"
             f"model, questions = RWKV.from_pretrained({checkpoint!r}), json.load(sys.stdin)\n"
             "prompts = [template.render([{'role': 'user', 'content': question}]) for question, _ in questions]\n"

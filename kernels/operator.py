@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from kernels.backends.threads import one_thread_in_forks
 from kernels.backends.torch_private import dispatch_mode_active, profiler_active, transforms_active
+from kernels.machine.threads import one_thread_in_forks
 from kernels.registry import Requires, check, check_dtype, load
 
 PLAIN = (Tensor, torch.nn.Parameter)

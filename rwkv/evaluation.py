@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rwkv.chat.rendered import encode, for_tokenizer, written
+from rwkv.chat.templates import ChatTemplate
 from rwkv.data.sources.chat import parts_of
 from rwkv.data.sources.files import chunks, open_file
 from rwkv.data.sources.jsonl import entries
@@ -30,9 +32,7 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
 from rwkv.model.state import State
-from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
-from rwkv.tokenizer.rendered import encode, for_tokenizer, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from kernels.backends.cpu import why_slow
+from kernels.machine.cpu import why_slow
+from rwkv.chat.templates import default_template
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, fingerprint, generation
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
-from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales

@@ -7,7 +7,8 @@ import pytest
 
 from rwkv import cli
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig
-from rwkv.tools import chat, evaluate, generate, serve, train
+from rwkv.programs import chat, generate, serve, train
+from rwkv.tools import evaluate
 
 PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
             "evaluate": (evaluate.main, EvaluateConfig), "chat": (chat.chat, ChatConfig), "serve": (serve.serve, ServeConfig)}

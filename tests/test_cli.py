@@ -191,7 +191,7 @@ def test_cfg_job_shows_free_texts_too(run: Run) -> None:
 @pytest.mark.parametrize("flag", ["-O", "-OO"])
 def test_a_range_is_a_sweep_without_asserts_too(flag: str) -> None:
     """Hydra's parser reads inside assert statements; --help is the docstring."""
-    code = ("from rwkv import cli; from rwkv.config import TrainConfig; from rwkv.tools.train import train\n"
+    code = ("from rwkv import cli; from rwkv.config import TrainConfig; from rwkv.programs.train import train\n"
             "line = cli.split(['seed=range(0,3)', 'optim.lr=choice(1e-3,2e-3)'], TrainConfig)\n"
             "print(len(cli.jobs(line, TrainConfig, 'train')))\n"
             "import sys; sys.argv[1:] = ['--help']; cli.run(train, TrainConfig, 'train', None)")
@@ -335,7 +335,7 @@ HEAVY = ("torch", "lightning", "hydra", "wandb", "taichi")
     ("generate", "--help", 0, ("torch", "lightning")), ("generate", "checkpoint=nowhere", 2, ("lightning", "wandb")),
 ])
 def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: int, heavy: tuple[str, ...]) -> None:
-    code = (f"import sys; from rwkv.tools.{program} import main\ntry: main()\n"
+    code = (f"import sys; from rwkv.programs.{program} import main\ntry: main()\n"
             f"finally: assert not {set(heavy)} & set(sys.modules), sorted({set(heavy)} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code, argument], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
                           check=False)
@@ -424,7 +424,7 @@ def program(request: pytest.FixtureRequest) -> str:
 
 def help_of(program: str, *arguments: str) -> str:
     schema = PROGRAMS[program][1]
-    about = importlib.import_module(f"rwkv.tools.{program}").__doc__
+    about = importlib.import_module(f"rwkv.programs.{program}").__doc__
     return cli.help_page(cli.split(list(arguments), schema), schema, program, about or "")
 
 

@@ -18,12 +18,15 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "chat.py", ROOT / "serve.py"]
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
-SET_ENVIRONMENT = [ROOT / "kernels" / "backends" / name for name in ("threads.py", "allocator.py", "taichi.py")]  # of libraries
+SET_ENVIRONMENT = [ROOT / "kernels" / name
+                   for name in ("machine/threads.py", "machine/allocator.py", "backends/taichi.py")]     # of libraries
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
+    ("programs",),
     ("tools", "__init__"),
     ("training", "serving", "evaluation", "pretrained"),
     ("checkpoint", "data", "generation"),
+    ("chat",),
     ("model", "tokenizer", "report", "cli"),
     ("config", "io", "distributed"),
     ("errors",),
@@ -50,18 +53,19 @@ RULES = (
     Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
     Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
-    Rule(rf"kernels\.({OPERATORS}|backends)\b.*", r"kernels\.bench"),
-    Rule(r"kernels\.backends\b.*", OPERATORS),
+    Rule(rf"kernels\.({OPERATORS}|backends|machine)\b.*", r"kernels\.bench"),
+    Rule(r"kernels\.machine\b.*", r"kernels\.backends"),
+    Rule(r"kernels\.(backends|machine)\b.*", OPERATORS),
     *(Rule(rf"kernels\.{op}\b(?!\.timex$).*", rf"kernels\.({'|'.join(other for other in operators() if other != op)})")
       for op in operators()),                                    # kernels/wkv4/timex.py stands on kernels/timex
-    Rule(r"(?!rwkv\.(cli|tools)\b).*", r"hydra|omegaconf"),
+    Rule(r"(?!rwkv\.(cli|programs|tools)\b).*", r"hydra|omegaconf"),
     Rule(r"(?!rwkv\.(training\b|data\.loaders$)).*", r"lightning|pytorch_lightning"),
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
-    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|tools\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
+    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )
 
@@ -138,7 +142,7 @@ def test_imports_point_one_way(path: Path) -> None:
     ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
     ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
     ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"),
-    ("rwkv.tools.serve", "import uvicorn"), ("rwkv.tools.train", "import lightning"),
+    ("rwkv.programs.serve", "import uvicorn"), ("rwkv.programs.train", "import lightning"),
     ("rwkv.data.shards", "import rwkv.pretrained"),
     ("rwkv.training.setup", "import rwkv.pretrained"), ("rwkv.io.cache", "from rwkv.config import ModelConfig"),
 ])
@@ -235,7 +239,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py")],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
-    (["rwkv", "rwkv.cli", "rwkv.tools.train", "rwkv.tools.generate", "rwkv.tools.chat", "rwkv.tools.serve", "kernels.registry"],
+    (["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),
 ])
 def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ...], tmp_path: Path) -> None:

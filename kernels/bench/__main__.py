@@ -7,7 +7,7 @@ times it. A wrong implementation is not timed, and the exit status is 1.
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
-    --malloc default      the C library's allocator unchanged; tuned: keep large freed blocks (kernels/backends/allocator.py)
+    --malloc default      the C library's allocator unchanged; tuned: keep large freed blocks (kernels/machine/allocator.py)
 
 Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
 (case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
@@ -29,14 +29,15 @@ from typing import Any
 import torch
 
 from kernels.arguments import Parser, above_zero, any_sizes
-from kernels.backends.allocator import keep_large_blocks
-from kernels.bench import hardware, plot
+from kernels.bench import plot
 from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
 from kernels.bench.results import exit_status, output_file, publish
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved
+from kernels.machine import hardware
+from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators
 
 MATMUL = ("machine", "matrix product")

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from kernels.bench import hardware, plot
+from kernels.bench import plot
 from kernels.bench.case import case_of
 from kernels.bench.results import exit_status
 from kernels.bench.text import aligned
+from kernels.machine import hardware
 from kernels.registry import load, operators, why_not
 from kernels.select import folder, selectable
 

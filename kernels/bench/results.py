@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.hardware import ROOT
+from kernels.machine.hardware import ROOT
 from kernels.registry import KernelUnavailable, UnknownKernel
 
 Report = dict[str, Any]

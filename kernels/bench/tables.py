@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kernels.arguments import Parser
-from kernels.bench.hardware import ROOT
 from kernels.bench.results import FOLDER, UnusableFile, caption, committed, exit_status, read
 from kernels.bench.text import filled, markdown
+from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
 

@@ -4,7 +4,7 @@
     row 1   [ conversation 5 ................................. ] padding
 
 A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued
-(rwkv/tokenizer/rendered.py); then end_of_text, unless the chat template has written it. Each id predicts the next one; what is
+(rwkv/chat/rendered.py); then end_of_text, unless the chat template has written it. Each id predicts the next one; what is
 not learnt is no target. end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a
 conversation, as none stands before a prompt.
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
 from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.sources.source import sha256
@@ -39,7 +40,6 @@ from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
-from rwkv.tokenizer.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = 3                              # of the files in the cache

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kernels.backends.threads import one_thread_in_forks
+from kernels.machine.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
 from rwkv.model.derived import Bfloat16Copies
 from rwkv.model.hooks import untouched

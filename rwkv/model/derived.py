@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kernels.backends.memory import available_memory
+from kernels.machine.memory import available_memory
 from kernels.matvec import Packed
 
 ROWS = 1024                              # of a matrix that are compared at once

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.backends.cpu import multiplies
+from kernels.machine.cpu import multiplies
 from kernels.matvec import MOST_ROWS, SMALLEST, Packed, inputs_of, pack
 from rwkv.errors import UserError
 from rwkv.model.base import Model

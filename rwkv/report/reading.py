@@ -63,7 +63,7 @@ class Run:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Processor, versions and commit, as kernels/bench/hardware.py describes them."""
+        """Processor, versions and commit, as kernels/machine/hardware.py describes them."""
         machine: dict[str, Any] = self.measured.get("machine", {})
         return machine
 

@@ -11,11 +11,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rwkv.chat.calls import CallParser
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.logprobs import UNKNOWN, ShownTokens
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
-from rwkv.serving.tools import CallParser
 from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 

@@ -19,6 +19,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rwkv.chat.calls import END, START
+from rwkv.chat.rendered import encode
+from rwkv.chat.templates import ChatTemplate
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
@@ -39,10 +42,7 @@ from rwkv.serving.schema import (
     Tool,
     read,
 )
-from rwkv.serving.tools import END, START
-from rwkv.tokenizer.chat import ChatTemplate
 from rwkv.tokenizer.decoders import LAST_IDS
-from rwkv.tokenizer.rendered import encode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 import uvloop
 
+from rwkv.chat.rendered import for_tokenizer
+from rwkv.chat.templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING, StopRequest
@@ -21,8 +23,6 @@ from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine
-from rwkv.tokenizer.chat import chat_template
-from rwkv.tokenizer.rendered import for_tokenizer
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:

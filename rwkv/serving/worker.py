@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from kernels.backends.allocator import keep_large_blocks
+from kernels.machine.allocator import keep_large_blocks
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row

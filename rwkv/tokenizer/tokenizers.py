@@ -36,7 +36,7 @@ class Tokenizer(ABC):
     strips_spaces: some token includes the spaces beside it, so that a text cannot be split safely (rwkv/tokenizer/split.py).
     adds_space: the ids of a text begin with a space that it lacks, as in SentencePiece, which also marks its first word as one.
     special: the ids of the tokens that a chat template may write, by their names. private: for the same names, what `encode`
-    takes for these tokens (rwkv/tokenizer/rendered.py).
+    takes for these tokens (rwkv/chat/rendered.py).
     """
 
     kind: str

@@ -1,1 +1,1 @@
-"""The programs that run as `python -m rwkv.tools.NAME`."""
+"""Tools that run as `python -m rwkv.tools.NAME`."""

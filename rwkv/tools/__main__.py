@@ -1,6 +1,6 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: every program, under one name.
 
-A command is a file in rwkv/tools; kernels and bench are `python -m kernels` and `python -m kernels.bench`.
+A command is a file in rwkv/programs or rwkv/tools; kernels and bench are `python -m kernels` and `python -m kernels.bench`.
 """
 
 import ast
@@ -10,11 +10,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from kernels.backends import threads
+from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 
-TOOLS = Path(__file__).parent
-COMMANDS = {path.stem: f"rwkv.tools.{path.stem}" for path in sorted(TOOLS.glob("[a-z]*.py"))}
+FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
+COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
 UNKNOWN = 2                              # exit status
 

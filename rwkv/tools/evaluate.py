@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rwkv import cli
+from rwkv.chat.templates import ChatTemplate, chat_template
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import (
@@ -42,7 +43,6 @@ from rwkv.evaluation import (
 from rwkv.io.output_file import require_writable
 from rwkv.model.base import Model
 from rwkv.pretrained import open_checkpoint
-from rwkv.tokenizer.chat import ChatTemplate, chat_template
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 

@@ -13,7 +13,7 @@ pip install '.[lm-eval]' adds the harness.
 import sys
 from collections.abc import Sequence
 
-from kernels.backends import threads
+from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.backends.cpu import multiplies
+from kernels.machine.cpu import multiplies
 from rwkv.config import DataConfig, TrainConfig, TrainerConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError

@@ -1,4 +1,4 @@
-"""One training run, from its configuration to its report: what rwkv/tools/train.py starts, in each of its processes."""
+"""One training run, from its configuration to its report: what rwkv/programs/train.py starts, in each of its processes."""
 
 import sys
 from dataclasses import replace

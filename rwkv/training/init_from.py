@@ -7,12 +7,12 @@ Options of the command line that contradict the checkpoint are refused; those of
 from collections.abc import Collection
 from dataclasses import replace
 
+from rwkv.chat.templates import default_template
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
-from rwkv.tokenizer.chat import default_template
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends

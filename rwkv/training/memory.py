@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.memory import available_memory, resident_memory
+from kernels.machine.memory import available_memory, resident_memory
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError

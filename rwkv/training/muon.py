@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends.cpu import matrix_dtype
+from kernels.machine.cpu import matrix_dtype
 from rwkv.errors import UserError
 
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
@@ -121,7 +121,7 @@ def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: f
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Approximately U V^T of each of matrices (N,O,I) = U S V^T, in the dtype of kernels.backends.cpu.matrix_dtype.
+    """Approximately U V^T of each of matrices (N,O,I) = U S V^T, in the dtype of kernels.machine.cpu.matrix_dtype.
 
     Singular values far below the largest stay below 1. The norm of a matrix may be 1e-7 to 1e9; outside of this range the
     result tends to 0.

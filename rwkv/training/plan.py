@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from kernels.backends import threads
-from kernels.backends.cpu import matrix_dtype, why_slow
-from kernels.backends.memory import resident_memory
+from kernels.machine import threads
+from kernels.machine.cpu import matrix_dtype, why_slow
+from kernels.machine.memory import resident_memory
 from rwkv.config import ORTHOGONAL, TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows

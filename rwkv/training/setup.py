@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.allocator import give_back_free_blocks
+from kernels.machine.allocator import give_back_free_blocks
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.tools.train
+PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.programs.train
 USER_ERROR = 2                           # exit status of a program that has shown the error as a sentence
 
 
@@ -20,7 +20,7 @@ def run(reason_file: Path) -> None:
         if PROGRAM.is_file():
             runpy.run_path(str(PROGRAM), run_name="__main__")
         else:
-            runpy.run_module("rwkv.tools.train", run_name="__main__")
+            runpy.run_module("rwkv.programs.train", run_name="__main__")
     except BaseException as error:
         reason = reason_of(error)
         if reason and not reason_file.exists():

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.backends.allocator import keep_large_blocks
+from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import missing_compiler
 from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint

@@ -16,7 +16,7 @@ from stubs import stub
 
 from kernels import __main__ as listing
 from kernels import registry
-from kernels.bench import __main__, gpu_check, hardware, plot, tables, timing
+from kernels.bench import __main__, gpu_check, plot, tables, timing
 from kernels.bench.case import case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
@@ -24,6 +24,7 @@ from kernels.bench.results import exit_status
 from kernels.bench.wkv4 import Case as WKVCase
 from kernels.bench.wkv7 import Case as WKV7Case
 from kernels.compare import err_ratio, misses
+from kernels.machine import hardware
 from kernels.timex import TimeX, conv1d, formula
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import reference

@@ -9,7 +9,8 @@ import torch
 from models import each_generation, small_model
 from torch import Tensor, nn
 
-from rwkv.generation.chat import Chat
+from rwkv.chat.templates import chat_template
+from rwkv.generation.conversation import Chat
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate
 from rwkv.generation.prefill import PrefixCache
@@ -19,7 +20,6 @@ from rwkv.model import derived
 from rwkv.model.decoding import program
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()

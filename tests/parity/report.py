@@ -7,7 +7,7 @@ from parity.cases import CASES, CASES_7, GREEDY, STATE, TO_FLOAT64, TO_PEER, B
 from parity.comparison import Row, as_data, table, worst
 from parity.exchange import CONTROL, OFF
 
-from kernels.bench import hardware
+from kernels.machine import hardware
 
 Tables = dict[str, list[Row]]            # by name: kernels, files, control
 HEADS = {"kernels": ("case", "kernel"), "files": ("file", "read by"), "control": ("case", "changed")}

@@ -415,7 +415,7 @@ def test_the_address_is_a_url_with_ipv6_too(start: Callable[..., Running]) -> No
 
 
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
-    code = "import sys; sys.modules['uvloop'] = None; from rwkv.tools import serve; serve.main()"
+    code = "import sys; sys.modules['uvloop'] = None; from rwkv.programs import serve; serve.main()"
     run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
     assert (run.returncode, run.stderr) == (2, "error: serving needs the package uvloop: pip install '.[serve]'\n")
 

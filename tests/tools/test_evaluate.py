@@ -16,6 +16,7 @@ from programs import Run, one_sentence
 from tokenizer_files import KINDS
 
 from rwkv import evaluation
+from rwkv.chat.templates import chat_template
 from rwkv.data.sources import files
 from rwkv.errors import UserError
 from rwkv.evaluation import (
@@ -29,7 +30,6 @@ from rwkv.evaluation import (
     score_text,
 )
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.chat import chat_template
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent

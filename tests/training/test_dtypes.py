@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_runs import SMALL, TEXT
 
-from kernels.backends import cpu
+from kernels.machine import cpu
 from rwkv.config import OptimConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.model.lora import add_adapters

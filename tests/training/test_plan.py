@@ -22,9 +22,9 @@ from models import OPERATORS
 from programs import Run, one_sentence
 from training_runs import TEXT
 
-from kernels.backends import threads
-from kernels.backends.memory import resident_memory
 from kernels.bench.peak_memory import extra_bytes
+from kernels.machine import threads
+from kernels.machine.memory import resident_memory
 from kernels.select import select
 from rwkv import cli
 from rwkv.config import LENGTHS, DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
@@ -379,7 +379,7 @@ def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tu
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
 @pytest.mark.parametrize("set_by_user", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
 def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) -> None:
-    code = "from kernels.backends import threads; threads.wait_briefly(); print(threads.settings())"
+    code = "from kernels.machine import threads; threads.wait_briefly(); print(threads.settings())"
     found = fresh("-c", code, **set_by_user).stdout
     expected = set_by_user or {"GOMP_SPINCOUNT": threads.SPINS}
     assert found == f"{[f'{name}={value}' for name, value in expected.items()]}\n"

@@ -27,8 +27,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from kernels.bench.hardware import describe
 from kernels.compare import err_ratio
+from kernels.machine.hardware import describe
 from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
+from rwkv.chat.rendered import encode, for_tokenizer, marked, shown, without_marks
+from rwkv.chat.templates import ChatTemplate, JinjaTemplate, chat_template
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import ChatTemplate, JinjaTemplate, chat_template
 from rwkv.tokenizer.lost import LossCounter
-from rwkv.tokenizer.rendered import encode, for_tokenizer, marked, shown, without_marks
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.name or '') + m.content + '<|im_end|>\\n' }}"

@@ -11,17 +11,17 @@ from models import each_generation, following, small_model
 from programs import Run, caller
 from tokenizer_files import chatml, sentencepiece_bpe
 
+from rwkv.chat.rendered import encode
+from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
-from rwkv.generation import chat as chat_module
-from rwkv.generation.chat import Chat
+from rwkv.generation import conversation as chat_module
+from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine, generate
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
-from rwkv.tokenizer.chat import chat_template
-from rwkv.tokenizer.rendered import encode
+from rwkv.programs.chat import Terminal
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
-from rwkv.tools.chat import Terminal
 
 TURNS = ("Hi", "Who are you?", "And then?")
 

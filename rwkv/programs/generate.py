@@ -16,7 +16,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import Any
 
-from kernels.backends import allocator, threads
+from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv.chat.rendered import encode, for_tokenizer, marked
+from rwkv.chat.templates import ChatTemplate, Message, check_messages
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefillResult
@@ -17,8 +19,6 @@ from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.model.derived import Watch
-from rwkv.tokenizer.chat import ChatTemplate, Message, check_messages
-from rwkv.tokenizer.rendered import encode, for_tokenizer, marked
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are dropped first

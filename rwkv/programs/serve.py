@@ -20,7 +20,7 @@ at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is
 import sys
 from typing import TYPE_CHECKING
 
-from kernels.backends import allocator, threads
+from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
@@ -45,11 +45,11 @@ def load(config: ServeConfig) -> "Loaded":
     """The model and what is said of it, in the engine's process, which alone imports torch."""
     import torch
 
+    from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.program import decodes_by_program, decoding_line, matrix_copies, program_of
     from rwkv.pretrained import BITS, open_checkpoint, template_of
     from rwkv.serving.worker import Loaded
-    from rwkv.tokenizer.chat import chat_template
 
     opened = open_checkpoint(config)
     template = template_of(opened.checkpoint, config.template)

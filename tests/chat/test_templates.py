@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rwkv.errors import UserError
-from rwkv.tokenizer.chat import (
+from rwkv.chat.rendered import encode
+from rwkv.chat.templates import (
     END,
     ChatTemplate,
     JinjaTemplate,
@@ -18,7 +18,7 @@ from rwkv.tokenizer.chat import (
     default_template,
     is_learnt,
 )
-from rwkv.tokenizer.rendered import encode
+from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},

@@ -10,8 +10,8 @@ import pytest
 from models import following
 from serving_runs import Running
 
-from rwkv.serving.tools import CallParser
-from rwkv.tokenizer.chat import chat_template
+from rwkv.chat.calls import CallParser
+from rwkv.chat.templates import chat_template
 from rwkv.tokenizer.tokenizers import WorldTokenizer
 
 if TYPE_CHECKING:

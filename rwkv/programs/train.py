@@ -55,7 +55,7 @@ takes many times as long. A GOMP_SPINCOUNT or OMP_WAIT_POLICY that is set in
 the environment stays.
 """
 
-from kernels.backends import threads
+from kernels.machine import threads
 from rwkv import cli
 from rwkv.config import TrainConfig
 

@@ -48,7 +48,7 @@ class ChatTemplate(ABC):
 
     stop: texts of which each ends an answer; the end-of-text token ends it too. supports_tools: render() shows `tools` and an
     answer's tool_calls to the model. call_start: what a call of a tool begins with, before its name and between that and its
-    arguments; None where the template's form of calls is not that of rwkv/serving/tools.py. definition: equal where templates
+    arguments; None where the template's form of calls is not that of rwkv/chat/calls.py. definition: equal where templates
     are.
     """
 

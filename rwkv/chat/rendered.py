@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from rwkv.chat.templates import END, ROLES, ChatTemplate, Message, Part, check_messages
 from rwkv.errors import UserError
-from rwkv.tokenizer.chat import END, ROLES, ChatTemplate, Message, Part, check_messages
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SECRET = secrets.token_hex(16)           # of this process

@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from kernels.backends import allocator, threads
+from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import ChatConfig
 from rwkv.errors import UserError
@@ -58,12 +58,12 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: ChatConfig) -> Any:
     """The conversation. Raises UserError as the parts of it do."""
-    from rwkv.generation.chat import Chat
+    from rwkv.chat.templates import chat_template
+    from rwkv.generation.conversation import Chat
     from rwkv.generation.sampling import Sampling
     from rwkv.generation.states import load_context
     from rwkv.model.decoding.program import decoding_line
     from rwkv.pretrained import open_checkpoint, template_of
-    from rwkv.tokenizer.chat import chat_template
 
     sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
     opened = open_checkpoint(config)

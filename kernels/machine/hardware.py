@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.backends.memory import available_memory
+from kernels.machine.memory import available_memory
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("numpy", "taichi", "triton", "cuda-core")

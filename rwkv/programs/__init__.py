@@ -1,0 +1,1 @@
+"""The programs: what train.py, generate.py, chat.py and serve.py run."""
