@@ -423,8 +423,8 @@ def program(request: pytest.FixtureRequest) -> str:
 
 
 def help_of(program: str, *arguments: str) -> str:
-    schema = PROGRAMS[program][1]
-    about = importlib.import_module(f"rwkv.programs.{program}").__doc__
+    main, schema = PROGRAMS[program]
+    about = importlib.import_module(main.__module__).__doc__
     return cli.help_page(cli.split(list(arguments), schema), schema, program, about or "")
 
 
