@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rwkv.chat.rendered import encode, for_tokenizer, written
-from rwkv.chat.templates import ChatTemplate
+from rwkv.chat.template import ChatTemplate
 from rwkv.data.sources.chat import parts_of
 from rwkv.data.sources.files import chunks, open_file
 from rwkv.data.sources.jsonl import entries

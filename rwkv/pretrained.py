@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kernels.machine.cpu import why_slow
-from rwkv.chat.templates import default_template
+from rwkv.chat.names import Choice, choose_template, trained_length
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
@@ -157,6 +157,16 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 
 def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, by default that of the data the run has learnt, or else by default_template."""
-    learnt = (checkpoint.run or {}).get("data", {}).get("template")
-    return name or learnt or default_template(str(checkpoint.path))
+    """The chat template's name: `name`, or else by `template_choice`."""
+    return template_choice(checkpoint, name).template
+
+
+def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
+    return choose_template(name, str(checkpoint.path), checkpoint.run)
+
+
+def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
+    """For people: the chat template, the length of text that the model was trained with, and what says so."""
+    length = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from"))
+    trained = f"; trained with texts of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
+    return f"{choice.shown} ({choice.why}){trained}"

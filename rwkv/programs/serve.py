@@ -48,12 +48,12 @@ def load(config: ServeConfig) -> "Loaded":
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.program import decodes_by_program, decoding_line, matrix_copies, program_of
-    from rwkv.pretrained import BITS, open_checkpoint, template_of
+    from rwkv.pretrained import BITS, open_checkpoint, template_choice, template_line
     from rwkv.serving.worker import Loaded
 
     opened = open_checkpoint(config)
-    template = template_of(opened.checkpoint, config.template)
-    chat_template(template)              # refused before the model is loaded
+    choice = template_choice(opened.checkpoint, config.template)
+    chat_template(choice.template)       # refused before the model is loaded
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
@@ -67,9 +67,10 @@ def load(config: ServeConfig) -> "Loaded":
             *([("WARNING", opened.slow)] if opened.slow else []),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             *([("texts", f"end with {end}")] if end else []),
+            ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
-    return Loaded(model, opened.tokenizer, template, plan)
+    return Loaded(model, opened.tokenizer, choice.template, plan)
 
 
 def main() -> None:

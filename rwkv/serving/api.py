@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.chat.calls import END, START
 from rwkv.chat.rendered import encode
-from rwkv.chat.templates import ChatTemplate
+from rwkv.chat.template import ChatTemplate
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
@@ -38,6 +38,7 @@ from rwkv.serving.schema import (
     CompletionRequest,
     DetokenizeRequest,
     Options,
+    Thinking,
     TokenizeRequest,
     Tool,
     read,
@@ -199,9 +200,13 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
-    prompt = service.template.render(body.messages, tools=tools, think=body.think) + call_start
+    thinking = _thinking(service, body, bool(call_start))
+    answer_start = service.template.answer_start(thinking.think)
+    prompt = service.template.render(body.messages, tools=tools, think=thinking.think, effort=thinking.effort)
+    if call_start and answer_start and not answer_start.rstrip().endswith(">"):
+        prompt, answer_start = f"{prompt}>\n", f"{answer_start}>\n"        # the end of an empty thought, else the model's
+    prompt += call_start
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
@@ -213,17 +218,26 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start)
+                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start,
+                  thinks=service.template.thinks)
     return texts, shape, body
 
 
-def _answer_start(service: Service, body: ChatRequest) -> str:
+def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
+    """How the answer is to begin. calls: with a call, before which there are no thoughts.
+
+    Raises ApiError where the template cannot ask for that; a wish that it has no form for is left out.
+    """
+    thinking = body.thinking(service.template.thinks)
     try:
-        return service.template.answer_start(body.think)
-    except UserError:
-        field = "enable_thinking" if body.enable_thinking else "chat_template_kwargs.enable_thinking"
-        raise ApiError(400, f"{field} is false with the chat template {service.template.name}: it has no thoughts",
-                       field) from None
+        service.template.answer_start(thinking.think)
+        if calls and thinking.think is True:
+            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+    except UserError as error:
+        if thinking.wish:
+            return thinking._replace(think=False)
+        raise ApiError(400, f"{thinking.field}: {str(error).partition(': ')[2]}", thinking.field) from None
+    return thinking
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:

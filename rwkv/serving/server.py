@@ -93,7 +93,6 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
-        say("chat", f"template {template.name}")
         await Server(options, lambda: say("ready", service.model), stop).serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

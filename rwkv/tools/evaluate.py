@@ -26,7 +26,8 @@ from typing import Any
 from tqdm import tqdm
 
 from rwkv import cli
-from rwkv.chat.templates import ChatTemplate, chat_template
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.templates import chat_template
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import (

@@ -7,7 +7,7 @@ Options of the command line that contradict the checkpoint are refused; those of
 from collections.abc import Collection
 from dataclasses import replace
 
-from rwkv.chat.templates import default_template
+from rwkv.chat.names import choose_template
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.errors import CheckpointError, UserError
@@ -28,7 +28,7 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     checkpoint = read_checkpoint(str(config.init_from))
     model = replace(checkpoint.config, ctx_len=config.model.ctx_len)
     _require_sizes(config.model, model, given, checkpoint)
-    template = config.data.template or default_template(config.init_from)
+    template = choose_template(config.data.template, str(config.init_from), checkpoint.run).template
     data = replace(config.data, template=template) if config.data.name == "chat" else config.data
     config = replace(config, model=model, data=data)
     if config.tune.method != "full":     # the run's checkpoints name the file, from whatever folder they are read

@@ -9,7 +9,7 @@ The list is also called conversation, items or interactions, and its fields may 
 of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction are for
-validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/chat/templates.py), or "label": false
+validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/chat/messages.py), or "label": false
 beside prompt and completion (KTO, in TRL): the answer is context and is not learnt. A conversation none of whose answers is
 learnt is left out, and counted. The answers in a list `prompt` are context too, as TRL reads them.
 """
@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv.chat.templates import EMPTY, END, ChatTemplate, Part, chat_template
+from rwkv.chat.messages import EMPTY
+from rwkv.chat.template import END, ChatTemplate, Part
+from rwkv.chat.templates import chat_template
 from rwkv.config import DataConfig
 from rwkv.data.sources.files import contents, matching
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
