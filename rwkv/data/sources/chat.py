@@ -107,6 +107,13 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None) -> I
                         "for validation")
 
 
+def holds_conversations(path: Path) -> bool:
+    """Whether the first entry of a file has the fields of a conversation, and no text. Raises UserError as entries() does."""
+    first = next((entry for entry, _, _ in entries(path)), {})
+    given = {field for field, value in first.items() if value is not None}
+    return "text" not in given and (not given.isdisjoint(LISTS) or any(given.issuperset(pair) for pair in PAIRS))
+
+
 def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[Part]:
     """The rendered conversation of an entry. None of the parts is learnt where the entry says so.
 
