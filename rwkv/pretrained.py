@@ -7,7 +7,14 @@ import torch
 
 from kernels.machine.cpu import why_slow
 from rwkv.chat.names import Choice, choose_template, trained_length
-from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
+from rwkv.checkpoint.files import (
+    Checkpoint,
+    assumed_tokenizer,
+    checkpoint_of,
+    read_checkpoint,
+    require_tokenizer,
+    write_checkpoint,
+)
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, fingerprint, generation
@@ -102,13 +109,24 @@ class RWKV(Model):
 
 
 class OpenCheckpoint(NamedTuple):
-    """A checkpoint that has been read and checked, before its model is made."""
+    """A checkpoint that has been read and checked, before its model is made.
+
+    assumed: the tokenizer's name where neither the file nor the user names one.
+    """
 
     checkpoint: Checkpoint
     wkv: Any
     tokenizer: Tokenizer
     device: str
     dtype: str
+    assumed: str | None = None
+
+    def about_texts(self) -> dict[str, str]:
+        """For people, by subject: which tokenizer is assumed, and what ends a text, where it is not plain."""
+        assumed = f"{self.assumed}: the file carries none, and its vocabulary is as large as that of the World models"
+        found = {"tokenizer": assumed} if self.assumed else {}
+        end = self.tokenizer.end_line()
+        return {**found, "texts": f"end with {end}"} if end else found
 
     @property
     def slow(self) -> str | None:
@@ -126,7 +144,8 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     checkpoint = read_checkpoint(config.checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype)
+    assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype, assumed)
 
 
 def computed_in(dtype: str) -> torch.dtype:
@@ -134,12 +153,11 @@ def computed_in(dtype: str) -> torch.dtype:
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
-SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)",
-             65536: "world (a vocabulary of 65536 is that of the World models)"}
+SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 
 
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint.
+    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
 
     end_of_text: the text of the token that ends a text; None: as the checkpoint has it, or else the file. Raises UserError
     where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
@@ -149,6 +167,8 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         described = f"tokenizer={name}"
     elif checkpoint.tokenizer is not None:
         tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text), "the tokenizer in the file"
+    elif assumed := assumed_tokenizer(checkpoint):
+        tokenizer, described = Tokenizer.named(assumed, end_of_text=end_of_text), f"tokenizer={assumed}"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")

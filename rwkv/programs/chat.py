@@ -75,8 +75,8 @@ def _open(config: ChatConfig) -> Any:
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
     think = think_of(config.think)
-    if end := opened.tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
+    for subject, text in opened.about_texts().items():
+        print(subject, text, file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
     template.answer_start(think)          # refused before the model is loaded

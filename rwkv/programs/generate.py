@@ -56,8 +56,8 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     check_config(config)
     prompts = prompts_from(config)
     opened = open_checkpoint(config)
-    if end := opened.tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
+    for subject, text in opened.about_texts().items():
+        print(subject, text, file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
     model = opened.model()

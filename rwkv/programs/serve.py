@@ -60,13 +60,13 @@ def load(config: ServeConfig) -> "Loaded":
     program = program_of(model) if decodes_by_program(model) else None
     copies = matrix_copies(model, program) if program else None
     weights += sum(copy.nbytes for copy in copies or ())
-    decoding, end = decoding_line(model), opened.tokenizer.end_line()
+    decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *([("WARNING", opened.slow)] if opened.slow else []),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
-            *([("texts", f"end with {end}")] if end else []),
+            *opened.about_texts().items(),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]

@@ -54,8 +54,8 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
-    if end := tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
+    for subject, text in opened.about_texts().items():
+        print(subject, text, file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]

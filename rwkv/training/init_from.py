@@ -8,8 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from rwkv.chat.names import choose_template
-from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
+from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
+from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
@@ -63,6 +64,10 @@ def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint)
     if checkpoint.tokenizer is not None and "data.tokenizer" not in given:
         tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, data.end_of_text, "data.end_of_text")
         name = "the tokenizer in the file"
+    elif "data.tokenizer" not in given and (assumed := assumed_tokenizer(checkpoint)):
+        tokenizer = Tokenizer.named(assumed, "data.tokenizer", end_of_text=data.end_of_text)
+        name = f"data.tokenizer={assumed}"
+        log(f"tokenizer  {assumed}: {checkpoint.path} carries none, and its vocabulary is as large as that of the World models")
     elif data.tokenizer in MADE_FROM_DATA:
         remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "

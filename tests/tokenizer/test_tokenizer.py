@@ -331,7 +331,7 @@ def test_the_chat_template_is_the_one_named_or_that_of_the_run_or_the_file_s(tmp
     assert (template_of(checkpoint), template_of(checkpoint, "world")) == ("chatml.jinja", "world")
 
 
-@pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (65536, "world"), (256, "FILE.json")])
+@pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (256, "FILE.json")])
 def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: int, suggested: str) -> None:
     small_model("conv1d", vocab_size, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
     checkpoint = read_checkpoint(tmp_path / "bare.pth")
@@ -344,6 +344,14 @@ def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: 
             tokenizer_of(checkpoint, "byte")
     else:
         assert tokenizer_of(checkpoint, "byte").hash == ByteTokenizer().hash
+
+
+def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path) -> None:
+    small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
+    checkpoint = read_checkpoint(tmp_path / "bare.pth")
+    assert tokenizer_of(checkpoint).hash == Tokenizer.named("world").hash
+    with pytest.raises(UserError, match=r"tokenizer=byte"):
+        tokenizer_of(checkpoint, "byte")
 
 
 def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
