@@ -62,5 +62,4 @@ class _ChannelMixing(torch.autograd.Function):
         grad_mix_k, grad_key = product_backward(grad_k, mix_k, key)
         grad_mix_r, grad_receptance = product_backward(grad_r, mix_r, receptance)
         grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_mix_k, grad_mix_r))
-        of_last_x = grad_last_x if ctx.needs_input_grad[2] else None
-        return None, grad_x, of_last_x, *grad_mus, grad_key, grad_receptance, grad_value
+        return None, grad_x, grad_last_x, *grad_mus, grad_key, grad_receptance, grad_value
