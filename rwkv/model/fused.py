@@ -122,6 +122,18 @@ def mix_backward(kept: Sequence[Any], grads: Tensors) -> tuple[Tensor | None, ..
     return grad_x, None if last_x is None else grad_before[:, 0], *grad_mus
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2."""
+    return fused_c.squared_relu(x) if fused_c.takes(x) else torch.relu(x).square_()
+
+
+def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from that of its squared ReLU."""
+    if fused_c.takes(x, grad):
+        return fused_c.squared_relu(x, grad)
+    return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
+
+
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O)."""
     return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)

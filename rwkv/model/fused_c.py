@@ -1,4 +1,4 @@
-"""The C forms of what stands between the matrix products, for CPUs: csrc/mixes.c and csrc/rwkv7_fused.c have the formulas.
+"""The C forms of what stands between the matrix products, for CPUs: csrc/fused.c and csrc/rwkv7_fused.c have the formulas.
 
 Rows are the steps of all texts, (B,T); all arithmetic is in float32. Gradients of vectors are summed in an order that depends
 on no number of threads.
@@ -14,8 +14,9 @@ from kernels import native
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
 FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-MOST_MIXES = 6                           # as in mixes.c
+MOST_MIXES = 6                           # as in fused.c
 ROWS = 32                                # of a task, as in both sources
+PIECE = 2 ** 14                          # numbers of a task of the squared ReLU
 SERIAL = 2 ** 14                         # elements up to which one thread is done before another one is awake
 
 Tensors = tuple[Tensor, ...]
@@ -55,6 +56,15 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, m
     unused = [None] * (MOST_MIXES - len(mus))
     native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(mus), x, last_x,
                *mus, *unused, *mixes, *unused, *of_backward)
+
+
+def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
+    """max(x, 0)^2, or the gradient of x from the gradient of that."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
+    native.run(f"squared_relu_{FORMS[x.dtype]}", threads, x.numel(), x, None if grad is None else grad.contiguous(), out)
+    return out
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:

@@ -16,7 +16,16 @@ from kernels.decoding import FASTEST_LOG_W as FASTEST_LOG_W
 from kernels.decoding import LEAST_NORM as LEAST_NORM
 from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.fused import Tensors, cast, mix, mix_backward, product_backward, product_dtype
+from rwkv.model.fused import (
+    Tensors,
+    cast,
+    mix,
+    mix_backward,
+    product_backward,
+    product_dtype,
+    squared_relu,
+    squared_relu_backward,
+)
 
 EPS = 64e-5                              # of the normalisation of each head
 
@@ -239,18 +248,17 @@ class _ChannelMixing(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
         kept, (mixed,) = mix(dtype, x, last_x, (1 - x_k,))
         key, value = weights = cast(dtype, weights)
-        relu = linear(mixed, key).clamp_(min=0)
-        hidden = relu * relu
-        ctx.save_for_backward(mixed, relu, hidden, *weights, *kept)
+        k = linear(mixed, key)
+        hidden = squared_relu(k)
+        ctx.save_for_backward(mixed, k, hidden, *weights, *kept)
         return linear(hidden, value)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, relu, hidden, key, value, *kept = ctx.saved_tensors
+        mixed, k, hidden, key, value, *kept = ctx.saved_tensors
         grad_hidden, grad_value = product_backward(grad, hidden, value)
-        grad_relu = torch.addcmul(grad.new_zeros(()), grad_hidden, relu, value=2, out=grad_hidden)     # 2 grad_hidden relu
-        grad_mixed, grad_key = product_backward(grad_relu, mixed, key)
+        grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key)
         grad_x, grad_last_x, grad_mu = mix_backward(kept, (grad_mixed,))
         assert grad_mu is not None
         return None, grad_x, grad_last_x, -grad_mu, grad_key, grad_value

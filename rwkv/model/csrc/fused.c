@@ -1,4 +1,6 @@
-// The token shift and its gradients. Each step's x is mixed with the step's before, for each mu (C):
+// What both generations have between their products: the token shift, and the squared ReLU, with their gradients.
+//
+// The token shift. Each step's x is mixed with the step's before, for each mu (C):
 //
 //     m = before + (x - before) mu          before: x of the step before; of a text's first step, last_x
 //
@@ -7,13 +9,15 @@
 //     gmu = sum over all steps of g (x - before)       gx = sum over the mixes of g mu       gbefore = sum of g (1 - mu)
 //
 // A row is one step of one text: x and the mixes are (rows,C), rows = B T. ROWS rows are a task, which adds up its own gmu.
+//
+// The squared ReLU: max(x, 0)^2, and gx = 2 max(x, 0) g. NaN stays NaN.
 
 #include "../../../kernels/native/csrc/threads.h"
 #include "../../../kernels/native/csrc/vectors.h"
 
-enum { ROWS = 32, MOST_MIXES = 6 };
+enum { ROWS = 32, MOST_MIXES = 6, PIECE = 16384 };
 
-// The arguments of a call, as mixes.py lists them.
+// The arguments of a call, as fused_c.py lists them.
 struct call {
     int64_t rows, T, C, n_mixes;
     const void *x;
@@ -104,3 +108,27 @@ INLINE void run(enum form form, enum form form_m, int back, struct tasks *tasks)
 BOTH(float32, FLOAT32, FLOAT32)
 BOTH(bfloat16, BFLOAT16, BFLOAT16)
 BOTH(autocast, FLOAT32, BFLOAT16)        // x in float32, the mixes in bfloat16
+
+// size numbers in pieces of PIECE, each a task; g is null in forward, and out its result in both.
+struct relu_call {
+    int64_t size;
+    const void *x, *g;
+    void *out;
+};
+
+INLINE void squared_relu(enum form form, struct tasks *tasks) {
+    const struct relu_call *call = tasks->call;
+    for (int64_t task; (task = next_task(tasks)) * PIECE < call->size;) {
+        int64_t first = task * PIECE, end = first + PIECE < call->size ? first + PIECE : call->size;
+        for (int64_t i = first; i < end; i += LANES) {
+            int64_t lanes = end - i < LANES ? end - i : LANES;
+            floats x = read_some(form, call->x, i, lanes), relu = x < 0.0f ? same(0.0f) : x;
+            write_some(form, call->out, i, lanes, call->g ? 2.0f * relu * read_some(form, call->g, i, lanes) : relu * relu);
+        }
+    }
+}
+
+static void relu_float32(struct tasks *tasks, int64_t thread) { (void)thread, squared_relu(FLOAT32, tasks); }
+static void relu_bfloat16(struct tasks *tasks, int64_t thread) { (void)thread, squared_relu(BFLOAT16, tasks); }
+ENTRY(squared_relu_float32)(const struct relu_call *call, int64_t threads) { share(relu_float32, call, threads); }
+ENTRY(squared_relu_bfloat16)(const struct relu_call *call, int64_t threads) { share(relu_bfloat16, call, threads); }
