@@ -1,7 +1,7 @@
 """Serves a checkpoint over HTTP, with OpenAI's interface, to many clients at once.
 
   python serve.py                                       the latest run
-  python serve.py checkpoint=FILE.pth tokenizer=world dtype=int8 port=8080
+  python serve.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
   python serve.py checkpoint=DIRECTORY api_key=KEY host=0.0.0.0
 
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
@@ -11,6 +11,10 @@ With template=FILE, a jinja2 template that shows tools, requests may have tools
 and tool_choice. What the model writes as <tool_call>{"name": ..., "arguments":
 {...}}</tool_call> comes back as tool_calls. A tool_choice of required or of one
 function begins the answer with a call; the arguments are not held to a schema.
+
+Thoughts come back as reasoning_content beside content. chat_template_kwargs with
+think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
+low, medium, high) say how an answer begins.
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one

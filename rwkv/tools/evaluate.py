@@ -6,11 +6,11 @@
   python -m rwkv.tools.evaluate data.path=TALKS.jsonl
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
-of each, as in LAMBADA. Lines of conversations as for data=chat of train.py: loss
-and perplexity of the answers alone, by the checkpoint's chat template unless
-data.template= names another. Any other file:
-loss in nats per token, perplexity per token and bits per byte of its text, with
-the state carried along. Where the tokenizer loses more than 1 % of the text,
+of each, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
+loss and perplexity of the answers alone, by the checkpoint's chat template
+unless data.template= names another. Any other file: loss in nats per token,
+perplexity per token and bits per byte of its text, with the state carried
+along. Where the tokenizer loses more than 1 % of the text,
 numbers per byte and per word are null. The last line of standard output is the
 result as JSON, which out=FILE gets too. Texts and paths are taken verbatim:
 commas, quotes and equals signs need no escaping.
