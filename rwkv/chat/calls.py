@@ -32,7 +32,7 @@ START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
 REQUEST = "Return only a JSON function call."
 RESULT = "Function output:"
-CALL_START = (f' {FENCE}json\n{{"name":"', '","arguments":')     # of a call in the form of shown(), as ChatTemplate has it
+CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # of a call in the form of shown(), as ChatTemplate has it
 
 
 def shown(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
@@ -63,21 +63,28 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = tool.get("function", tool)
+    function = _without_nulls(tool.get("function", tool))
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} is a function, {{"type": "function", "function": {{"name": "...", "parameters": {{}}}}}}; '
                         f"got {_json(tool)[:60]}")
-    parameters = function.get("parameters") or {}
+    parameters = function.get("parameters", {})
     if not isinstance(parameters, Mapping):
         raise UserError(f"{where}.function.parameters is a JSON schema, an object; got {_json(parameters)[:60]}")
-    arguments, required = parameters, None
-    if "properties" in parameters or isinstance(parameters.get("type"), str):        # a schema; else arguments by their names
-        arguments, required = parameters.get("properties") or {}, parameters.get("required")
-        if not isinstance(required, list) or not 0 < len(required) < len(arguments):
-            required = None
-    found = {"name": function["name"], "description": function.get("description"), "arguments": arguments,
-             "required": required, "$defs": parameters.get("$defs")}
-    return {key: value for key, value in found.items() if value is not None}
+    found = {key: function[key] for key in ("name", "description") if key in function}
+    if "properties" not in parameters and not isinstance(parameters.get("type"), str):
+        return {**found, "arguments": parameters}        # by their names
+    arguments, required = parameters.get("properties", {}), parameters.get("required", [])
+    found["arguments"] = arguments
+    if isinstance(required, list) and 0 < len(required) < len(arguments):
+        found["required"] = required
+    return {**found, "$defs": parameters["$defs"]} if "$defs" in parameters else found
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that are null: `datasets` writes them for what other rows have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json(value: Any) -> str:
@@ -157,6 +164,11 @@ class CallParser:
                 self._after_call = True
         return text, calls
 
+    @property
+    def full(self) -> bool:
+        """Whether there are as many calls as are shown at most."""
+        return self._left() == 0
+
     def _left(self) -> int | None:
         return None if self._most is None else self._most - self.found
 
@@ -176,7 +188,7 @@ class CallParser:
 
     def _next(self, last: bool) -> _Step | None:
         """What can be decided now; None: nothing, before more has come."""
-        if self._left() == 0:
+        if self.full:
             return _Step(0, len(self._held))
         if not self._begun:
             beginning = self._held.lstrip()

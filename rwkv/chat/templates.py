@@ -223,7 +223,9 @@ class TurnTemplate(ChatTemplate):
         self.thinks = name == "g1"
         self.stop = ("\n\nUser:",) if self.thinks else ("\n\n",)         # thoughts may hold blank lines
         self.supports_tools = name != "world"            # whose models have not learnt calls
-        self.call_start = calls.CALL_START if self.supports_tools else None
+        if self.supports_tools:
+            self.definition = f"{name}, {calls.REQUEST}"         # tokens made before it had this form are not used
+            self.call_start = f" {calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:

@@ -211,7 +211,9 @@ class _Text:
 
     def _reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
-        return "tool_calls" if reason == "stop" and self._parser and self._parser.found else reason
+        if self._parser and self._parser.found and (reason == "stop" or self._parser.full):
+            return "tool_calls"
+        return reason
 
     def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,

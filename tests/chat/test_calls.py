@@ -62,6 +62,8 @@ def test_several_calls_are_a_list_after_what_was_said() -> None:
     ({"type": "object", "properties": CITY, "required": ["city"]}, '"arguments":{"city":{"type":"string"}}'),
     ({"properties": {**CITY, "day": {}}, "required": ["city"]},
      '"arguments":{"city":{"type":"string"},"day":{}},"required":["city"]'),
+    ({"type": "object", "properties": {**CITY, "day": None, "at": {"type": "null", "enum": None}}, "required": None},
+     '"arguments":{"city":{"type":"string"},"at":{"type":"null"}}'),
     ({"properties": {"at": {"$ref": "#/$defs/P"}}, "$defs": {"P": {}}},
      '"arguments":{"at":{"$ref":"#/$defs/P"}},"$defs":{"P":{}}')], ids=str)
 def test_a_tool_is_a_line_with_its_arguments(parameters: Any, shown: str) -> None:
@@ -200,7 +202,7 @@ def test_arguments_in_a_string_are_text_that_can_be_sent() -> None:
 @pytest.mark.parametrize(("rest", "found"), [
     ('weather","arguments":{"city":"Ys"}}', ("", [("weather", '{"city":"Ys"}')])), ('weath', ('```json\n{"name":"weath', []))])
 def test_the_beginning_of_a_call_that_a_model_was_given_belongs_to_it(rest: str, found: Found) -> None:
-    start = CALL_START[0].lstrip()
+    start = CALL_START[0]
     parser = CallParser(FUNCTIONS, start)
     text, calls = parser.push(rest, last=True)
     assert (text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]) == found
