@@ -100,19 +100,19 @@ def stop_of(call_start: str) -> str:
     return f"\n{FENCE}" if FENCE in call_start else END
 
 
-HEADING = "**Tool Call:**"               # of a fence
+HEADING = "**Tool Call:**"               # before a fence
 OPENINGS = (START, "<tool_calls>", HEADING, FENCE)
 OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
 OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # what begins a call even where brackets are open
-INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # what follows a fence
-CALL_INFO = ("", "json", "tool_call", "tool_calls")
-BRACKETS = re.compile(r'[{}\[\]"\\]')
-JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')
-SPACE = re.compile(r"\s*")
-# the beginning of a call or of a list of calls, cut anywhere: its first key, whether that is complete, and the value so far
+INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's language, which is complete, up to the text
+CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
+# The beginning of a call or of a list of calls, cut anywhere: its first key, whether that is complete, and the value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
-LONGEST_NAME = 200                       # characters of a call in which its first key and a name end
+LONGEST_BEGINNING = 200                  # characters of it that are looked at; a function's name has at most 64
+JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # not a bracket in prose
+BRACKETS = re.compile(r'[{}\[\]"\\]')                   # what the end of JSON is found by
+SPACE = re.compile(r"\s*")
 
 
 class _Step(NamedTuple):
@@ -205,6 +205,7 @@ class CallParser:
         return self._open(last)
 
     def _pass(self, last: bool) -> _Step | None:
+        """The text up to what ends a fence or thoughts."""
         place = self._held.find(self._until)
         if place >= 0:
             place += len(self._until)
@@ -216,6 +217,7 @@ class CallParser:
         return _text(place)
 
     def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
+        """The text up to the end of JSON that is no call, or to what begins a call whether or not that has ended."""
         outer = OUTER.search(self._held)
         limit = outer.start() if outer else len(self._held) if last else _certain(self._held)
         end = nesting.end(self._held, limit)
@@ -291,23 +293,26 @@ class CallParser:
         self._nesting = None
         if closing == FENCE:
             self._until = FENCE
-        elif end is None and JSON_LIKE.match(self._held, place):
+            return _text(end or place)
+        if end is not None:
+            return _text(end)
+        if JSON_LIKE.match(self._held, place):
             self._other = _Nesting(place)
-            self._other.end(self._held, place + 1)
+            self._other.end(self._held, place + 1)       # which reads the bracket
             self._other.place = 0
-        return _text(end if end is not None else place + (closing != FENCE))
+        return _text(place + 1)
 
     def _may_call(self, place: int) -> bool:
         """Whether the JSON that begins at this place may still become a call or a list of calls."""
-        found = BEGINNING.match(self._held[place:place + LONGEST_NAME])
+        found = BEGINNING.match(self._held[place:place + LONGEST_BEGINNING])
         if found is None:
             return False
         key, complete, value = found.groups(default="")
         if not complete:
             return any(first.startswith(key) for first in FIRST_KEYS)
         values = {"name": self._functions, "type": ("function",)}.get(key, ())
-        names = [f'"{each}"' for each in values]
-        return key in FIRST_KEYS and (not values or any(name.startswith(value) or value.startswith(name) for name in names))
+        wanted = [f'"{each}"' for each in values]
+        return key in FIRST_KEYS and (not values or any(each.startswith(value) or value.startswith(each) for each in wanted))
 
     def _calls(self, written: str) -> list[dict[str, Any]] | None:
         """The calls that a JSON object or list says, None where it is not calls of these functions alone."""
