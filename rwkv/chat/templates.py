@@ -7,10 +7,11 @@ ChatRWKV). A blank line ends a turn, therefore blank lines inside a message beco
 
 g1: the same with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). An answer is
 "<think>\n{thoughts}\n</think>\n{answer}" where its message has "reasoning_content", in earlier turns too; thoughts.py says how
-a prompt asks for thoughts. They may hold blank lines, so the user's next turn ends an answer, and not a blank line.
+a prompt asks for thoughts. They may hold blank lines, so the user's next turn ends an answer, and not a blank line. Tools have
+the form of calls.py.
 
 flower: another form that the models from G1h on have learnt (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). A flower, for
-which World has a token, ends a turn, and end_of_text stands before the text. Messages and thoughts are as in g1:
+which World has a token, ends a turn, and end_of_text stands before the text. Texts, thoughts and tools are as in g1:
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rwkv.chat import calls
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
 from rwkv.chat.names import IN_CHECKPOINT, is_text
@@ -76,6 +78,10 @@ class TurnTemplate(ChatTemplate):
         self.name = self.definition = name
         self._form = FORMS[name]
         self.thinks, self.stop = self._form.thinks, self._form.stop
+        self.supports_tools = name != "world"            # whose models have not learnt calls
+        if self.supports_tools:
+            self.definition = f"{name}, {calls.REQUEST}"         # tokens made before it had this form are not used
+            self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
@@ -89,21 +95,24 @@ class TurnTemplate(ChatTemplate):
         return f"{text}{form.between}{form.assistant}{form.after_role}{form.space if begun else ''}{begun}"
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        turns = [*self._turns(check_messages(messages), tools)]
+        first = len(turns) - len(messages)       # 1 where the tools are a turn of their own
         found: list[Part] = []
-        for i, (head, body, message) in enumerate(self._turns(check_messages(messages), tools)):
-            found += [(head, False), (body, is_learnt(message, f"messages[{i}]"))]
+        for i, (head, body, message) in enumerate(turns):
+            found += [(head, False), (body, is_learnt(message, f"messages[{i - first}]"))]
         return found
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
-        """Of each message what stands before its text, the rest of its turn, and itself."""
-        if tools:
-            raise UserError(f"tools: the chat template {self.name} has no form for tools; use a jinja2 file that has one")
-        form = self._form
+        """Of each turn what stands before its text, the rest of it, and its message."""
+        form, shown = self._form, messages
+        if self.supports_tools:
+            shown = calls.shown(messages, tools)
+        elif tools:
+            raise UserError(f"tools: {self._no_tools()}")
         before = form.start
-        for i, message in enumerate(messages):
-            if message.get("tool_calls"):
-                raise UserError(f"messages[{i}].tool_calls: the chat template {self.name} has no form for them; use a jinja2 "
-                                "file that has one")
+        for i, message in enumerate(shown, start=len(messages) - len(shown)):
+            if message.get("tool_calls") and not self.supports_tools:
+                raise UserError(f"messages[{i}].tool_calls: {self._no_tools()}")
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
             if form.end == FLOWER and field:
                 raise UserError(f"messages[{i}].{field} has a {FLOWER}, which ends a turn in the chat template {self.name}: "
@@ -111,6 +120,9 @@ class TurnTemplate(ChatTemplate):
             role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             yield f"{before}{role}{form.after_role}", f"{form.space}{self._body(message)}{form.end}", message
             before = form.between
+
+    def _no_tools(self) -> str:
+        return f"the chat template {self.name} has no form for tools; g1 has one, and a jinja2 file may have one"
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:

@@ -7,10 +7,11 @@
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
        -d '{"prompt": "def main", "max_tokens": 50, "stream": true}'
 
-With template=FILE, a jinja2 template that shows tools, requests may have tools
-and tool_choice. What the model writes as <tool_call>{"name": ..., "arguments":
-{...}}</tool_call> comes back as tool_calls. A tool_choice of required or of one
-function begins the answer with a call; the arguments are not held to a schema.
+With template=g1, or template=FILE, a jinja2 template that shows tools, requests
+may have tools and tool_choice. A call that the model writes, {"name": ...,
+"arguments": {...}} in a fence, after <tool_call> or bare, comes back as one of
+tool_calls. A tool_choice of required or of one function begins the answer with
+a call; the arguments are not held to a schema.
 
 Thoughts come back as reasoning_content beside content. chat_template_kwargs with
 think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
