@@ -10,7 +10,8 @@ ChatRWKV). A blank line ends a turn, therefore blank lines inside a message beco
 g1: the same with thoughts, as in the model card of BlinkDL/rwkv7-g1: an answer is "<think>\n{thoughts}\n</think>\n{answer}"
 where its message has "reasoning_content", and a prompt that asks for thoughts ends in "Assistant: <think".
 
-FILE: a jinja2 file with the conventions of the transformers library (apply_chat_template). It is rendered in a sandbox.
+FILE: a template in jinja2, in a file of its own or within a checkpoint's (stated.py), with the conventions of the transformers
+library (apply_chat_template). It is rendered in a sandbox.
 """
 
 import json
@@ -23,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from rwkv.chat.stated import names_in, template_file, template_in
 from rwkv.errors import UserError
-from rwkv.io.utf8 import read_text
 
 END = f"\ufdd0{uuid4().hex}\ufdd0"      # end_of_text in a rendered text; random, so that no message can contain it
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
@@ -32,7 +33,7 @@ OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
 EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with such a value counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
-IN_DIRECTORY = "chat_template.jinja"
+WORLD_END = "<|rwkv_tokenizer_end_of_text|>"         # of the World vocabulary, in templates of fla's directories
 THINK = "<think"                         # without ">", as in the model card: the model writes the rest
 _G1 = re.compile(r"(?<![a-z0-9])g[01][a-z]?\d*(?![a-z0-9])")
 
@@ -81,23 +82,36 @@ class ChatTemplate(ABC):
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """The template world or g1, or that of a jinja2 file. Raises UserError for other names and for a file that is not one."""
+    """The template world or g1, or that in a file: of jinja2, or one that rwkv/chat/stated.py finds a template in.
+
+    Raises UserError for other names and for a file that holds no template.
+    """
     if name in ("world", "g1"):
         return TurnTemplate(name)
     if not Path(name).is_file():
         raise UserError(f"a chat template is world, g1 or a jinja2 file; there is no file {name}")
-    return JinjaTemplate(read_text(Path(name), f"the chat template {name}"), name)
+    text = template_in(Path(name))
+    if text is None:
+        raise UserError(f"{name} holds no chat template: name a jinja2 file, world or g1")
+    return JinjaTemplate(text, name)
 
 
 def default_template(*names: str | None) -> str:
     """The template's name for a checkpoint, by its path and other names that it has.
 
-    That is the chat_template.jinja in a Hugging Face directory, or else g1 for a name such as rwkv7-g1b, or else world.
+    That is the one that the checkpoint holds (rwkv/chat/stated.py); or else, by its path and the names inside it, g1 for a name
+    such as rwkv7-g1b; or else world.
     """
-    for name in filter(None, names):
-        if (template := Path(name) / IN_DIRECTORY).is_file():
+    paths = [Path(name) for name in names if name]
+    for path in paths:
+        if template := template_file(path):
             return str(template)
-    return "g1" if any(_G1.search(Path(name).name.lower()) for name in names if name) else "world"
+    said = [name for path in paths for name in (path.name, *map(_last_part, names_in(path)))]
+    return "g1" if any(_G1.search(name.lower()) for name in said) else "world"
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -288,7 +302,7 @@ class JinjaTemplate(ChatTemplate):
         self.name, self.definition = name, text
         self.supports_tools = bool(re.search(r"\btools\b", text))
         try:
-            self._template = _sandbox().from_string(text)
+            self._template = _sandbox().from_string(text.replace(WORLD_END, END))
         except TemplateError as error:
             raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
         if not re.search(r"\bmessages\b", text):
