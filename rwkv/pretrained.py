@@ -10,7 +10,7 @@ from rwkv.chat.templates import default_template
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import MATRICES, Model, fingerprint, generation
+from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -53,6 +53,7 @@ class RWKV(Model):
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
             model.fingerprint_before = checkpoint.fingerprint
+            model.merge()
         if checkpoint.time_states:
             model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
         return model.requires_grad_(False).eval()
@@ -70,7 +71,7 @@ class RWKV(Model):
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
-                 if name != "emb.weight" and name not in packed and group(name) in MATRICES and not tensor.mapped}
+                 if name not in packed and of_linear_layer(name, group(name)) and not tensor.mapped}
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
                    (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in stored.items()}
@@ -78,6 +79,7 @@ class RWKV(Model):
         model.fingerprint_before = checkpoint.fingerprint
         if later and checkpoint.fingerprint is None:
             model.fingerprint_before = fingerprint(generation(checkpoint.config), checkpoint.weights)
+        model.merge()
         return to_int8(model, later=later) if dtype == "int8" else to_int4(model, packed, later)
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,

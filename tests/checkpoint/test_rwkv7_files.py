@@ -112,7 +112,6 @@ def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
 
 
 @pytest.mark.parametrize(("version", "name"), [
-    ("RWKV-7a (DeepEmbed)", "blocks.1.ffn.s_emb.weight"), ("RWKV-7a", "blocks.1.ffn.s1"),
     ("RWKV-7b (DEA)", "blocks.0.qkv.k_emb.weight"),
     ("RWKV-8", "blocks.0.ffn.enn.weight"), ("RWKV-8", "blocks.0.ffn.ennk"), ("RWKV-8", "blocks.0.rosa.x_q"),
     ("RWKV-8", "blocks.0.rosa_qkv.weight")])
