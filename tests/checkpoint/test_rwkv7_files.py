@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
+from gguf_files import in_parts
 from models import small_model, tokens
 from safetensors.torch import save_file
 from tokenizer_files import chatml
@@ -231,28 +232,11 @@ def test_a_merged_file_is_whole_and_a_part_is_not(model: RWKV, tmp_path: Path) -
     refuses(tmp_path / "part.gguf", "2 parts", "00002.gguf")
 
 
-def split(path: Path, folder: Path, most_tensors: int, **options: Any) -> list[Path]:
-    """The file in parts, by the package's writer."""
-    folder.mkdir(parents=True)
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(folder / path.name, "rwkv7", split_max_tensors=most_tensors, **options)
-    for name, held in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.iterdir())
-
-
 @pytest.mark.parametrize("options", [{}, {"small_first_shard": True}])
 def test_a_model_in_parts_is_read_from_any_of_them(model: RWKV, tmp_path: Path, options: dict[str, Any]) -> None:
     model.save_pretrained(tmp_path / "model.gguf", dtype="q8_0")
     whole = read_checkpoint(tmp_path / "model.gguf")
-    parts = split(tmp_path / "model.gguf", tmp_path / "parts", 40, **options)
+    parts = in_parts(tmp_path / "model.gguf", tmp_path / "parts", 40, **options)
     assert len(parts) > 2
     for part in parts:
         found = read_checkpoint(part)
@@ -262,8 +246,8 @@ def test_a_model_in_parts_is_read_from_any_of_them(model: RWKV, tmp_path: Path, 
 
 def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model.gguf")
-    parts = split(tmp_path / "model.gguf", tmp_path / "parts", 40)
-    other = split(tmp_path / "model.gguf", tmp_path / "other", 20)
+    parts = in_parts(tmp_path / "model.gguf", tmp_path / "parts", 40)
+    other = in_parts(tmp_path / "model.gguf", tmp_path / "other", 20)
     kept = parts[1].read_bytes()
     parts[1].write_bytes(other[1].read_bytes())
     assert len(other) != len(parts)
