@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kernels.machine.cpu import why_slow
+from kernels.matvec import pack
+from rwkv.chat.stated import sampling_in
 from rwkv.chat.templates import default_template
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
 from rwkv.config import DTYPES, SavedModelConfig
@@ -17,6 +19,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
 QUANTISED = ("int8", "int4")             # its matrices, on a CPU
+ROUNDED_AGAIN = "blocks.0.att.key.weight"        # of which the error of a second rounding is measured
 
 
 class RWKV(Model):
@@ -117,6 +120,12 @@ class OpenCheckpoint(NamedTuple):
         slow = why_slow(computed_in(self.dtype), torch.device(self.device))
         return slow and f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"
 
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What else to say of the checkpoint, each with a word before it: of its weights, and of its author's sampling."""
+        return [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)] + [
+            ("sampling", line) for line in stated_sampling(self.checkpoint)]
+
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
 
@@ -128,6 +137,22 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype)
+
+
+def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
+    """A line with the error of rounding a matrix to `dtype` that the file holds in blocks already; none for other files."""
+    stored = checkpoint.weights.stored[ROUNDED_AGAIN]
+    if dtype not in QUANTISED or stored.blocks is None:
+        return []
+    exact = stored.get().float()
+    error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
+    return [f"{dtype} rounds the file's {stored.blocks} once more, which changes {ROUNDED_AGAIN} by {error:.1%}"]
+
+
+def stated_sampling(checkpoint: Checkpoint) -> list[str]:
+    """A line with the options of sampling that a directory's generation_config.json states; none where it states none."""
+    stated = " ".join(f"{name}={value:g}" for name, value in sampling_in(checkpoint.path).items())
+    return [f"generation_config.json has {stated}, which are used where they are given as options"] if stated else []
 
 
 def computed_in(dtype: str) -> torch.dtype:

@@ -72,6 +72,8 @@ def _open(config: ChatConfig) -> Any:
         print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     template.answer_start(config.think)          # refused before the model is loaded
     print(f"chat template: {template.name}", file=sys.stderr)
     model = opened.model()

@@ -55,6 +55,8 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
         print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
     if config.data.template:

@@ -30,7 +30,7 @@ from parity.exchange import ENVIRONMENT, PYTHON, PYTHON_LLAMA
 
 from kernels.bench.text import filled, markdown
 from kernels.machine import hardware
-from kernels.matvec import pack, unpacked
+from kernels.matvec import pack
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.errors import UserError
 from rwkv.model.base import generation, of_linear_layer
@@ -268,7 +268,7 @@ def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
         for name in checkpoint.weights:
             if of_linear_layer(name, group(name)):
                 exact = checkpoint.weights[name].float()
-                error += float((unpacked(pack(exact, form)) - exact).square().sum())
+                error += float((pack(exact, form).dense() - exact).square().sum())
                 total += float(exact.square().sum())
         found[form] = math.sqrt(error / total)
     return found

@@ -87,7 +87,8 @@ def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
     if described.type in DTYPES:
         dtype = DTYPES[described.type]
         return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
-    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_))
+    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_),
+                  blocks=described.type)
 
 
 def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
