@@ -79,10 +79,17 @@ class Kind:
 def official(folder: Path, name: str, case: str, changes: Weights | None = None, dtype: torch.dtype = torch.float32,
              without: tuple[str, ...] = ()) -> tuple[Path, Callable[[], Weights]]:
     """An official .pth of this name, and what it holds, rounded to its dtype."""
-    weights = {**random_weights(CASES[case]), **(changes or {})}
+    weights = {**as_deep_as(CASES[case].L, random_weights(CASES[case])), **(changes or {})}
     tensors = {key: torch.from_numpy(value).to(dtype) for key, value in weights.items() if key not in without}
     torch.save(tensors, folder / name)
     return folder / name, lambda: {key: torch.from_numpy(value).to(dtype).float().numpy() for key, value in weights.items()}
+
+
+def as_deep_as(L: int, weights: Weights) -> Weights:
+    """The weights with what each block adds divided by sqrt(2 L): else each of many layers magnifies the rounding before it."""
+    added = ("att.output.weight", "ffn.value.weight")
+    factor = np.float32((2 * L) ** -0.5)
+    return {name: value * factor if name.endswith(added) else value for name, value in weights.items()}
 
 
 def official_kinds(folder: Path) -> Iterator[Kind]:
