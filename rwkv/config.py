@@ -124,6 +124,8 @@ class ModelConfig:
     a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1, only="rwkv7")
     v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1, only="rwkv7")
     gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1, only="rwkv7")
+    deep_embed_dim: int | None = option(None, "width of DeepEmbed's matrix of each token, 32 in RWKV-7a; null: none (rwkv7)",
+                                        least=1, only="rwkv7")
     ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-IN_CHECKPOINT = "of the checkpoint"      # the name of a template that is given as its text
-IN_DIRECTORY = "chat_template.jinja"
-WORLD_IN_GGUF = "rwkv-world"             # llama.cpp's name of a template, which older GGUF files have in place of one
-NO_LIMIT = 1 << 20                       # the context length in every GGUF of an RWKV, which stands for none
+from rwkv.chat.stated import names_in, template_file
+
 GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # names that say nothing
 
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
@@ -43,11 +41,6 @@ class Choice(NamedTuple):
     template: str
     why: str
 
-    @property
-    def shown(self) -> str:
-        """The template for people: its name, for one inside the checkpoint is its text."""
-        return IN_CHECKPOINT if is_text(self.template) else self.template
-
 
 class Length(NamedTuple):
     """tokens: the longest texts of the training, where they are known. why: how they are known, for people."""
@@ -56,68 +49,61 @@ class Length(NamedTuple):
     why: str
 
 
-def is_text(template: str) -> bool:
-    """Whether this is the text of a template, and not the name of one."""
-    return "{%" in template or "{{" in template
-
-
-def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None, written: str | None = None) -> Choice:
+def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
     """The template that is asked for, or that of the conversations that a run has learnt, or the default of the checkpoint.
 
-    path, run: of the checkpoint, and the configuration of the run that made it. written: as for default_template.
+    path, run: of the checkpoint, and the configuration of the run that made it.
     """
     if asked:
         return Choice(asked, "as asked for")
     run = run or {}
     if learnt := run.get("data", {}).get("template"):
         return Choice(learnt, "the run has learnt conversations in it")
-    return default_template(path, run.get("init_from"), written=written)
+    return default_template(path, run.get("init_from"))
 
 
-def default_template(*names: str | None, written: str | None = None) -> Choice:
-    """The chat template of a checkpoint.
+def default_template(*names: str | None) -> Choice:
+    """The chat template of a checkpoint. names: its path, and other names that it has.
 
-    names: its path, and other names that it has, as general.name of a GGUF. written: the template that the file holds
-    (chat_template in tokenizer_config.json or in a GGUF's metadata); a chat_template.jinja in the directory counts before it.
-    Without one, the name decides: g1 for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
+    That is the one that the file or directory holds (stated.py). Without one, its name decides, or else a name inside it: g1
+    for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
     """
     for name in filter(None, names):
-        if (template := Path(name) / IN_DIRECTORY).is_file():
-            return Choice(str(template), "it is in the directory")
-    if written and written.strip() == WORLD_IN_GGUF:
-        return Choice("world", f"the file says {WORLD_IN_GGUF}")
-    if written and written.strip():
-        return Choice(written, "the file has one")
-    said = [*_said(names)]
-    for name in said:
-        if _SERIES.search(name.lower()):
-            return Choice("g1", f"{name} is of the series {_series_of(name)}")
-    for name in said:
-        if "world" not in name.lower() and "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
-            return Choice("g1", f"{name} is of a day after the first model of the series G1")
-    world = next((name for name in said if "world" in name.lower()), None)
-    return Choice("world", f"{world} is of the World series" if world else "no name tells another")
+        if found := template_file(Path(name)):
+            return Choice(str(found), "the checkpoint has it")
+    for said in (_said(names), _inside(names)):
+        for name in said:
+            if _SERIES.search(name.lower()):
+                return Choice("g1", f"{name} is of the series {_series_of(name)}")
+            if "world" in name.lower():
+                return Choice("world", f"{name} is of the World series")
+            if "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
+                return Choice("g1", f"{name} is of a day after the first model of the series G1")
+    return Choice("world", "no name tells another")
 
 
-def trained_length(*names: str | None, declared: int | None = None) -> Length:
-    """The longest texts that a model was trained with. names: as above. declared: what the file says, if anything."""
-    said = [*_said(names)]
-    if declared is not None and declared != NO_LIMIT:
-        return Length(declared, "the file says so")
-    for name in said:
-        if found := _CONTEXT.search(name.lower()):
-            return Length(int(found[1]), f"by the name {name}")
-    for name in said:
-        if found := _SERIES.search(name.lower()):
-            known = [series for series in SERIES if series.letter <= found[2]][-1]
-            return Length(known.context, f"as others of the series {_series_of(name)}")
-    for name in said:
-        if "world" in name.lower():
-            return Length(WORLD_CONTEXT, "as others of the World series")
-    for name in said:
-        if "pile" not in name.lower() and (day := _day_of(name)) >= FIRST_G1:
-            return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
-    return Length(None, "neither the file nor its name says it")
+def trained_length(*names: str | None) -> Length:
+    """The longest texts that a model was trained with, by its names, as for default_template."""
+    for said in (_said(names), _inside(names)):
+        for name in said:
+            length = _length_of(name)
+            if length is not None:
+                return length
+    return Length(None, "no name says it")
+
+
+def _length_of(name: str) -> Length | None:
+    if found := _CONTEXT.search(name.lower()):
+        return Length(int(found[1]), f"by the name {name}")
+    if found := _SERIES.search(name.lower()):
+        known = [series for series in SERIES if series.letter <= found[2]][-1]
+        return Length(known.context, f"as others of the series {_series_of(name)}")
+    if "world" in name.lower():
+        return Length(WORLD_CONTEXT, "as others of the World series")
+    day = _day_of(name)
+    if "pile" in name.lower() or day < FIRST_G1:
+        return None
+    return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
 
 
 def _said(names: tuple[str | None, ...]) -> Iterator[str]:
@@ -130,6 +116,12 @@ def _said(names: tuple[str | None, ...]) -> Iterator[str]:
         yield from (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))      # Hugging Face's cache
         if path.is_symlink():
             yield path.resolve().name
+
+
+def _inside(names: tuple[str | None, ...]) -> Iterator[str]:
+    """The names that the files themselves give their models, which is read where their own names say nothing."""
+    for name in filter(None, names):
+        yield from (said.rstrip("/").rpartition("/")[2] for said in names_in(Path(name)))
 
 
 def _series_of(name: str) -> str:

@@ -15,7 +15,7 @@ which World has a token, ends a turn, and end_of_text stands before the text. Te
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
-FILE: a jinja2 file, or the text of one: see jinja.py.
+FILE: a template in jinja2, in a file of its own or within a checkpoint's (stated.py): see jinja.py.
 """
 
 import re
@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 from rwkv.chat import calls
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
-from rwkv.chat.names import IN_CHECKPOINT, is_text
+from rwkv.chat.stated import template_in
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import BEGUN, Think, with_hint
 from rwkv.errors import UserError
-from rwkv.io.utf8 import read_text
 
 FLOWER = "✿"
 
@@ -58,17 +57,18 @@ FORMS = {"world": Form(thinks=False, stop=("\n\n",)),
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """The template world, g1 or flower, or that of a jinja2 file or of such a file's text.
+    """The template world, g1 or flower, or that in a file: of jinja2, or one that stated.py finds a template in.
 
-    Raises UserError for other names and for a file that is not one.
+    Raises UserError for other names and for a file that holds no template.
     """
     if name in FORMS:
         return TurnTemplate(name)
-    if is_text(name):
-        return JinjaTemplate(name, IN_CHECKPOINT)
     if not Path(name).is_file():
         raise UserError(f"a chat template is {', '.join(FORMS)} or a jinja2 file; there is no file {name}")
-    return JinjaTemplate(read_text(Path(name), f"the chat template {name}"), name)
+    text = template_in(Path(name))
+    if text is None:
+        raise UserError(f"{name} holds no chat template: name a jinja2 file, or one of {', '.join(FORMS)}")
+    return JinjaTemplate(text, name)
 
 
 class TurnTemplate(ChatTemplate):

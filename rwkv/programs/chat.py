@@ -75,10 +75,10 @@ def _open(config: ChatConfig) -> Any:
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
     think = think_of(config.think)
-    for subject, text in opened.about_texts().items():
-        print(subject, text, file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     template.answer_start(think)          # refused before the model is loaded
     print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
     model = opened.model()

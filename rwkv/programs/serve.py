@@ -70,8 +70,8 @@ def load(config: ServeConfig) -> "Loaded":
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *([("WARNING", opened.slow)] if opened.slow else []),
+            *opened.notes,
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
-            *opened.about_texts().items(),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]

@@ -54,10 +54,10 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
-    for subject, text in opened.about_texts().items():
-        print(subject, text, file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
     if config.data.template or holds_answers(path):

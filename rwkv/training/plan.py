@@ -129,7 +129,7 @@ def _template(run: Run) -> str:
     choice = Choice("world", "that of a new model")
     if base is not None:
         choice = choose_template(None, str(run.config.init_from), base.run)
-    return f"{choice.shown} ({choice.why})" if given in (None, choice.template) else Choice(str(given), "").shown
+    return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
 
 
 def _blocks(config: TrainConfig, conversations: bool) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 import jinja2
 import pytest
 
+from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import Message
 from rwkv.chat.rendered import encode, for_tokenizer
+from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
@@ -49,8 +51,13 @@ WRITTEN: list[tuple[str, list[Message], Think, str | None, str]] = [
     ("flower", THOUGHTFUL, True, None, FLOWER.replace("你好", SHOWN) + "<think")]
 
 
+def template_of(name: str) -> ChatTemplate:
+    """By its name, or from its text in jinja2."""
+    return JinjaTemplate(name, "a.jinja") if "{%" in name else chat_template(name)
+
+
 def ids_of(template: str, talk: Sequence[Message], think: Think = False, effort: str | None = None) -> list[int]:
-    rendered = for_tokenizer(chat_template(template), WORLD).render(talk, think=think, effort=effort)
+    rendered = for_tokenizer(template_of(template), WORLD).render(talk, think=think, effort=effort)
     return encode(WORLD, [rendered])[0]
 
 
@@ -128,14 +135,14 @@ def test_a_template_in_a_file_gives_the_ids_of_jinja2(template: str, think: Thin
     expected = as_others_render(template, PLAIN, enable_thinking=think is True)
     assert expected[0] == END_OF_TEXT
     assert ids_of(template, PLAIN, think) == expected
-    start = chat_template(template).answer_start(think)
+    start = template_of(template).answer_start(think)
     assert WORLD.decode(expected).endswith(start)
     assert ("</think" in start) == (think is not True)
 
 
 @pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
 def test_a_template_in_a_file_stops_where_the_user_s_turn_begins(template: str) -> None:
-    found = chat_template(template)
+    found = template_of(template)
     assert (found.stop, found.thinks) == (("\n\nUser:",), True)
 
 
@@ -159,5 +166,5 @@ def test_what_a_template_cannot_ask_for_is_refused() -> None:
     always = silent + "<think>"
     for template, think in (("world", True), ("world", "fake"), (silent, True), (silent, "fake"), (always, "fake")):
         with pytest.raises(UserError, match=r"^think"):
-            chat_template(template).answer_start(think)                          # type: ignore[arg-type]
-    assert chat_template(always).answer_start(False) == chat_template(always).answer_start(True) == "<think>"
+            template_of(template).answer_start(think)                          # type: ignore[arg-type]
+    assert template_of(always).answer_start(False) == template_of(always).answer_start(True) == "<think>"

@@ -324,4 +324,3 @@ def test_a_released_model_needs_no_other_word(tmp_path: Path, monkeypatch: pytes
     assert (status, output) == (0, shown)
     line = next(line for line in error.splitlines() if line.startswith("chat template: g1 "))
     assert "G1k" in line
-    assert "25,600" in line
