@@ -18,7 +18,7 @@ from typing import Any
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import GenerateConfig
+from rwkv.config import GenerateConfig, Sampling
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, raise_unwritten, unread
 
@@ -60,6 +60,7 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
         print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    print(f"sampling {config.sampling}: {Sampling.of(config)}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import ServeConfig
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def load(config: ServeConfig) -> "Loaded":
             *([("WARNING", opened.slow)] if opened.slow else []),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             *([("texts", f"end with {end}")] if end else []),
+            ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     return Loaded(model, opened.tokenizer, template, plan)

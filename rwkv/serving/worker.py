@@ -14,7 +14,6 @@ from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
 from rwkv.generation.prefill import PrefixCache
-from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
@@ -115,7 +114,7 @@ class _Worker:
             return
         try:
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
-            row = self._engine.add(message.prompt, message.seed, stopping, Sampling(**message.sampling), message.n_logprobs,
+            row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
                                    prompt_logprobs=message.prompt_logprobs)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))

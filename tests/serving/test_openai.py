@@ -45,12 +45,16 @@ def test_models(client: "openai.OpenAI") -> None:
 
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-    {"logit_bias": {"65": 20}}, {"stop": ["o", "e"]}], ids=str)
+    {"logit_bias": {"65": 20}}, {"stop": ["o", "e"]},
+    {"extra_body": {"penalty_decay": 0.9, "frequency_penalty": 2.0, "no_penalty": [" e", 10], "banned": [32], "order": "rwkv"}}],
+    ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWKV, options: dict[str, Any],
                                              stream: bool) -> None:
-    sample = expected(model, "once", 30, 7, **{**options, "logit_bias": {int(k): v for k, v in
-                                                                          options.get("logit_bias", {}).items()}})
+    wanted = {**options, **options.get("extra_body", {}), "logit_bias": {int(k): v for k, v in
+                                                                        options.get("logit_bias", {}).items()}}
+    wanted.pop("extra_body", None)
+    sample = expected(model, "once", 30, 7, **wanted)
     answer = client.completions.create(model=MODEL, prompt="once", max_tokens=30, seed=7, stream=stream, **options)
     if stream:
         chunks = list(answer)
