@@ -6,7 +6,7 @@ tests/generation/test_sampling.py tries each in the reference and in C.
 import json
 import pickle
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,16 @@ def test_requests_take_every_option() -> None:
         shown = document()["components"]["schemas"][kind.__name__]["properties"]
         assert {name: shown[name]["description"] for name in NAMES} == {
             item.name: item.metadata["help"] for item in fields(Sampling)}
+
+
+def test_a_request_has_the_server_s_options_where_it_gives_none() -> None:
+    pytest.importorskip("msgspec")
+    from rwkv.serving.schema import CompletionRequest, read
+
+    served = Sampling(**OTHER_OPTIONS)
+    for body, wanted in (({}, served), ({"top_k": 7}, replace(served, top_k=7)), ({"top_k": None}, served),
+                         ({"temperature": 0, "no_penalty": "a"}, replace(served, temperature=0, no_penalty=(97,)))):
+        assert read(json.dumps(body).encode(), CompletionRequest).sampling(served, BYTES) == wanted
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -211,7 +211,8 @@ def check_override(override: str, schema: type) -> None:
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    if key in ("kernel", "kernel.name") or (CONFIGS / key).is_dir():
+    of_program = {item.name for item in fields(schema)}.union(OPTIONAL)
+    if key in ("kernel", "kernel.name") or (key in of_program and (CONFIGS / key).is_dir()):
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):

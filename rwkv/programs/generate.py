@@ -38,6 +38,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
+    print(f"sampling {config.sampling}: {Sampling.of(config)}", file=sys.stderr)
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
@@ -60,7 +61,6 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
         print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
-    print(f"sampling {config.sampling}: {Sampling.of(config)}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context
