@@ -81,7 +81,7 @@ class Penalties:
         if options.repetition_penalty != 1:
             own = torch.where(own > 0, own / options.repetition_penalty, own * options.repetition_penalty)
         own = own - options.presence_penalty * self._in_text - options.frequency_penalty * self._counts
-        logits[self._ids] = own.float()
+        logits.index_copy_(0, self._ids, own.float())
 
 
 def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
