@@ -374,8 +374,9 @@ class Sampling:
 
     The penalties (rwkv/generation/sampling.py has the formula): repetition_penalty (CTRL, arXiv 1909.05858) is for tokens of
     the prompt and of the text that is written; presence_penalty and frequency_penalty (OpenAI's API) are for those of the text
-    alone. penalty_decay multiplies the counts of frequency_penalty before each new token is counted, as in the demos of RWKV's
-    author. no_penalty: ids of tokens without penalties, and texts, which stand for the tokens that they are encoded as.
+    alone, so that each answer of a conversation begins without, and so does a text that goes on from a saved state.
+    penalty_decay multiplies the counts of frequency_penalty before each new token is counted, as in the demos of RWKV's author.
+    no_penalty: ids of tokens that no penalty changes, and texts, which stand for the tokens that they are encoded as.
     Tokens in `banned` are never drawn.
     """
 

@@ -211,7 +211,7 @@ def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.Captu
     assert chat.sampling == Sampling(0.5, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988,
                                      no_penalty=("0 1",), logit_bias={65: 2.0}, banned=(0, 1), order="rwkv")
     assert terminal.turn("/set sampling=greedy")
-    assert chat.sampling == Sampling(temperature=0)
+    assert chat.sampling == Sampling(temperature=0, top_p=1.0)
 
 
 def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
