@@ -65,11 +65,11 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
 def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = _without_nulls(tool.get("function", tool))
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f'{where} is a function, {{"type": "function", "function": {{"name": "...", "parameters": {{}}}}}}; '
-                        f"got {_json(tool)[:60]}")
+        raise UserError(f"{where} has no name: a tool is "
+                        '{"type": "function", "function": {"name": "...", "parameters": {}}}')
     parameters = function.get("parameters", {})
     if not isinstance(parameters, Mapping):
-        raise UserError(f"{where}.function.parameters is a JSON schema, an object; got {_json(parameters)[:60]}")
+        raise UserError(f"{where}.function.parameters is a JSON schema, an object, and not a list or a text")
     found = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
         return {**found, "arguments": parameters}        # by their names

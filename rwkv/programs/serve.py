@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import ServeConfig
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def load(config: ServeConfig) -> "Loaded":
             *opened.notes,
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
+            ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     return Loaded(model, opened.tokenizer, choice.template, plan)

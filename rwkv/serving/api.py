@@ -5,7 +5,7 @@ import hmac
 import html
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
-from rwkv.config import ServeConfig
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
@@ -48,6 +48,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
                                            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -56,9 +57,10 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the routes work with. stopping: no new requests are taken."""
+    """What the routes work with. sampling: the options that a request does not give. stopping: no new requests are taken."""
 
     config: ServeConfig
+    sampling: Sampling
     engine: RemoteEngine
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -111,9 +113,9 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 
 
 def _field_in(message: str) -> str | None:
-    """The field that a message of chat.py begins with: messages[1].content."""
+    """The field that a message begins with: messages[1].content, banned."""
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    return word if word.startswith(("messages", "tools")) else None
+    return word if word.startswith(("messages", "tools")) or word in OF_SAMPLING else None
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -294,7 +296,7 @@ def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
-    sampling = body.sampling(service.tokenizer.vocab_size)
+    sampling = body.sampling(service.sampling, service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs)
             for number in range(n)]
 
