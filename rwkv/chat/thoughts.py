@@ -32,6 +32,12 @@ def begun_by(prompt: str) -> str:
     return found[0] if found else ""
 
 
+def end_of(start: str) -> str:
+    """What ends the thoughts that `start`, as of begun_by, has begun; the model writes it where nothing else is to follow."""
+    bracket = "" if start.rstrip().endswith(">") else ">"
+    return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
+
+
 def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
     """The messages with the hint of `effort` after the last text of the user, unless that ends with one. None: as they are."""
     changed = list(messages)

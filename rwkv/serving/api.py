@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
@@ -206,8 +207,8 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
     prompt = service.template.render(body.messages, tools=tools, think=thinking.think, effort=thinking.effort)
-    if call_start and answer_start:      # an empty thought, whose end the model writes where nothing follows
-        end = "" if answer_start.rstrip().endswith(">") else ">\n"
+    if call_start and answer_start:      # thoughts, which end before the call
+        end = end_of(answer_start)
         prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
     prompt += call_start
     limit, maximum = "max_tokens", body.max_tokens

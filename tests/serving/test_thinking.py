@@ -88,6 +88,21 @@ def test_thoughts_are_apart_from_the_text(client: "openai.OpenAI", options: dict
         assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode(errors="replace") == content
 
 
+def test_a_call_that_is_demanded_stands_after_an_empty_thought(client: "openai.OpenAI") -> None:
+    """Where one was asked for; thoughts cannot be before it."""
+    import openai
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1,
+                             "tools": [tool], "tool_choice": "required"}
+    plain = client.chat.completions.create(**asked).usage.prompt_tokens
+    fake = client.chat.completions.create(**asked, extra_body=FAKE).usage.prompt_tokens
+    assert fake > plain
+    assert client.chat.completions.create(**asked, reasoning_effort="high").usage.prompt_tokens == plain
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(**asked, extra_body=TRUE)
+
+
 def test_an_answer_with_its_thoughts_can_be_sent_back(client: "openai.OpenAI") -> None:
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     first = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=20)
