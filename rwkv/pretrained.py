@@ -7,9 +7,17 @@ import torch
 
 from kernels.machine.cpu import why_slow
 from kernels.matvec import pack
+from rwkv.chat.names import Choice, Length, choose_template, trained_length
 from rwkv.chat.stated import sampling_in
-from rwkv.chat.templates import default_template
-from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
+from rwkv.checkpoint.files import (
+    DEFAULT_CTX_LEN,
+    Checkpoint,
+    assumed_tokenizer,
+    checkpoint_of,
+    read_checkpoint,
+    require_tokenizer,
+    write_checkpoint,
+)
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
@@ -106,13 +114,17 @@ class RWKV(Model):
 
 
 class OpenCheckpoint(NamedTuple):
-    """A checkpoint that has been read and checked, before its model is made."""
+    """A checkpoint that has been read and checked, before its model is made.
+
+    assumed: the tokenizer's name where neither the file nor the user names one.
+    """
 
     checkpoint: Checkpoint
     wkv: Any
     tokenizer: Tokenizer
     device: str
     dtype: str
+    assumed: str | None = None
 
     @property
     def slow(self) -> str | None:
@@ -122,8 +134,12 @@ class OpenCheckpoint(NamedTuple):
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """What else to say of the checkpoint, each with a word before it: of its weights, and of its author's sampling."""
-        return [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)] + [
+        """What to say of the checkpoint, each with a word before it: where its tokenizer is not plain, and what ends a text; of
+        its weights, and of its author's sampling."""
+        end = self.tokenizer.end_line()
+        assumed = f"{self.assumed}, for the file carries none and its vocabulary is as large as that of the World models"
+        texts = [*([("tokenizer", assumed)] if self.assumed else []), *([("texts", f"end with {end}")] if end else [])]
+        return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)] + [
             ("sampling", line) for line in stated_sampling(self.checkpoint)]
 
     def model(self) -> RWKV:
@@ -136,7 +152,8 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     checkpoint = read_checkpoint(config.checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype)
+    assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype, assumed)
 
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
@@ -160,12 +177,11 @@ def computed_in(dtype: str) -> torch.dtype:
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
-SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)",
-             65536: "world (a vocabulary of 65536 is that of the World models)"}
+SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 
 
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint.
+    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
 
     end_of_text: the text of the token that ends a text; None: as the checkpoint has it, or else the file. Raises UserError
     where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
@@ -175,6 +191,8 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         described = f"tokenizer={name}"
     elif checkpoint.tokenizer is not None:
         tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text), "the tokenizer in the file"
+    elif assumed := assumed_tokenizer(checkpoint):
+        tokenizer, described = Tokenizer.named(assumed, end_of_text=end_of_text), f"tokenizer={assumed}"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")
@@ -183,6 +201,18 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 
 def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, by default that of the data the run has learnt, or else by default_template."""
-    learnt = (checkpoint.run or {}).get("data", {}).get("template")
-    return name or learnt or default_template(str(checkpoint.path))
+    """The chat template's name: `name`, or else by `template_choice`."""
+    return template_choice(checkpoint, name).template
+
+
+def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
+    return choose_template(name, str(checkpoint.path), checkpoint.run)
+
+
+def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
+    """For people: the chat template, the length of text that the model was trained with, and what says so."""
+    length, stated = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from")), checkpoint.config.ctx_len
+    if stated not in (length.tokens, DEFAULT_CTX_LEN):       # which stands in files that nobody told
+        length = Length(stated, "the file says so")
+    trained = f"; trained with texts of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
+    return f"{choice.template} ({choice.why}){trained}"
