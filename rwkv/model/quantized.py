@@ -3,7 +3,8 @@ call; in int4 weights are rounded in groups of 32, and so are the inputs of few 
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
 product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
-which uses VNNI instructions where the CPU has them). Everything else is computed in float32.
+which uses VNNI instructions where the CPU has them), or those of kernels/matvec in C, with the same roundings: for few rows,
+which need not wait until the weights are in FBGEMM's order. Everything else is computed in float32.
 """
 
 import warnings
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from kernels.machine.cpu import multiplies
 from kernels.matvec import MOST_ROWS, SMALLEST, Packed, inputs_of, pack
+from kernels.registry import load, why_not
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
@@ -25,6 +27,7 @@ from rwkv.model.operators import matvec_for
 
 ENGINES = ("x86", "fbgemm")
 ROUNDED_ROWS = 1024                      # rows of a matrix that are rounded at once
+IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
 UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
 
@@ -34,16 +37,22 @@ class Int8Linear(nn.Module):
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
     input, by default 8, or 7 where the CPU has no VNNI: FBGEMM then adds two products in 16 bits, which 8 bits would saturate.
+    in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order of it once there are more.
     """
 
-    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
+    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
         super().__init__()
+        self._in_c = in_c and why_not("matvec", IN_C) is None
         self.out_features, self.in_features = weight.shape
         self._non_negative = non_negative
         levels: int = 2 ** (bits or (8 if multiplies(torch.int8) else 7))
         self._zero = 0 if non_negative else levels // 2
         self._step = 1 / (levels - 1 - self._zero)
-        self._packed = _pack(*_rounded(weight.detach()))
+        self._rounded = [_rounded(weight.detach())]      # scale and integers, row by row, while nothing else has them
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_few"}
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -57,20 +66,48 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def packed(self) -> Packed:
-        """The weight as kernels/matvec takes it: a copy row by row, for FBGEMM's own order is another."""
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0]
-        rounding = torch.tensor([1 / self._step, 0.0 if self._non_negative else 1.0])
-        return Packed(weight.int_repr(), weight.q_per_channel_scales().float(), rounding)
+        """The weight as kernels/matvec takes it, row by row: FBGEMM's own order is another."""
+        if self._rounded:
+            scale, integers = self._rounded[0]
+        else:
+            weight: Tensor = torch.ops.quantized.linear_unpack(self._ordered)[0]
+            scale, integers = weight.q_per_channel_scales().float(), weight.int_repr()
+        return Packed(integers, scale, torch.tensor([1 / self._step, 0.0 if self._non_negative else 1.0]))
+
+    @cached_property
+    def _ordered(self) -> torch.ScriptObject:
+        """The weight in FBGEMM's order. Where that alone has been asked for, as in training, it is the only one in memory."""
+        ordered = _pack(*self._rounded[0])
+        if "packed" not in vars(self):
+            self._rounded.clear()
+        return ordered
+
+    @cached_property
+    def _few(self) -> Callable[[Tensor], Tensor]:
+        """`product` in C."""
+        zero, step = self._zero, torch.tensor(self._step)
+        scaled = self.packed._replace(scale=self.packed.scale * step)
+        per_step = (1 / step).double()
+        product = load("matvec", IN_C).bind([scaled])
+
+        def few(rows: Tensor) -> Tensor:
+            integers = (rows.double() * per_step + zero).float().round_() - zero         # FBGEMM adds the zero, too, and rounds once
+            y: Tensor = product(integers.unsqueeze(0))[0]
+            return y
+
+        return few
 
     def rounded_weight(self) -> Tensor:
         """The weight (N,K) in float32, as it was rounded."""
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
+        weight: Tensor = torch.ops.quantized.linear_unpack(self._ordered)[0].dequantize()
         return weight
 
     def product(self, rows: Tensor) -> Tensor:
-        """The integer product without the scales: rows (B,K) within [-1, 1] -> (B,N)."""
+        """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
+        if self._in_c and 0 < len(rows) <= MOST_ROWS:
+            return self._few(rows)
         out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows, self._step, self._zero, self._packed)
+            rows, self._step, self._zero, self._ordered)
         return out
 
 
@@ -97,12 +134,13 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
-            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
     """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
 
     head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
-    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
-    generate; its weights cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
+    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. in_c: as in Int8Linear.
+    The model can then generate; its weights cannot be trained or saved. Raises UserError where this build of torch has no
+    FBGEMM.
     """
     if torch.backends.quantized.engine not in ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
@@ -111,7 +149,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
-            model.set_submodule(name, Int8Linear(weight, name.endswith(model.generation.NON_NEGATIVE)))
+            model.set_submodule(name, Int8Linear(weight, name.endswith(model.generation.NON_NEGATIVE), in_c=in_c))
             del layer, weight
             replaced(name)
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import assert_same_state, each_generation, small_model, tokens
 
+from kernels.registry import why_not
 from rwkv.generation.decoder import CallingDecoder, Decoder
 from rwkv.model.quantized import Int8Linear, to_int4, to_int8
 from rwkv.model.state import State
@@ -112,6 +115,31 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
     assert ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < allowed
     assert torch.equal(layer(x[2, 1]), found[2, 1])
     assert torch.equal(layer(torch.zeros(2, 64)), torch.zeros(2, 40))
+
+
+@pytest.mark.skipif(why_not("matvec", "c_v0") is not None, reason=str(why_not("matvec", "c_v0")))
+@given(st.integers(1, 16), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
+def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
+    """A prompt's last words give what they would give behind a longer part, and a row what it gives among many."""
+    torch.manual_seed(seed)
+    weight, x = torch.randn(N, K) * 10.0 ** scale, torch.randn(R, K)
+    x = x.relu() if non_negative else x
+    layer, by_fbgemm = Int8Linear(weight, non_negative), Int8Linear(weight, non_negative, in_c=False)
+    assert torch.equal(layer(x), by_fbgemm(x))
+    assert torch.equal(layer(x.repeat(17, 1))[:R], by_fbgemm(x))
+
+
+def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
+    """Of training alone FBGEMM's; of a text of a few words alone that row by row, whichever comes first."""
+    weight = torch.randn(40, 64)
+    trained = Int8Linear(weight, in_c=False)
+    trained(torch.randn(3, 64))
+    assert not trained._rounded
+    read = Int8Linear(weight)
+    read(torch.randn(3, 64))
+    assert "_ordered" not in vars(read)
+    for first, then in zip(read.packed, trained.packed, strict=True):
+        assert torch.equal(first, then)
 
 
 def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
