@@ -43,6 +43,7 @@ SETTINGS = (*OF_SAMPLING, "max_new_tokens", "think", "seed")     # of /set
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
+    _say(f"loading {config.checkpoint}")
     talk = _open(config)
     session = Terminal(talk)
     typed, failed = sys.stdin.isatty(), False

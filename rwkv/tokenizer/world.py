@@ -67,8 +67,11 @@ class Vocabulary:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text; the library encodes them in parallel."""
-        return [self.encode(text) for text in texts] if self._library is None else self._library.encode_batch(texts)
+        """The ids of each text; the library encodes them in parallel where they are long together."""
+        if sum(map(len, texts)) <= SHORT or self._library is None:
+            return [self._match(text.encode()) for text in texts]
+        ids: list[list[int]] = self._library.encode_batch(texts)
+        return ids
 
     def _match(self, data: bytes) -> list[int]:
         """The id of the longest token at each place."""
@@ -170,5 +173,5 @@ def _hexadecimal_lines(tokens: list[bytes]) -> Iterator[str]:
     """The lines of a vocabulary file, with every byte written in hexadecimal."""
     for index, token in enumerate(tokens):
         if token:
-            escaped = "".join("\\x" + format(value, "02x") for value in token)
-            yield f"{index} b'{escaped}' {len(token)}\n"
+            escaped = token.hex(" ").replace(" ", "\\x")
+            yield f"{index} b'\\x{escaped}' {len(token)}\n"
