@@ -98,8 +98,9 @@ def inside(debian: Path, *command: str) -> subprocess.CompletedProcess[str]:
             place.touch()
     kept = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
     variables = {**kept, **options, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-    return subprocess.run(["unshare", "--mount", "--propagation", "private", "sh", "-ec", CHROOT, "sh", str(debian), *mounts, "--",
-                           "env", "-C", f"/{SOURCE}", *command], env=variables, capture_output=True, text=True, check=False)
+    return subprocess.run(["unshare", "--mount", "--propagation", "private", "sh", "-ec", CHROOT, "sh", str(debian), *mounts,
+                           "--", "env", "-C", f"/{SOURCE}", *command], env=variables, capture_output=True, text=True,
+                          check=False)
 
 
 def test_make_quick(debian: Path) -> None:

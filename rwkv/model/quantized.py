@@ -37,7 +37,7 @@ class Int8Linear(nn.Module):
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
     input, by default 8, or 7 where the CPU has no VNNI: FBGEMM then adds two products in 16 bits, which 8 bits would saturate.
-    in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order of it once there are more.
+    in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order once there are more.
     """
 
     def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
@@ -91,7 +91,7 @@ class Int8Linear(nn.Module):
         product = load("matvec", IN_C).bind([scaled])
 
         def few(rows: Tensor) -> Tensor:
-            integers = (rows.double() * per_step + zero).float().round_() - zero         # FBGEMM adds the zero, too, and rounds once
+            integers = (rows.double() * per_step + zero).float().round_() - zero     # as FBGEMM's fused multiply-add rounds
             y: Tensor = product(integers.unsqueeze(0))[0]
             return y
 

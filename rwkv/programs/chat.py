@@ -30,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import ChatConfig
@@ -138,7 +139,7 @@ class Terminal:
         if not path:
             raise UserError("/save needs the name of a file")
         try:
-            with Path(path).open("w", encoding="utf-8") as file:
+            with Path(from_home(path)).open("w", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
@@ -146,6 +147,7 @@ class Terminal:
     def _load(self, path: str) -> None:
         from rwkv.io.json_lines import parse
 
+        path = from_home(path)
         if not Path(path).is_file():
             raise UserError(f"no conversation at {path or 'no name'}: /load needs the name of a file that /save wrote")
         try:

@@ -122,7 +122,8 @@ def _example(config: ServeConfig, listener: socket.socket) -> str:
     key = '' if config.api_key is None else ' -H "authorization: Bearer $KEY"'
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
     host = "localhost" if config.host in ("0.0.0.0", "::") else _bracketed(config.host)
-    return f"curl http://{host}:{listener.getsockname()[1]}/v1/chat/completions{key} -H content-type:application/json -d '{body}'"
+    address = f"http://{host}:{listener.getsockname()[1]}/v1/chat/completions"
+    return f"curl {address}{key} -H content-type:application/json -d '{body}'"
 
 
 def _bracketed(host: str) -> str:

@@ -36,7 +36,8 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model and warms it up, sends Ready or Failed, and then generates what it is asked for until None or the connection's end."""
+    """Loads the model and warms it up, sends Ready or Failed, and then generates what it is asked for, until None or the end of
+    the connection."""
     for number in STOPPING:              # the process with HTTP decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()

@@ -139,8 +139,8 @@ def _evaluated(literal: str) -> bytes:
 
 def _wrong_line(line: str, found: tuple[int, bytes] | None, where: str) -> UserError:
     if found is None:
-        return UserError(f"{where} is not a line of a World vocabulary: expected an id, a Python string and its length in bytes, "
-                         f"as in 3 '\\x02' 1; got {line[:60]!r}")
+        return UserError(f"{where} is not a line of a World vocabulary: expected an id, a Python string and its length in "
+                         f"bytes, as in 3 '\\x02' 1; got {line[:60]!r}")
     if not 1 <= found[0] <= LAST_ID:
         return UserError(f"{where} has the id {found[0]}: ids of a World vocabulary are 1 to {LAST_ID}")
     return UserError(f"{where} has the id {found[0]}, which an earlier line already has")

@@ -14,7 +14,7 @@ STARTS = ("rwkv.programs.serve", "rwkv.serving.worker")
 LACKING = {
     "os": {"chown", "chroot", "ctermid", "fchmod", "fchown", "fork", "forkpty", "fstatvfs", "getegid", "geteuid", "getgid",
            "getgroups", "getloadavg", "getpgid", "getpgrp", "getpriority", "getsid", "getuid", "killpg", "lchown", "lockf",
-           "major", "mkfifo", "mknod", "nice", "openpty", "pathconf", "posix_fadvise", "posix_fallocate", "posix_spawn", "pread",
+           "mkfifo", "mknod", "nice", "openpty", "pathconf", "posix_fadvise", "posix_fallocate", "posix_spawn", "pread",
            "pwrite", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "sched_yield", "sendfile", "setpgid",
            "setpriority", "setsid", "statvfs", "sync", "sysconf", "tcgetpgrp", "uname", "wait", "wait3", "wait4", "waitid"},
     "signal": {"SIGALRM", "SIGCHLD", "SIGCONT", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGQUIT", "SIGSTOP", "SIGTSTP", "SIGUSR1",
@@ -104,7 +104,8 @@ def test_no_module_of_the_server_needs_what_windows_lacks() -> None:
 @pytest.mark.parametrize(("code", "found"), [
     ("import os\nos.fork()", ["os.fork"]), ("import fcntl", ["fcntl"]), ("from signal import SIGHUP", ["SIGHUP"]),
     ("def f(loop):\n    loop.add_signal_handler(1, f)", ["loop.add_signal_handler"]),
-    ("if sys.platform == 'linux':\n    os.fork()", []), ("def f():\n    if sys.platform != 'linux':\n        return\n    os.fork()", []),
+    ("if sys.platform == 'linux':\n    os.fork()", []),
+    ("def f():\n    if sys.platform != 'linux':\n        return\n    os.fork()", []),
     ("try:\n    import uvloop\nexcept ImportError:\n    pass", []), ("try:\n    os.fork()\nexcept KeyError:\n    os.getuid()",
                                                                        ["os.fork", "os.getuid"]),
     ("import ctypes\nctypes.CDLL(None).f()", ["ctypes.CDLL(None)"])])
