@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.matvec import GROUP, Packed, groups_of
+from kernels.matvec import GROUP, BFloat16, Int8, Packed, groups_of
 
 LANES = 8                                # all widths are multiples of this; but not the number of a product's outputs
 PART = 32                                # outputs of `up` that are computed together; registers take multiples of it
@@ -154,11 +154,10 @@ class Program:
         return self._matrices_joined
 
     def with_weights(self, weights: Sequence[Tensor]) -> "Program":
-        """The same program with other matrices in its products, in the same order; neither may be added to afterwards."""
+        """The same program with other matrices in its products, in bfloat16; neither may be added to afterwards."""
         self.constants()
         self.matrices()
-        return replace(self, weights=[packed._replace(weight=weight)
-                                      for packed, weight in zip(self.weights, weights, strict=True)])
+        return replace(self, weights=[BFloat16(weight) for weight in weights])
 
     def norm(self, x: int, y: int, width: int, weight: Tensor, bias: Tensor, eps: float, added: int = NONE) -> None:
         constants = [self.constant(values) for values in (weight, bias, torch.tensor([eps]))]
@@ -209,11 +208,11 @@ class Program:
     def _prepare(self, i: int, product: Product) -> tuple[int, int, int]:
         """What the i-th of several products reads: the register of x or of its whole numbers, that of what belongs to them, and
         their place in 16 bits; NONE for what there is not."""
-        if product.weight.form == "int8":                # x in the whole steps that the weight asks for, and a step's size
+        if isinstance(product.weight, Int8):             # x in the whole steps that the weight asks for, and a step's size
             rounded, whole = self._scratch(f"rounded {i}", product.K + 1), self._whole(i, product.K)
             step = rounded + product.K
-            steps, signed = product.weight.shift.tolist()
-            self._add("round", product.x, rounded, product.K, step, int(steps), int(signed), whole)
+            rounding = product.weight.rounding
+            self._add("round", product.x, rounded, product.K, step, rounding.steps, not rounding.non_negative, whole)
             return rounded, step, whole
         if product.weight.form == "bfloat16":
             rounded, whole = self._scratch(f"rounded {i}", product.K), self._whole(i, product.K)

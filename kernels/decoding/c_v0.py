@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import native
 from kernels.decoding import PART, Instruction, Program, Run
-from kernels.matvec import GROUP, TOGETHER, Packed
+from kernels.matvec import GROUP, TOGETHER, Int8, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), native=True, dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
@@ -27,7 +27,7 @@ def bind(program: Program, form: str) -> Run:
     threads = torch.get_num_threads()
     constants, matrices = program.constants(), program.matrices()
     name = "float32_of_bfloat16" if form == "float32" and program.weights and program.weights[0].form == "bfloat16" else form
-    weights = [Packed(*(tensor.contiguous() for tensor in packed)) for packed in program.weights]
+    weights = [packed.map(Tensor.contiguous) for packed in program.weights]
     code = _code(program.instructions, weights, PARTS * threads)
     counters = torch.zeros(len(code) * 2 * APART, dtype=torch.int32)
     whole = torch.zeros(1, dtype=torch.int16)
@@ -52,8 +52,8 @@ def _code(instructions: list[Instruction], weights: list[Packed], parts: int) ->
         numbers = list(arguments)
         if name == "product":
             packed = weights[numbers.pop()]
-            steps, signed = (round(number) for number in packed.shift.tolist()) if packed.form == "int8" else (0, 0)
-            numbers += [*(tensor.data_ptr() for tensor in packed), signed * (steps + 1)]
+            addresses = [*(tensor.data_ptr() for tensor in packed), 0, 0][:3]
+            numbers += [*addresses, packed.rounding.offset if isinstance(packed, Int8) else 0]
         full = torch.tensor([NAMES.index(name), _tiles_of(name, arguments, parts), *numbers])
         row[:len(full)] = full
     return code

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.decoding import FASTEST_LOG_W, LANES, LEAST_NORM, MAPS, NONE, PART, Program, Run, Wkv4, Wkv7
-from kernels.matvec import SMALLEST, in_steps, unpacked
+from kernels.matvec import SMALLEST, Int8
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16, torch.float64))
@@ -61,11 +61,11 @@ class _Machine:
 
     def product(self, x: int, y: int, N: int, K: int, extra: int, whole: int, weight: int) -> None:
         packed = self._program.weights[weight]
-        rows, matrix = self._register(x, K), unpacked(packed, self._constants.dtype)
+        rows, matrix = self._register(x, K), packed.dense(self._constants.dtype)
         if packed.form == "int4":
-            rows = in_steps(F.pad(rows, (0, matrix.shape[1] - K)))
+            rows = packed.rounded(rows)[0].to(matrix.dtype)
         self._register(y, N).copy_(rows @ matrix.T)
-        if packed.form == "int8":
+        if isinstance(packed, Int8):
             self._register(y, N).mul_(self._register(extra, LANES)[:, :1])
 
     def down(self, x: int, y: int, N: int, K: int, matrix: int) -> None:

@@ -20,7 +20,7 @@ from kernels.native import LEVELS, TARGETS, Target
 ROOT = Path(__file__).parents[2]
 ZIG = "0.17.1"
 PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # not made for each level
-SOURCES = ("kernels/*/csrc/*.[ch]",)
+SOURCES = ("kernels/*/csrc/*.[ch]", "rwkv/*/csrc/*.[ch]")
 SYSTEMS = {"linux": "linux-gnu.2.28", "macos": "macos.11.0", "windows": "windows-gnu"}   # as zig names them
 FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror",
          "-Wno-unused-command-line-argument")

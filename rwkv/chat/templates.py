@@ -8,7 +8,8 @@ ChatRWKV). A blank line ends a turn, therefore blank lines inside a message beco
     System: {system}\n\nUser: {user}\n\nAssistant: {answer}\n\nUser: {user}\n\nAssistant:
 
 g1: the same with thoughts, as in the model card of BlinkDL/rwkv7-g1: an answer is "<think>\n{thoughts}\n</think>\n{answer}"
-where its message has "reasoning_content", and a prompt that asks for thoughts ends in "Assistant: <think".
+where its message has "reasoning_content", and a prompt that asks for thoughts ends in "Assistant: <think". It has a form for
+tools: rwkv/chat/calls.py.
 
 FILE: a jinja2 file with the conventions of the transformers library (apply_chat_template). It is rendered in a sandbox.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from rwkv.chat import calls
 from rwkv.errors import UserError
 from rwkv.io.utf8 import read_text
 
@@ -220,6 +222,10 @@ class TurnTemplate(ChatTemplate):
         self.name = self.definition = name
         self.thinks = name == "g1"
         self.stop = ("\n\nUser:",) if self.thinks else ("\n\n",)         # thoughts may hold blank lines
+        self.supports_tools = name != "world"            # whose models have not learnt calls
+        if self.supports_tools:
+            self.definition = f"{name}, {calls.REQUEST}"         # tokens made before it had this form are not used
+            self.call_start = f" {calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
@@ -227,20 +233,27 @@ class TurnTemplate(ChatTemplate):
         return f"{text}Assistant:{self._thought(think)}" if add_generation_prompt else text
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        turns = [*self._turns(messages, tools)]
+        first = len(turns) - len(messages)       # 1 where the tools are a turn of their own
         found: list[Part] = []
-        for i, (head, body, message) in enumerate(self._turns(messages, tools)):
-            found += [(head, False), (body, is_learnt(message, f"messages[{i}]"))]
+        for i, (head, body, message) in enumerate(turns):
+            found += [(head, False), (body, is_learnt(message, f"messages[{i - first}]"))]
         return found
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
-        """Of each message its "Role:", the rest of its turn, and itself."""
-        if tools:
-            raise UserError(f"tools: the chat template {self.name} has no form for tools; use a jinja2 file that has one")
-        for i, message in enumerate(check_messages(messages)):
-            if message.get("tool_calls"):
-                raise UserError(f"messages[{i}].tool_calls: the chat template {self.name} has no form for them; use a jinja2 "
-                                "file that has one")
+        """Of each turn its "Role:", the rest of it, and its message."""
+        messages = check_messages(messages)
+        if self.supports_tools:
+            messages = calls.shown(messages, tools)
+        elif tools:
+            raise UserError(f"tools: {self._no_tools()}")
+        for i, message in enumerate(messages):
+            if message.get("tool_calls") and not self.supports_tools:
+                raise UserError(f"messages[{i}].tool_calls: {self._no_tools()}")
             yield f"{ROLES[message['role']]}:", f" {self._body(message)}\n\n", message
+
+    def _no_tools(self) -> str:
+        return f"the chat template {self.name} has no form for tools; g1 has one, and a jinja2 file may have one"
 
     def answer_start(self, think: bool = False) -> str:
         return self._thought(think).lstrip()

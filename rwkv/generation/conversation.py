@@ -12,10 +12,10 @@ from typing import Any
 
 from rwkv.chat.rendered import encode, for_tokenizer, marked
 from rwkv.chat.templates import ChatTemplate, Message, check_messages
+from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.model.derived import Watch
@@ -110,8 +110,10 @@ class Chat:
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
         before = read or self.tokenizer.decode(context.last_ids if context else ())
+        # all that was said, however much of it is read now: so that an answer does not depend on that
+        earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
         engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
-                        StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context)
+                        StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context, earlier=earlier)
         self.seed += 1
         self.stats = Stats(engine.prompt_tokens)
         self._keep(prompt, engine.context())

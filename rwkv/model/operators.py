@@ -36,25 +36,25 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
 @cache
 def matvec_for(form: str) -> MatVec:
     """The operator that multiplies a few rows by weights of the form, on a CPU."""
-    matvec: MatVec = select("matvec", AUTO, "cpu", FORMS[form])
+    matvec: MatVec = select("matvec", AUTO, "cpu", form)
     return matvec
 
 
 def decoding_for(form: str) -> Any:
     """The function bind of kernels/decoding for weights of the form, on a CPU."""
-    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind
+    return load("decoding", resolve("decoding", AUTO, "cpu", form)).bind
 
 
 def why_no_decoding(form: str) -> str | None:
     """None where an implementation of kernels/decoding can run on this CPU with weights of the form, otherwise the reason."""
     if form not in FORMS:
         return f"kernels/decoding does not take weights in {form}"
-    return why_not("decoding", resolve("decoding", AUTO, "cpu", FORMS[form]))
+    return why_not("decoding", resolve("decoding", AUTO, "cpu", form))
 
 
 def decoding_name(form: str) -> str:
     """The implementation that decoding_for gives, and why."""
-    return why_auto("decoding", "cpu", FORMS[form])
+    return why_auto("decoding", "cpu", form)
 
 
 @cache

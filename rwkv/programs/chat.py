@@ -12,9 +12,8 @@ Commands:
   /retry              answers again
   /stats              tokens and times of the last answer
   /save FILE, /load FILE                 the conversation, as a line of JSON
-  /set NAME=VALUE     temperature, top_p, top_k, min_p, presence_penalty,
-                      frequency_penalty, repetition_penalty, max_new_tokens,
-                      think or seed
+  /set NAME=VALUE     max_new_tokens, think, seed, sampling (a preset), or an
+                      option of sampling, as on the command line
   /quit               ends; so does Ctrl-D
 
 Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
@@ -24,7 +23,7 @@ line. The state is carried: each turn reads its new words alone.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,13 @@ import yaml
 from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import ChatConfig
+from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
 from rwkv.io.utf8 import decode
 
-OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-SETTINGS = (*OF_SAMPLING, "max_new_tokens", "think", "seed")     # of /set
+OF_SAMPLING = tuple(item.name for item in fields(Sampling))
+SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # of /set
 
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
@@ -62,12 +61,11 @@ def _open(config: ChatConfig) -> Any:
     """The conversation. Raises UserError as the parts of it do."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
-    from rwkv.generation.sampling import Sampling
     from rwkv.generation.states import load_context
     from rwkv.model.decoding.program import decoding_line
     from rwkv.pretrained import open_checkpoint, template_of
 
-    sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
+    sampling = Sampling.of(config)
     opened = open_checkpoint(config)
     template = chat_template(template_of(opened.checkpoint, config.template))
     if end := opened.tokenizer.end_line():
@@ -76,6 +74,7 @@ def _open(config: ChatConfig) -> Any:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
     template.answer_start(config.think)          # refused before the model is loaded
     print(f"chat template: {template.name}", file=sys.stderr)
+    print(f"sampling {config.sampling}: {sampling}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     decoding = decoding_line(model)
@@ -160,15 +159,16 @@ class Terminal:
         name, equals, value = text.partition("=")
         if not equals or name not in SETTINGS:
             raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
-        try:
-            number = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError):             # ValueError: of a date such as 2026-02-30
-            raise UserError(f"{name} is a number, or true or false; got {value!r}") from None
-        if name in OF_SAMPLING:
-            self.talk.sampling = replace(self.talk.sampling, **{name: number})
-        elif type(number) is not type(getattr(self.talk, name)):
-            raise UserError(f"{name} is a {'true or false' if name == 'think' else 'a whole number'}; got {value!r}")
+        if name == "sampling":
+            chosen = cli.preset("sampling", value)
+            self.talk.sampling = Sampling(**{option: chosen[option] for option in OF_SAMPLING if option in chosen})
+            _say(f"sampling {value}: {self.talk.sampling}")
+        elif name in OF_SAMPLING:
+            self.talk.sampling = replace(self.talk.sampling, **{name: _of_sampling(name, value)})
         else:
+            number = _from_yaml(name, value)
+            if type(number) is not type(getattr(self.talk, name)):
+                raise UserError(f"{name} is {'true or false' if name == 'think' else 'a whole number'}; got {value!r}")
             ChatConfig(**{name: number})                 # which checks its range
             if name == "think":
                 self.talk.template.answer_start(number)
@@ -179,6 +179,21 @@ class Terminal:
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
         _say(f"read {stats.read} tokens; first token after {stats.first_s:.2f} s; wrote {stats.written} tokens, "
              f"{rate:.0f} a second")
+
+
+def _of_sampling(name: str, text: str) -> Any:
+    """The value of an option of sampling, from a text as on the command line; several values of a list are not for /set."""
+    how = next(item.metadata for item in fields(Sampling) if item.name == name)
+    if how["typed"] == list[str]:
+        return how["read"]([text] if text else [])
+    return _from_yaml(name, text)
+
+
+def _from_yaml(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):                 # ValueError: of a date such as 2026-02-30
+        raise UserError(f"{name} is a number, a name, or true or false; got {text!r}") from None
 
 
 def _say(text: str) -> None:

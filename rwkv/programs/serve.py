@@ -7,10 +7,11 @@
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
        -d '{"prompt": "def main", "max_tokens": 50, "stream": true}'
 
-With template=FILE, a jinja2 template that shows tools, requests may have tools
-and tool_choice. What the model writes as <tool_call>{"name": ..., "arguments":
-{...}}</tool_call> comes back as tool_calls. A tool_choice of required or of one
-function begins the answer with a call; the arguments are not held to a schema.
+With template=g1, or template=FILE, a jinja2 template that shows tools, requests
+may have tools and tool_choice. A call that the model writes, {"name": ...,
+"arguments": {...}} in a fence, after <tool_call> or bare, comes back as one of
+tool_calls. A tool_choice of required or of one function begins the answer with
+a call; the arguments are not held to a schema.
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import ServeConfig
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.log import say
 
@@ -66,6 +67,7 @@ def load(config: ServeConfig) -> "Loaded":
             *([("WARNING", opened.slow)] if opened.slow else []),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             *([("texts", f"end with {end}")] if end else []),
+            ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
     return Loaded(model, opened.tokenizer, template, plan)

@@ -28,7 +28,7 @@ class Shape:
     """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer).
 
     n: texts of each prompt, one after the other. tokenizer: for the places of tokens in a text. functions: those that the
-    answer may call. call_start: the beginning of a call that the model was given.
+    answer may call. call_start: the beginning of a call that the model was given. most_calls: those that an answer shows.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -41,6 +41,7 @@ class Shape:
     echo_logprobs: bool = False
     functions: Sequence[str] = ()
     call_start: str = ""
+    most_calls: int | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -140,7 +141,7 @@ class _Text:
         self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
         self._skipped, self._written = 0, 0      # characters of that space, and of all that came
         self._tokens = ShownTokens(shape.tokenizer.decoder(prompt)) if shape.logprobs else None
-        self._parser = CallParser(shape.functions, shape.call_start) if shape.functions else None
+        self._parser = CallParser(shape.functions, shape.call_start, shape.most_calls) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
         self._decoder = shape.tokenizer.decoder(prompt if shape.logprobs and not shape.echo_logprobs else ())
         self._offset = 0                 # where the next token's first character begins
@@ -210,7 +211,9 @@ class _Text:
 
     def _reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
-        return "tool_calls" if reason == "stop" and self._parser and self._parser.found else reason
+        if self._parser and self._parser.found and (reason == "stop" or self._parser.full):
+            return "tool_calls"
+        return reason
 
     def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,

@@ -4,19 +4,22 @@ Fields of OpenAI's that change no text are accepted and ignored; what this serve
 fields. Each optional field may be null, which is as if it were not there.
 """
 
+import math
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from rwkv.config import Sampling
 from rwkv.serving.errors import ApiError
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters of a stop string
 MOST_ROWS = 128                          # texts of one request
 MOST_TOOLS = 128                         # of one request
 
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Body = TypeVar("Body")
@@ -27,8 +30,32 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None      # ignored
 
 
-class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share."""
+def _field(item: Field) -> tuple[str, Any, None]:
+    """The field of requests for an option of Sampling: name, type with its range and help, and default."""
+    low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
+    within = msgspec.Meta(ge=low, le=None if high == math.inf else high)
+    kinds: dict[Any, Any] = {
+        float: Annotated[float, within], int: Annotated[int, within], str: Literal[tuple(item.metadata["one_of"] or ("",))],
+        tuple[int, ...]: list[TokenId], tuple[int | str, ...]: str | list[str | TokenId],
+        Mapping[int, float]: dict[TokenId, Annotated[float, within]]}
+    return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
+
+
+def _nearest(item: Field, value: Any) -> Any:
+    """The value of a request's field; one between 0 and the option's least is that, or 0 where the option may be 0."""
+    if item.type is float and value < item.metadata["least"]:
+        return 0.0 if item.metadata["or_zero"] else item.metadata["least"]
+    return value
+
+
+if TYPE_CHECKING:                        # a class that is made while the program runs has no fields for mypy
+    SamplingFields = msgspec.Struct
+else:
+    SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
+
+
+class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share, beside the options of rwkv.config.Sampling."""
 
     most_stops: ClassVar[int]            # stop strings
 
@@ -37,14 +64,6 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     n: Count | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     user: Any = None                     # this one and those below are ignored
@@ -62,23 +81,15 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ApiError(400, f"stop is at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters each", "stop")
         return stops
 
-    def sampling(self, vocab_size: int) -> dict[str, Any]:
-        """The fields of Sampling, with OpenAI's defaults: temperature 1 and top_p 1."""
-        given = {name: getattr(self, name) for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty",
-                                                        "repetition_penalty") if getattr(self, name) is not None}
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_p = 1.0 if self.top_p is None else max(self.top_p, 1e-6)             # 0: the likeliest token alone
-        return {"temperature": temperature if temperature >= 1e-6 else 0.0, "top_p": top_p,
-                "logit_bias": self._biases(vocab_size), **given}
-
-    def _biases(self, vocab_size: int) -> dict[int, float]:
-        biases = {}
-        for token, bias in (self.logit_bias or {}).items():
-            if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < vocab_size):
-                raise ApiError(400, f"logit_bias has token ids from 0 to {vocab_size - 1} as keys; got {token[:20]!r}",
-                               "logit_bias")
-            biases[int(token)] = bias
-        return biases
+    def sampling(self, otherwise: Sampling, tokenizer: Tokenizer) -> Sampling:
+        """How the tokens are chosen; `otherwise` has the options that the request does not give. no_penalty has ids alone: the
+        engine is not to encode texts while others wait. Raises UserError for what the vocabulary lacks.
+        """
+        given = {item.name: _nearest(item, value) for item in fields(Sampling)
+                 if (value := getattr(self, item.name)) is not None}
+        sampling = replace(otherwise, **given)
+        sampling.check_ids(tokenizer.vocab_size)
+        return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
@@ -179,7 +190,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
-        path = re.search(r" - at `\$\.?([^`]*)`", message)
+        path = re.search(r" (?:at|in) `\$\.?([^`]*)`", message)
         unknown = re.search(r"unknown field `([^`]*)`", message)
         missing = re.search(r"missing required field `([^`]*)`", message)
         inner = unknown or missing

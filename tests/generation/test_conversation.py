@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from tokenizer_files import chatml, sentencepiece_bpe
 
 from rwkv.chat.rendered import encode
 from rwkv.chat.templates import chat_template
+from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation import conversation as chat_module
 from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine, generate
-from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
 from rwkv.programs.chat import Terminal
@@ -147,7 +148,7 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(monkeypatch: pytest.MonkeyPat
     terminal.turn(TURNS[0])
     before = list(chat.messages)
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **more: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_module, "Engine", interrupted)
@@ -185,7 +186,10 @@ def test_thoughts_are_shown_from_their_beginning(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("setting", "said"), [
-    ("seed=2026-02-30", "seed is a number, or true or false; got '2026-02-30'"),
+    ("seed=2026-02-30", "got '2026-02-30'"),
+    ("sampling=mine", "g1_think"),
+    ("logit_bias=a", "logit_bias"),
+    ("banned=3", "banned"),
     ("max_new_tokens=0", "max_new_tokens is at least 1; got 0"),
     ("seed=-1", "seed is at least 0; got -1"),
     ("temperature=-1", "temperature"),
@@ -196,6 +200,40 @@ def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting:
     assert not Terminal(chat).turn(f"/set {setting}")
     assert said in capsys.readouterr().err
     assert (chat.sampling, chat.max_new_tokens, chat.seed) == before
+
+
+def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = talk()
+    terminal = Terminal(chat)
+    for setting in ("sampling=g1_think", "temperature=0.5", "no_penalty=0 1", "logit_bias=65:2", "banned=[0,1]", "order=rwkv"):
+        assert terminal.turn(f"/set {setting}")
+    assert "sampling g1_think: temperature 0.96, top_k 32, top_p 0.76" in capsys.readouterr().err
+    assert chat.sampling == Sampling(0.5, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988,
+                                     no_penalty=("0 1",), logit_bias={65: 2.0}, banned=(0, 1), order="rwkv")
+    assert terminal.turn("/set sampling=greedy")
+    assert chat.sampling == Sampling(temperature=0, top_p=1.0)
+
+
+def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
+    """repetition_penalty is for all that was said, the others for each answer alone; a conversation may be saved and loaded."""
+    def said(chat: Chat) -> str:
+        chat.sampling = replace(chat.sampling, repetition_penalty=3.0, presence_penalty=1.0, frequency_penalty=0.5,
+                                penalty_decay=0.9, no_penalty=(" ", 10))
+        chat.seed = 4
+        return "".join(chat.say(TURNS[2]))
+
+    first = talk(temperature=0.8)
+    for text in TURNS[:2]:
+        list(first.say(text))
+    assert Terminal(first).turn(f"/save {tmp_path / 'talk.json'}")
+    again = talk(temperature=0.8)
+    assert Terminal(again).turn(f"/load {tmp_path / 'talk.json'}")
+    answer = said(first)
+    assert answer == said(again)
+    assert first.stats.read < again.stats.read
+    whole = first.template.render(first.messages[:-1])
+    assert answer == "".join(generate(first.model, first.tokenizer, whole, 12, stop=first.template.stop, seed=4, **{
+        item.name: getattr(first.sampling, item.name) for item in fields(Sampling)}))
 
 
 def test_an_answer_without_a_token_has_no_time_of_a_first_one() -> None:

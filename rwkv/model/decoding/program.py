@@ -111,7 +111,7 @@ def decoding_line(model: Any) -> str | None:
 def form_of(layer: nn.Module) -> str:
     """The form of kernels.matvec that the layer's weights have; another dtype by its own name."""
     if isinstance(layer, (Int8Linear, Int4Linear)):
-        return "int8" if isinstance(layer, Int8Linear) else "int4"
+        return layer.form
     assert isinstance(layer, nn.Linear)
     return str(layer.weight.dtype).removeprefix("torch.")
 
