@@ -52,7 +52,7 @@ MAX_SPREAD = 0.25                        # of times whose ratios are shown
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}      # and what each compares with
 LIMITS = {"matmul": MATMUL, "copy": COPY, "read": READ, "copy_one": COPY_ONE}
 COLUMNS = {                              # of a result: heading and format
-    "ms": ("ms", ".3f"), "best_ms": ("best", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
+    "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
     "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
     "copies": ("x one copy", ".1f"), "vs_baseline": ("x {baseline}", ".2f"), "launches": ("launches", "d"),

@@ -309,7 +309,7 @@ def _method(comparison: Comparison) -> str:
             f"<details><summary>Columns of report.csv</summary>{_pairs(columns(comparison.results))}</details>")
 
 
-STYLE = """
+COLOURS_OF_LINES = """
 :root {
   color-scheme: light dark;
   --page: #fbfbfa; --card: #ffffff; --text: #1c1d1f; --quiet: #62666d; --rule: #dcdee2;
@@ -327,6 +327,10 @@ STYLE = """
     --b0: #6bb0ff; --b1: #2f6db0; --b2: #474c55;
   }
 }
+"""
+COLOURS_OF_LINES += "\n".join([*(f".c{n} {{ stroke: var(--c{n}); }} .c{n} circle:not(.ring) {{ fill: var(--c{n}); }}"
+                                 for n in range(svg.COLOURS)), ""])
+STYLE = COLOURS_OF_LINES + """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1120px; padding: 20px 16px 48px; background: var(--page); color: var(--text);
        font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -369,5 +373,4 @@ summary { cursor: pointer; color: var(--quiet); margin: 8px 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; font-size: 0.9rem; }
 dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 """
-STYLE += "\n".join([*(f".c{n} {{ stroke: var(--c{n}); }} .c{n} circle:not(.ring) {{ fill: var(--c{n}); }}" for n in range(10)),
-                    *(f"rect.b{n} {{ fill: var(--b{n}); }} .box.b{n} {{ background: var(--b{n}); }}" for n in range(3)), ""])
+STYLE += "\n".join([*(f"rect.b{n} {{ fill: var(--b{n}); }} .box.b{n} {{ background: var(--b{n}); }}" for n in range(3)), ""])
