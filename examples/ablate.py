@@ -19,7 +19,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     command = [sys.executable, ROOT / "train.py", "-m", f"kernel={args.kernels}", "logger=csv", f"out_dir={args.folder}",
-               "model.n_layer=2", "model.n_embd=64", "trainer.val_tokens=10000", f"trainer.max_steps={args.steps}"]
+               "model.n_layer=2", "model.n_embd=64", "trainer.val_tokens=10000", "trainer.log_every=1",
+               f"trainer.max_steps={args.steps}"]
     if subprocess.run(command, check=False).returncode:
         sys.exit(f"the sweep failed; it goes on with: python train.py -m resume=auto out_dir={args.folder}")
     print(f"{'kernel':12} {'tokens/s':>9} {'val/loss':>9} {'apart by':>9}")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md",
          *sorted((ROOT / "kernels").glob("**/README.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SCREENS, ROWS, COLUMNS = 3, 50, 128
+SCREENS, ROWS, COLUMNS = 3, 50, 132
 FIRST_WORDS = ("python", "python3", "make", "pip", "hf", "curl", "timemix")
 SMALL = ("trainer.max_steps=4", "trainer.val_every=4", "trainer.val_tokens=2000", "trainer.sample_tokens=4", "logger=csv",
          "model.n_layer=1", "model.n_embd=32", "model.ctx_len=32", "data.cache_dir=cache")
