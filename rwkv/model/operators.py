@@ -40,6 +40,12 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
+def why_no_int8() -> str | None:
+    """None where torch or the C library multiplies integers on this CPU, otherwise the reasons."""
+    reasons = [why_not("matvec", name) for name in ("fbgemm", "c_v0")]
+    return None if None in reasons else "; ".join(filter(None, reasons))
+
+
 def decoding_for(form: str) -> Any:
     """The function bind of kernels/decoding for weights of the form, on a CPU."""
     return load("decoding", resolve("decoding", AUTO, "cpu", form)).bind

@@ -3,8 +3,9 @@ call; in int4 weights are rounded in groups of 32, and so are the inputs of few 
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
 product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
-which uses VNNI instructions where the CPU has them), or those of kernels/matvec in C, with the same roundings: for few rows,
-which need not wait until the weights are in FBGEMM's order. Everything else is computed in float32.
+which uses VNNI instructions where the CPU has them), or where it has none, as on ARM, those of kernels/matvec. Few rows are
+multiplied in C with FBGEMM's roundings: a short text need not wait until the weights are in FBGEMM's order. Everything else is
+computed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Int4, Int8, torch_linear
+from kernels.matvec import MOST_ROWS, Int4, Int8
 from kernels.registry import load, why_not
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.operators import matvec_for
+from rwkv.model.operators import matvec_for, why_no_int8
 
+FBGEMM = "fbgemm"                        # the kernel of matvec for many rows in int8, where it can run
 IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
 UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
@@ -35,7 +37,7 @@ class Int8Linear(nn.Module):
     """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
-    input, by default 8, or 7 where the CPU has no VNNI: FBGEMM then adds two products in 16 bits, which 8 bits would saturate.
+    input, by default 8, or 7 where the CPU has no VNNI: two products are added in 16 bits then, which 8 bits would saturate.
     in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order once there are more.
     """
 
@@ -43,11 +45,13 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
         super().__init__()
-        self._in_c = in_c and why_not("matvec", IN_C) is None
         self.out_features, self.in_features = weight.shape
+        self._matvec = matvec_for("int8")
         packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
         self.rounding = packed.rounding
-        self._rounded = [packed]         # while nothing else has it
+        self._by_fbgemm = self._matvec.name == FBGEMM
+        self._in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
+        self._rounded = [packed]         # the weight row by row, unless it is in FBGEMM's order alone
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
@@ -56,22 +60,28 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
         trained = torch.is_grad_enabled() and rows.requires_grad
-        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], -1)
+        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], self.out_features)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
+        if not self._by_fbgemm:
+            return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
         return self.product(rows / largest).mul_(largest)
 
     @cached_property
     def packed(self) -> Int8:
-        """The weight as kernels/matvec takes it, row by row: FBGEMM's own order is another."""
+        """The weight row by row, which is kept from now on: FBGEMM's own order is another."""
         return self.unordered()
+
+    def unordered(self) -> Int8:
+        """The same, a new copy where it is in FBGEMM's order alone."""
+        return self._rounded[0] if self._rounded else Int8(*load("matvec", FBGEMM).unordered(self._ordered), *self.rounding)
 
     @cached_property
     def _ordered(self) -> torch.ScriptObject:
         """The weight in FBGEMM's order. Where that alone has been asked for, as in training, it is the only one in memory."""
-        ordered = torch_linear.ordered(self._rounded[0])
+        ordered = load("matvec", FBGEMM).ordered(self._rounded[0])
         if "packed" not in vars(self):
             self._rounded.clear()
         return ordered
@@ -80,9 +90,8 @@ class Int8Linear(nn.Module):
     def _few(self) -> Callable[[Tensor], Tensor]:
         """`product` in C."""
         offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps)
-        scaled = replace(self.packed, scale=self.packed.scale * step)
         per_step = (1 / step).double()
-        product = load("matvec", IN_C).bind([scaled])
+        product = load("matvec", IN_C).bind([replace(self.packed, scale=self.packed.scale * step)])
 
         def few(rows: Tensor) -> Tensor:
             integers = (rows.double() * per_step + offset).float().round_() - offset     # as FBGEMM's fused multiply-add rounds
@@ -91,18 +100,11 @@ class Int8Linear(nn.Module):
 
         return few
 
-    def unordered(self) -> Int8:
-        """The weight row by row: a new copy where it is in FBGEMM's order alone."""
-        if self._rounded:
-            return self._rounded[0]
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._ordered)[0]
-        return Int8(weight.int_repr(), weight.q_per_channel_scales().float(), *self.rounding)
-
     def product(self, rows: Tensor) -> Tensor:
-        """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
+        """FBGEMM's product without the scales of rows: rows (B,K) within [-1, 1] -> (B,N)."""
         if self._in_c and 0 < len(rows) <= MOST_ROWS:
             return self._few(rows)
-        return torch_linear.product_of(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
+        return load("matvec", FBGEMM).product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -120,7 +122,9 @@ class _WithGradient(torch.autograd.Function):
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """The output (B,N) of each of n layers for its input, inputs[i] (B,K); all inputs (n,B,K) are scaled together."""
+    """The output (B,N) of each of n layers for its input, inputs[i] (B,K); FBGEMM's inputs (n,B,K) are scaled together."""
+    if not layers[0]._by_fbgemm:
+        return [layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
     return [layer.product(rows).mul_(scale)
             for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
@@ -129,24 +133,26 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
-    """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
+    """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; embeddings are bfloat16.
 
     head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
     what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. in_c: as in Int8Linear.
-    The model can then generate; its weights cannot be trained or saved. Raises UserError where this build of torch has no
-    FBGEMM.
+    The model can then generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the
+    products.
     """
-    if torch.backends.quantized.engine not in torch_linear.ENGINES:
-        raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
+    reasons = why_no_int8()
+    if reasons is not None:
+        raise UserError(f"dtype=int8 cannot run here: {reasons}: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
+    non_negative = model.generation.non_negative(model.config)
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
-            model.set_submodule(name, Int8Linear(weight, name.endswith(model.generation.NON_NEGATIVE), in_c=in_c))
+            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative), in_c=in_c))
             del layer, weight
             replaced(name)
-    model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
+    _halve_embeddings(model)
     return model
 
 
@@ -165,30 +171,13 @@ class Int4Linear(nn.Module):
         self._matvec = matvec_for("int4")
         self.packed = packed
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_few"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.packed = self._packed
-
-    @property
-    def packed(self) -> Int4:
-        return self._packed
-
-    @packed.setter
-    def packed(self, packed: Int4) -> None:
-        self._packed = packed
-        self._few = self._matvec.bind(packed)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
-            return self._few(rows.unsqueeze(0))[0]
+            return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
         part = max(1, UNPACKED // self.in_features)
         parts = [self.packed.map(itemgetter(slice(start, start + part))) for start in range(0, self.out_features, part)]
@@ -211,8 +200,14 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
         weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
         model.set_submodule(name, Int4Linear(weight))
         del layer, read
-    model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
+    _halve_embeddings(model)
     return model
+
+
+def _halve_embeddings(model: Model) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.Embedding):
+            layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
 
 
 def _linears(model: Model) -> list[str]:

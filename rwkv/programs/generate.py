@@ -57,10 +57,10 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     check_config(config)
     prompts = prompts_from(config)
     opened = open_checkpoint(config)
-    if end := opened.tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context

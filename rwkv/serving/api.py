@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.rendered import encode
-from rwkv.chat.templates import ChatTemplate
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
@@ -38,6 +39,7 @@ from rwkv.serving.schema import (
     CompletionRequest,
     DetokenizeRequest,
     Options,
+    Thinking,
     TokenizeRequest,
     Tool,
     read,
@@ -201,12 +203,14 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
-    think = body.think
-    if call_start:                       # which stands where thoughts would begin
-        think, answer_start = False, service.template.answer_start(False)
-    prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
+    thinking = _thinking(service, body, bool(call_start))
+    answer_start = service.template.answer_start(thinking.think)
+    prompt = service.template.render(body.messages, tools=tools, think=thinking.think, effort=thinking.effort)
+    if call_start and answer_start:      # thoughts, which end before the call
+        end = end_of(answer_start)
+        prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
+    prompt += call_start
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
@@ -219,17 +223,25 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
-                  most_calls=1 if one_call else None)
+                  most_calls=1 if one_call else None, thinks=service.template.thinks)
     return texts, shape, body
 
 
-def _answer_start(service: Service, body: ChatRequest) -> str:
+def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
+    """How the answer is to begin. calls: with a call, before which there are no thoughts.
+
+    Raises ApiError where the template cannot ask for that; a wish that it has no form for is left out.
+    """
+    thinking = body.thinking(service.template.thinks)
     try:
-        return service.template.answer_start(body.think)
-    except UserError:
-        field = "enable_thinking" if body.enable_thinking else "chat_template_kwargs.enable_thinking"
-        raise ApiError(400, f"{field} is false with the chat template {service.template.name}: it has no thoughts",
-                       field) from None
+        service.template.answer_start(thinking.think)
+        if calls and thinking.think is True:
+            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+    except UserError as error:
+        if thinking.wish:
+            return thinking._replace(think=False)
+        raise ApiError(400, f"{thinking.field}: {str(error).partition(': ')[2]}", thinking.field) from None
+    return thinking
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:

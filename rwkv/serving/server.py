@@ -100,7 +100,6 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
-        say("chat", f"template {template.name}")
         await Server(options, started, stop).serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:

@@ -52,8 +52,8 @@ def program_of(model: Any) -> ModelProgram | None:
 
 
 def decodes_by_program(model: Any) -> bool:
-    """Whether the model is large enough, on a CPU, and of a form that a program takes."""
-    return _is_large(model) and why_no_decoding(form_of(model.head)) is None
+    """Whether the model is large enough, on a CPU, and of a form that a program takes, which has no DeepEmbed."""
+    return _is_large(model) and why_no_decoding(form_of(model.head)) is None and not model.config.deep_embed_dim
 
 
 def _is_large(model: Any) -> bool:
@@ -99,7 +99,7 @@ def decoding_line(model: Any) -> str | None:
     form = form_of(model.head)
     if not _is_large(model):
         return None
-    reason = why_no_decoding(form)
+    reason = why_no_decoding(form) or ("the C code has no DeepEmbed" if model.config.deep_embed_dim else None)
     if reason is not None:
         return f"decoding: by PyTorch ({reason})"
     line = f"decoding: {decoding_name(form)}, one call a token"
