@@ -76,12 +76,15 @@ class Int8Linear(nn.Module):
 
     def unordered(self) -> Int8:
         """The same, a new copy where it is in FBGEMM's order alone."""
-        return self._rounded[0] if self._rounded else Int8(*load("matvec", FBGEMM).unordered(self._ordered), *self.rounding)
+        if self._rounded:
+            return self._rounded[0]
+        integers, scale = load("matvec", FBGEMM).unordered(self._ordered)
+        return Int8(integers, scale, *self.rounding)
 
     @cached_property
     def _ordered(self) -> torch.ScriptObject:
         """The weight in FBGEMM's order. Where that alone has been asked for, as in training, it is the only one in memory."""
-        ordered = load("matvec", FBGEMM).ordered(self._rounded[0])
+        ordered: torch.ScriptObject = load("matvec", FBGEMM).ordered(self._rounded[0])
         if "packed" not in vars(self):
             self._rounded.clear()
         return ordered
@@ -104,7 +107,8 @@ class Int8Linear(nn.Module):
         """FBGEMM's product without the scales of rows: rows (B,K) within [-1, 1] -> (B,N)."""
         if self._in_c and 0 < len(rows) <= MOST_ROWS:
             return self._few(rows)
-        return load("matvec", FBGEMM).product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
+        y: Tensor = load("matvec", FBGEMM).product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
+        return y
 
 
 class _WithGradient(torch.autograd.Function):
