@@ -68,7 +68,7 @@ def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     # Lightning takes it from the variables of a batch system, set or inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    if config.trainer.malloc == "tuned" and config.tune.method != "full":
+    if config.trainer.malloc == "small":
         return_large_blocks()            # before the model is built, and the plan times it
     batches = share(config)
     wkv, kernel = kernel_for(config, device)

@@ -27,6 +27,7 @@ gradients of a step live until the backward pass of the next one begins (Lightni
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ LOGITS = 3                               # live copies of one chunk of logits at
 FROZEN_LOGITS = 2                        # the same for a frozen head
 BETWEEN = 40                             # times n_embd: values per token that the backward pass of a block with frozen weights
                                          # takes while it computes again what is between the products
+HOLES = 2                                # times activations and loss beside frozen weights: kept blocks have holes between them
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
@@ -113,7 +115,9 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         activations += FLOAT * vocab_size * C // 2 if rounded else weights // 2
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    return Memory(weights, trained, MOMENTS * trained, activations, loss, config.data.num_workers * DATA_WORKER)
+    if tuned and trainer.malloc == "tuned" and sys.platform == "linux":
+        activations, loss = HOLES * activations, HOLES * loss
+    return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
 def _frugal(config: TrainConfig) -> bool:

@@ -1,19 +1,20 @@
 """How a new run that tunes the weights of init_from= takes less memory than its options alone would.
 
 A step with frozen weights is divided into passes of a few rows, whose gradients are added up: the same step (the data's order
-and each target's weight are the same), from a fraction of the activations. Where a run would not fit into the free memory, its
-activations are computed again.
+and each target's weight are the same), from a fraction of the activations. Where a run would not fit into the free memory,
+freed blocks are returned to the system, and if that is not enough its activations are computed again.
 """
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from rwkv.config import TrainConfig
 from rwkv.training.device import device_for
 from rwkv.training.memory import estimate, free_memory, readable, with_options
 
 PASS_TOKENS = 512                        # of a pass at least, on a CPU: matrix products have their full speed then
-CHECKPOINTING = "trainer.activation_checkpointing"
+SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
 
 
 def with_passes(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, str | None]:
@@ -40,12 +41,16 @@ def same_step(config: TrainConfig, run: TrainConfig) -> bool:
     return run.tune.method != "full" and run.data.batch_size < config.data.batch_size and rows == of_run
 
 
-def with_checkpointing(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with activation checkpointing where it is short of memory without, and a line that says so."""
+def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
+    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one; and a line that
+    says so. Unchanged where it fits, where freed blocks or checkpointing were chosen, and where nobody knows what is free."""
     free = free_memory(device_for(config.trainer.accelerator))
     need = estimate(config, vocab_size).total
-    if CHECKPOINTING in given or config.trainer.activation_checkpointing or free is None or need <= free:
+    if free is None or need <= free or {f"trainer.{option}" for option in SMALLER[-1]} & {*given}:
         return config, None
-    smaller = with_options(config, activation_checkpointing=True)
-    return smaller, (f"{CHECKPOINTING}=true, for a third more time: without it training needs {readable(need)}, and "
-                     f"{readable(free)} is free")
+    for options in SMALLER:
+        smaller = with_options(config, **options)
+        if estimate(smaller, vocab_size).total <= free:
+            break
+    words = " ".join(f"trainer.{option}={str(value).lower()}" for option, value in options.items())
+    return smaller, f"{words}, which is slower: without it training needs {readable(need)}, and {readable(free)} is free"

@@ -29,7 +29,7 @@ from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import AUTO, with_precision
 from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
-from rwkv.training.passes import same_step, with_checkpointing, with_passes
+from rwkv.training.passes import same_step, with_less_memory, with_passes
 from rwkv.training.tuned import tuned_files
 from rwkv.training.tuning_defaults import with_tuning_defaults
 
@@ -91,9 +91,9 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
     divided, of_passes = with_passes(resolved(sized, given), given)
-    frugal, of_checkpointing = with_checkpointing(divided, checkpoint.vocab_size, given)
+    frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
     return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
-               saved_memory=tuple(line for line in (of_passes, of_checkpointing) if line))
+               saved_memory=tuple(line for line in (of_passes, of_memory) if line))
 
 
 def new_folder(kind: str = "") -> Path:

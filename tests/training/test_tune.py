@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.convert import convert
 from rwkv.training.memory import estimate, frozen_bytes, n_trained
-from rwkv.training.passes import with_checkpointing, with_passes
+from rwkv.training.passes import with_less_memory, with_passes
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
@@ -285,16 +286,20 @@ def test_a_run_that_is_short_of_memory_computes_activations_again(monkeypatch: p
                          data=DataConfig(batch_size=4), tune=TuneConfig(method="lora"),
                          trainer=TrainerConfig(accelerator="cpu"))
     need = estimate(config, 65536).total
-    for free, chosen in ((2 * need, False), (need - 1, True)):
+    returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
+    assert returned < need
+    for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
         monkeypatch.setattr("rwkv.training.passes.free_memory", lambda device, free=free: free)
-        found, line = with_checkpointing(config, 65536, ())
-        assert (found.trainer.activation_checkpointing, line is not None) == (chosen, chosen)
+        found, line = with_less_memory(config, 65536, ())
+        assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
+        assert (line is None) == (malloc == "tuned")
 
 
 def test_the_memory_of_released_shapes_is_planned_by_what_is_frozen() -> None:
     """RWKV-7 0.1b, a step of 8 rows of 512 in passes of one: in bytes, beside half a GB of program and libraries."""
     sizes = ModelConfig(generation="rwkv7", n_layer=12, n_embd=768, ctx_len=512)
     found = {(method, base): estimate(TrainConfig(model=sizes, data=DataConfig(name="chat", batch_size=1),
+                                                  trainer=TrainerConfig(malloc="small"),
                                                   tune=TuneConfig(method=method, base=base)), 65536).total / 1e9
              for method, base in (("full", "float32"), ("lora", "float32"), ("state", "float32"), ("lora", "int4"))}
     assert found["lora", "int4"] < found["state", "float32"] < found["lora", "float32"] < 0.4 * found["full", "float32"]
