@@ -48,8 +48,6 @@ RULES = {
     ("matvec", "cpu", torch.int8): Rule(("torch_linear", "c_v0", "reference"), measured=False),
     ("matvec", "cpu", torch.int16): Rule(("c_v0", "reference"), measured=False),
     ("draw", "cpu", torch.float32): Rule(("c_v0",), measured=True),
-    **{("decoding", "cpu", dtype): Rule(("c_v0",), measured=True)
-       for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int16)},
 }
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from kernels.operator import Operator
 
 FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.int16}
+KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # in products.h; of 1, x is not rounded
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
 LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15

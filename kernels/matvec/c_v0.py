@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.matvec import GROUP, TOGETHER, Packed, inputs_of
+from kernels.matvec import GROUP, KINDS, TOGETHER, Packed, inputs_of
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), native=True, dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
@@ -44,7 +44,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
             floats, whole = x.new_empty(R, K // BLOCK * 2 * TOGETHER), x.new_empty(R, K, dtype=torch.uint8)
             native.run("matvec_arrange", 1, R * (K // BLOCK), x, whole, floats)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run(f"matvec_{form}", threads, N, K, R, floats.shape[1], K * whole.itemsize, offset, threads, *packed,
+        native.run("matvec", threads, KINDS[form], N, K, R, floats.shape[1], K * whole.itemsize, offset, threads, *packed,
                    floats, whole, y)
         return y
 

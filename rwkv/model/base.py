@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.machine.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
-from rwkv.model.derived import Bfloat16Copies
+from rwkv.model.derived import Kept
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
@@ -100,7 +100,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised
-        self.bfloat16_copies = Bfloat16Copies()          # of its matrices, for decoding
+        self.kept = Kept()                               # what its decoding in C has made of its weights
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         self.ln_out = nn.LayerNorm(config.n_embd)

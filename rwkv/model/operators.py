@@ -8,7 +8,7 @@ import torch
 from kernels.draw import Draw
 from kernels.matvec import FORMS, MatVec
 from kernels.registry import UnknownKernel, all_names, load, name_now, why_not
-from kernels.select import AUTO, resolve, runnable_on, select, why_auto
+from kernels.select import AUTO, resolve, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.distributed import log
 from rwkv.model.base import generation
@@ -38,23 +38,6 @@ def matvec_for(form: str) -> MatVec:
     """The operator that multiplies a few rows by weights of the form, on a CPU."""
     matvec: MatVec = select("matvec", AUTO, "cpu", FORMS[form])
     return matvec
-
-
-def decoding_for(form: str) -> Any:
-    """The function bind of kernels/decoding for weights of the form, on a CPU."""
-    return load("decoding", resolve("decoding", AUTO, "cpu", FORMS[form])).bind
-
-
-def why_no_decoding(form: str) -> str | None:
-    """None where an implementation of kernels/decoding can run on this CPU with weights of the form, otherwise the reason."""
-    if form not in FORMS:
-        return f"kernels/decoding does not take weights in {form}"
-    return why_not("decoding", resolve("decoding", AUTO, "cpu", FORMS[form]))
-
-
-def decoding_name(form: str) -> str:
-    """The implementation that decoding_for gives, and why."""
-    return why_auto("decoding", "cpu", FORMS[form])
 
 
 @cache

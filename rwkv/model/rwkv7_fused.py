@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.decoding import FASTEST_LOG_W as FASTEST_LOG_W
-from kernels.decoding import LEAST_NORM as LEAST_NORM
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import Tensors, cast, mix, mix_backward, product_backward, product_dtype
 
 EPS = 64e-5                              # of the normalisation of each head
+FASTEST_LOG_W = -0.6065306597126334      # of the decay: -e^-0.5
+LEAST_NORM = 1e-12                       # of kk, as in torch.nn.functional.normalize
 
 
 class Gates(NamedTuple):

@@ -62,7 +62,7 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.generation.conversation import Chat
     from rwkv.generation.sampling import Sampling
     from rwkv.generation.states import load_context
-    from rwkv.model.decoding.program import decoding_line
+    from rwkv.model.decoding.c_step import decoding_line
     from rwkv.pretrained import open_checkpoint, template_of
 
     sampling = Sampling(**{name: getattr(config, name) for name in OF_SAMPLING})
