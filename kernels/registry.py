@@ -47,7 +47,8 @@ class Requires:
     """What an implementation needs, declared as data; operators pad, cast or refuse by it.
 
     packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
-    dtypes are cast to float32 and back.  T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
+    dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
+    T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
     torch.jit.script does, which torch means to drop. native: whether it is C of the library kernels/native.
@@ -56,6 +57,7 @@ class Requires:
     packages: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: "tuple[torch.dtype, ...]" = field(default_factory=_float32)
+    forms: tuple[str, ...] = ()
     T_multiple: int = 1
     B_multiple: int = 1
     N_multiple: int = 1

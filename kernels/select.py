@@ -15,6 +15,7 @@ import torch
 from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, name_now, names, operators, why_not
 
 AUTO = "auto"
+Dtype = torch.dtype | str                # that of the inputs; of matvec the form of the weights
 
 
 class Rule(NamedTuple):
@@ -32,29 +33,29 @@ CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=True)
 CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=False)
 MATVEC = Rule(("c_v0", "torch_linear"), measured=False)
 RULES = {
-    ("wkv4", "cpu", torch.float32): CPU,
-    ("wkv4", "cpu", torch.bfloat16): CPU,
-    ("wkv4", "cpu", torch.float64): Rule(("torch_scan",), measured=False),
-    ("wkv4", "cuda", torch.float32): CUDA,
-    ("wkv4", "cuda", torch.bfloat16): CUDA,
-    ("wkv4", "cuda", torch.float64): Rule(("torch_scan",), measured=False),
-    ("wkv7", "cpu", torch.float32): CPU_7,
-    ("wkv7", "cpu", torch.bfloat16): Rule(CPU_7.order, measured=False),
-    ("wkv7", "cuda", torch.float32): CUDA_7,
-    ("wkv7", "cuda", torch.bfloat16): CUDA_7,
-    **{("wkv7", device, torch.float64): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
-    ("matvec", "cpu", torch.float32): MATVEC,            # by the form of the weights
-    ("matvec", "cpu", torch.bfloat16): MATVEC,
-    ("matvec", "cpu", torch.int8): Rule(("torch_linear", "c_v0", "reference"), measured=False),
-    ("matvec", "cpu", torch.int16): Rule(("c_v0", "reference"), measured=False),
-    ("draw", "cpu", torch.float32): Rule(("c_v0",), measured=True),
+    ("wkv4", "cpu", "float32"): CPU,
+    ("wkv4", "cpu", "bfloat16"): CPU,
+    ("wkv4", "cpu", "float64"): Rule(("torch_scan",), measured=False),
+    ("wkv4", "cuda", "float32"): CUDA,
+    ("wkv4", "cuda", "bfloat16"): CUDA,
+    ("wkv4", "cuda", "float64"): Rule(("torch_scan",), measured=False),
+    ("wkv7", "cpu", "float32"): CPU_7,
+    ("wkv7", "cpu", "bfloat16"): Rule(CPU_7.order, measured=False),
+    ("wkv7", "cuda", "float32"): CUDA_7,
+    ("wkv7", "cuda", "bfloat16"): CUDA_7,
+    **{("wkv7", device, "float64"): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
+    ("matvec", "cpu", "float32"): MATVEC,
+    ("matvec", "cpu", "bfloat16"): MATVEC,
+    ("matvec", "cpu", "int8"): Rule(("torch_linear", "c_v0", "reference"), measured=False),
+    ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
+    ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
 }
 
 
-def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> Any:
     """The operator ("wkv4", "timex", ...) computed by the kernel `name`, checked to run on `device`.
 
-    `dtype`, that of the inputs, decides only what auto means. Raises UnknownKernel where the operator has no such kernel,
+    `dtype` decides only what auto means. Raises UnknownKernel where the operator has no such kernel,
     ValueError for a TimeX that is unsound inside WKV, and KernelUnavailable where the kernel cannot run on `device`.
     """
     name, device = resolve(operator, name, device, dtype), torch.device(device)
@@ -83,7 +84,7 @@ def folder(operator: str, name: str) -> str:
     return operator if name in names(operator) else COMPOSED.get(operator, operator)
 
 
-def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
+def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> str:
     """The kernel that `auto` means for `dtype` on `device`, the rule's last where none runs; any other name as it is now."""
     if name != AUTO or not _has_rule(operator):
         return name_now(operator, name)
@@ -92,7 +93,7 @@ def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype:
     return next((choice for choice in choices if why_not(folder(operator, choice), choice, device) is None), choices[-1])
 
 
-def why_auto(operator: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
+def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> str:
     """One line to print: the kernel that auto resolves to and, where it is not the first choice or not measured, why."""
     device = torch.device(device).type
     (first, *_), measured = rule(operator, device, dtype)
@@ -101,10 +102,10 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: torch.dty
     return f"{chosen} (chosen by auto{': ' if doubts else ''}{'; '.join(doubts)})"
 
 
-def rule(operator: str, device: str, dtype: torch.dtype) -> Rule:
+def rule(operator: str, device: str, dtype: Dtype) -> Rule:
     """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU."""
-    dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-    return RULES[operator, "cuda" if device == "cuda" else "cpu", dtype]
+    name = str(dtype).removeprefix("torch.")
+    return RULES[operator, "cuda" if device == "cuda" else "cpu", "bfloat16" if name == "float16" else name]
 
 
 def _check_name(operator: str, name: str, device: str) -> None:

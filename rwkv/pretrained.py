@@ -91,9 +91,8 @@ class RWKV(Model):
         or int4.
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
-            own = "int8" if isinstance(self.head, Int8Linear) else "int4"
-            raise UserError(f"a model in {own} cannot be saved, because its matrices are rounded: load it with dtype=float32 "
-                            "or bfloat16 and save that (dtype=int4 packs it in a .safetensors)")
+            raise UserError(f"a model in {self.head.form} cannot be saved, because its matrices are rounded: load it with "
+                            "dtype=float32 or bfloat16 and save that (dtype=int4 packs it in a .safetensors)")
         if self.time_states():
             raise UserError("the model has a learnt state before the first token, for which the formats have no room: save its "
                             "base")

@@ -39,7 +39,7 @@ class Case:
 
     def why_not(self, name: str) -> str | None:
         reason = why_not("matvec", name, self.device)
-        if reason is None and FORMS[self.form] not in MatVec(name).requires.dtypes:
+        if reason is None and self.form not in MatVec(name).requires.forms:
             reason = f"{name} has no product in {self.form}"
         return reason
 

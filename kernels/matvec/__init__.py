@@ -2,7 +2,7 @@
 
     y[r,n] = sum_k x[r,k] W[n,k]          x (R,K), W (N,K), y (R,N)
 
-In one line of PyTorch: x @ W.T. W is packed in one of four forms; the last two hold integers q:
+In one line of PyTorch: x @ W.T. W is packed in one of four forms, each a class; the last two hold integers q:
 
     float32               as they are
     bfloat16              rounded. A row of x is rounded, too
@@ -13,54 +13,213 @@ In one line of PyTorch: x @ W.T. W is packed in one of four forms; the last two 
 Every form adds in one order, whatever R is: the result for a row does not depend, to the bit, on the rows beside it. In int8
 the sum is one of integers, so that the implementations give the same bits.
 
-An implementation is a file beside this one with REQUIRES, whose dtypes are those of the packed weights that it takes (int4:
-int16) and float64 if it computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of
-one form and one K. x is contiguous; x and y are float32, or float64. What can be prepared once, bind prepares. x are rounded
-rows: in bfloat16 numbers of that kind; in int8 whole numbers, and y lacks a row's own factor; in int4 K is that of groups_of(K)
-groups. An implementation may have unpacked(packed, dtype) in int4, to the bit what `unpacked` gives, where it is faster.
+An implementation is a file beside this one with REQUIRES, whose forms are those that it takes, whose dtypes have float64 if it
+computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of one form and one K. x is
+contiguous, as the form's `rounded` gives it, in float32 or float64, and so is y. What can be prepared once, bind prepares. An
+implementation may have dense(packed, dtype), to the bit what packed.dense(dtype) gives, where it is faster.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.operator import Operator
 
-FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.int16}
-KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # in products.h; of 1, x is not rounded
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
 LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15
 SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
-MOST_INPUTS = (2**31 - 1) // 127**2      # K of an int8 matrix whose sums certainly fit into 32 bits: 133,144
 PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
 MOST_ROWS = 16                           # more are faster as one matrix product
 Bound = Callable[[Tensor], list[Tensor]]
+Groups = tuple[Tensor, Tensor, Tensor]
 
 
-class Packed(NamedTuple):
-    """A matrix W (N,K) in one form: tensors, which can be saved and loaded.
-
-    weight: (N,K) float32, bfloat16 or int8; int4: (N,G/8,8,8) int16, eight words of each of eight groups, G = groups_of(K); the
-    two bytes of word w of a group hold the integers of its elements 2w + i, in their low bits, and 2w + i + 16. scale: int8
-    (N,) float32, int4 (N,G) bfloat16, else (0,). shift: int4 (N,G) bfloat16; int8 (2,) float32, how x is rounded: the number of
-    steps of a row's largest magnitude, and 0 where no x is negative, else 1; else (0,).
-    """
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A matrix W (N,K) in one form: a value, of tensors whose first axis is N, and then numbers. Iterates over the tensors."""
 
     weight: Tensor
-    scale: Tensor
-    shift: Tensor
+    form: ClassVar[str]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """W (N,K), floating-point, in this form."""
+        raise NotImplementedError
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """W (N,K) that the form stands for."""
+        return self.weight.to(dtype)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows x (...,K) as a product in this form reads them, and what multiplies each row's y (...,1), if anything does."""
+        return x, None
 
     @property
-    def form(self) -> str:
-        return next(form for form, dtype in FORMS.items() if dtype == self.weight.dtype)
+    def K(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(part) for part in vars(self).values() if not isinstance(part, Tensor)]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (part for part in vars(self).values() if isinstance(part, Tensor))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same with each tensor changed."""
+        return replace(self, **{name: function(part) for name, part in vars(self).items() if isinstance(part, Tensor)})
 
     def nbytes(self) -> int:
         """What a product must read of it, in bytes."""
         return sum(tensor.nbytes for tensor in self)
+
+
+class Float32(Packed):
+    """weight: W, whose memory it shares where W has that dtype already."""
+
+    form = "float32"
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        return cls(weight.detach().float().contiguous())
+
+
+class BFloat16(Packed):
+    """weight: W, whose memory it shares where W has that dtype already."""
+
+    form = "bfloat16"
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        return cls(weight.detach().bfloat16().contiguous())
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, None]:
+        return x.bfloat16(), None
+
+
+class Rounding(NamedTuple):
+    """What int8 makes of a row of x: whole numbers of `bits` bits, of which one is for the sign, unless x is never negative, as
+    after a ReLU. 7 bits are what all CPUs multiply without saturation.
+    """
+
+    bits: int = 7
+    non_negative: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The largest magnitude of the whole numbers."""
+        return 2**self.bits - 1 - self.offset
+
+    @property
+    def offset(self) -> int:
+        """What makes them bytes without a sign when it is added."""
+        return 0 if self.non_negative else 2 ** (self.bits - 1)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The magnitude of each row (...,1) that becomes `steps`."""
+        return (x if self.non_negative else x.abs()).amax(-1, keepdim=True).clamp_(min=SMALLEST)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8(Packed):
+    """weight: q (N,K) int8; scale (N,) float32. bits, non_negative: the Rounding of x."""
+
+    form = "int8"
+    scale: Tensor
+    bits: int = 7
+    non_negative: bool = False
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int = 7, non_negative: bool = False) -> Self:
+        """Raises ValueError for a K whose sums may not fit into 32 bits: above 133,144 for 7 bits."""
+        most = (2**31 - 1) // (127 * (2**bits - 1))
+        if weight.shape[1] > most:
+            raise ValueError(f"int8 takes a W (N,K) with K up to {most:,}, got {tuple(weight.shape)}: use another form")
+        q, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+        for start in range(0, len(weight), PACKED_ROWS):
+            rows = slice(start, start + PACKED_ROWS)
+            exact = weight[rows].detach().float()
+            scale[rows] = exact.abs().amax(1).clamp_(min=SMALLEST) / 127 if weight.shape[1] else SMALLEST
+            q[rows] = (exact / scale[rows].unsqueeze(1)).round_()
+        return cls(q, scale, bits, non_negative)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.weight.to(dtype) * self.scale.to(dtype).unsqueeze(1)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.float()
+        step = self.rounding.largest(rows).div_(self.rounding.steps)
+        return (rows / step).round_(), step
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(self.bits, self.non_negative)
+
+
+@dataclass(frozen=True, eq=False)
+class Int4(Packed):
+    """weight (N,G/8,8,8) int16: eight words of each of eight groups, G = groups_of(K); the two bytes of word w of a group hold
+    the q of its elements 2w + i, in their low bits, and 2w + i + 16. scale, shift (N,G) bfloat16. width: K.
+    """
+
+    form = "int4"
+    scale: Tensor
+    shift: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, weight: Tensor, symmetric: bool = False) -> Self:
+        """symmetric: shift is -8 scale, so that a 0 stays 0."""
+        (N, K), G = weight.shape, -(-weight.shape[1] // GROUP)
+        q, scale = torch.empty(N, G, GROUP // 2, dtype=torch.uint8), torch.empty(N, G, dtype=torch.bfloat16)
+        shift = torch.empty_like(scale)
+        for start in range(0, N, PACKED_ROWS):
+            rows = slice(start, start + PACKED_ROWS)
+            exact = pad(weight[rows].detach().float(), (0, GROUP * G - K)).view(-1, G, GROUP)
+            found, scale[rows], shift[rows] = _rounded_groups(exact, symmetric)
+            q[rows] = found[:, :, :GROUP // 2] | found[:, :, GROUP // 2:] << 4
+        return cls.of_groups((q, scale, shift), K)
+
+    @classmethod
+    def of_groups(cls, groups: Groups, K: int) -> Self:
+        """The reverse of `groups`."""
+        N, G, _ = groups[0].shape
+        missing = groups_of(K) - G
+        words = pad(groups[0].contiguous().view(torch.int16), (0, 0, 0, missing))
+        weight = words.view(N, -1, TOGETHER, GROUP // 4).transpose(2, 3).contiguous()
+        scale, shift = (pad(part, (0, missing)) for part in groups[1:])
+        return cls(weight, scale, shift, K)
+
+    def groups(self) -> Groups:
+        """One group after the other: q (N,K/32,16) uint8, two in a byte, scale and shift (N,K/32); K/32 is rounded up."""
+        words, G = self.weight.transpose(2, 3).reshape(len(self.weight), -1, GROUP // 4), -(-self.K // GROUP)
+        return words[:, :G].contiguous().view(torch.uint8), self.scale[:, :G], self.shift[:, :G]
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        weight, scale, shift = self.groups()
+        wide = torch.promote_types(dtype, torch.float32)
+        q = torch.cat((weight & 15, weight >> 4), dim=2).to(wide)                            # (N,G,32)
+        weight = q.mul_(scale.to(wide).unsqueeze(2)).add_(shift.to(wide).unsqueeze(2))      # addcmul takes twice as long
+        return weight.flatten(1)[:, :self.K].to(dtype)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, None]:
+        groups = pad(x.float(), (0, -self.K % GROUP)).unflatten(-1, (-1, GROUP))
+        step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(LARGEST)
+        return (groups / step).round_().mul_(step).flatten(-2)[..., :self.K], None
+
+    @property
+    def K(self) -> int:
+        return self.width
+
+
+FORMS: dict[str, type[Packed]] = {kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}
+KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # in products.h; of 1, x is not rounded
 
 
 class MatVec(Operator):
@@ -72,52 +231,54 @@ class MatVec(Operator):
     """
 
     folder = "matvec"
-    inputs = "Tensor x, Tensor weight, Tensor scale, Tensor shift"
+    inputs = "Tensor x, str form, Tensor[] tensors, int[] numbers"
     outputs = (("y", "x"),)              # in its dtype; _empty_outputs has the shape
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         self._check(x, packed)
-        y, = self._function(x, *packed)
+        y, = self._function(x, packed.form, list(packed), packed.numbers)
         return y
 
-    def _forward(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        if len(weight) == 0:
+    def _forward(self, x: Tensor, form: str, tensors: list[Tensor], numbers: list[int]) -> Tensor:
+        if len(tensors[0]) == 0:
             return x.new_empty(*x.shape[:-1], 0)
-        packed = Packed(weight.detach().contiguous(), scale.contiguous(), shift.contiguous())
+        kind: Any = FORMS[form]
+        packed = kind(*(tensor.detach().contiguous() for tensor in tensors), *numbers)
         y, = self.bind(packed)(x.detach().reshape(1, -1, x.shape[-1]))
         return y.view(*x.shape[:-1], -1)
 
     def bind(self, *weights: Packed) -> Bound:
-        """The products of several weights of one form and one K as one function, without checks.
+        """The products of several weights of one form and one K as one function, without checks; rows are rounded as for the
+        first.
 
         It takes their inputs (n,R,K), one for each weight, R >= 1, and returns n outputs (R,N) in the dtype of the inputs.
         """
-        product = self._implementation.bind(weights)
-        if weights[0].form == "int8":
-            steps, signed = weights[0].shift.tolist()
-            return _rounding(product, steps, bool(signed))
-        if weights[0].form == "bfloat16":
-            return _rounding_to_bfloat16(product)
-        if weights[0].form == "int4":
-            return _rounding_groups(product, inputs_of(weights[0]))
-        return product if torch.float64 in self.requires.dtypes else _in_float32(product)
+        product, rounded = self._implementation.bind(weights), weights[0].rounded
+        in_float64 = torch.float64 in self.requires.dtypes
 
-    def unpacked(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """W (N,K) that the int4 form stands for, float32 or bfloat16; K is whole groups."""
-        function = getattr(self._implementation, "unpacked", unpacked)
-        matrix: Tensor = function(packed, dtype)
+        def bound(x: Tensor) -> list[Tensor]:
+            wide = torch.promote_types(x.dtype, torch.float32) if in_float64 else torch.float32
+            rows, factors = rounded(x)
+            outputs = product(rows.to(wide).contiguous())
+            if factors is not None:
+                outputs = [y.mul_(factor) for y, factor in zip(outputs, factors.unbind(), strict=True)]
+            return [y.to(x.dtype) for y in outputs]
+
+        return bound
+
+    def dense(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """W (N,K) that the packed form stands for, float32 or bfloat16."""
+        matrix: Tensor = getattr(self._implementation, "dense", type(packed).dense)(packed, dtype)
         return matrix
 
-    def _empty_outputs(self, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> list[Tensor]:
-        return [x.new_zeros(*x.shape[:-1], len(weight))]
+    def _empty_outputs(self, x: Tensor, form: str, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+        return [x.new_zeros(*x.shape[:-1], len(tensors[0]))]
 
     def _check(self, x: Tensor, packed: Packed) -> None:
-        if packed.weight.dtype not in self.requires.dtypes:
+        if packed.form not in self.requires.forms:
             raise ValueError(f"{self.name} has no product in {packed.form}: use another implementation")
-        K = inputs_of(packed)
-        fits = x.dim() > 0 and 0 <= K - x.shape[-1] < (TOGETHER * GROUP if packed.form == "int4" else 1)
-        if not fits or not x.is_floating_point():
-            raise ValueError(f"MatVec expects a floating-point x (...,{K}), got {x.dtype} of shape {tuple(x.shape)}")
+        if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
+            raise ValueError(f"MatVec expects a floating-point x (...,{packed.K}), got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
         if x.device != packed.weight.device:
             raise ValueError(f"MatVec expects x on {packed.weight.device}, where W is, got one on {x.device}")
@@ -126,85 +287,16 @@ class MatVec(Operator):
         self.check_device(x.device)
 
 
-def inputs_of(packed: Packed) -> int:
-    """K; in int4 that of whole groups."""
-    return GROUP * packed.scale.shape[1] if packed.form == "int4" else packed.weight.shape[1]
-
-
 def groups_of(K: int) -> int:
     """The groups of a row of K elements in int4: as many as fill whole vectors."""
     return -(-K // (TOGETHER * GROUP)) * TOGETHER
 
 
-def in_groups(packed: Packed, K: int) -> Packed:
-    """A W (N,K) in int4 one group after the other, K whole groups: weight (N,K/32,16) uint8, scale and shift (N,K/32)."""
-    words = packed.weight.transpose(2, 3).reshape(len(packed.weight), -1, GROUP // 4)
-    return Packed(words[:, :K // GROUP].contiguous().view(torch.uint8), *(part[:, :K // GROUP] for part in packed[1:]))
-
-
-def side_by_side(groups: Packed) -> Packed:
-    """The reverse of in_groups."""
-    N, G, _ = groups.weight.shape
-    missing = groups_of(G * GROUP) - G
-    words = torch.nn.functional.pad(groups.weight.contiguous().view(torch.int16), (0, 0, 0, missing))
-    weight = words.view(N, -1, TOGETHER, GROUP // 4).transpose(2, 3).contiguous()
-    return Packed(weight, *(torch.nn.functional.pad(part, (0, missing)) for part in groups[1:]))
-
-
-def pack(weight: Tensor, form: str, non_negative: bool = False, symmetric: bool = False) -> Packed:
-    """W (N,K), floating-point, in the form; float32 and bfloat16 share its memory where it has that dtype already.
-
-    non_negative: in int8, its inputs are never negative, as after a ReLU, and are rounded to more steps. symmetric: in int4,
-    shift is -8 scale, so that a 0 stays 0. Raises ValueError for another form or another shape, and in int8 for K above
-    MOST_INPUTS.
-    """
+def pack(weight: Tensor, form: str) -> Packed:
+    """W (N,K), floating-point, in the form of that name. Raises ValueError for another form or shape, and as Int8.of does."""
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack takes a W (N,K) and one of {', '.join(FORMS)}, got {tuple(weight.shape)} and {form!r}")
-    if form == "int8" and weight.shape[1] > MOST_INPUTS:
-        raise ValueError(f"int8 takes a W (N,K) with K up to {MOST_INPUTS:,}, got {tuple(weight.shape)}: use another form")
-    weight = weight.detach()
-    if form == "int8":
-        return _pack_int8(weight, non_negative)
-    if form == "int4":
-        return _pack_int4(weight, symmetric)
-    nothing = torch.empty(0, device=weight.device)
-    return Packed(weight.to(FORMS[form]).contiguous(), nothing, nothing)
-
-
-def unpacked(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-    """W (N,K) that the packed form stands for; in int4 K is whole groups."""
-    if packed.form == "int8":
-        return packed.weight.to(dtype) * packed.scale.to(dtype).unsqueeze(1)
-    if packed.form == "int4":
-        weight, scale, shift = in_groups(packed, inputs_of(packed))
-        wide = torch.promote_types(dtype, torch.float32)
-        q = torch.cat((weight & 15, weight >> 4), dim=2).to(wide)                            # (N,G,32)
-        weight = q.mul_(scale.to(wide).unsqueeze(2)).add_(shift.to(wide).unsqueeze(2))      # addcmul takes twice as long
-        return weight.flatten(1).to(dtype)
-    return packed.weight.to(dtype)
-
-
-def _pack_int8(weight: Tensor, non_negative: bool) -> Packed:
-    """The inputs have 7 bits, of which one is for the sign, if any: what all CPUs can multiply without saturation."""
-    q, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    for start in range(0, len(weight), PACKED_ROWS):
-        rows = slice(start, start + PACKED_ROWS)
-        exact = weight[rows].float()
-        scale[rows] = exact.abs().amax(1).clamp_(min=SMALLEST) / 127 if weight.shape[1] else SMALLEST
-        q[rows] = (exact / scale[rows].unsqueeze(1)).round_()
-    return Packed(q, scale, torch.tensor([127.0, 0.0] if non_negative else [63.0, 1.0]))
-
-
-def _pack_int4(weight: Tensor, symmetric: bool) -> Packed:
-    N, G = len(weight), -(-weight.shape[1] // GROUP)
-    q, scale = torch.empty(N, G, GROUP // 2, dtype=torch.uint8), torch.empty(N, G, dtype=torch.bfloat16)
-    shift = torch.empty_like(scale)
-    for start in range(0, N, PACKED_ROWS):
-        rows = slice(start, start + PACKED_ROWS)
-        exact = torch.nn.functional.pad(weight[rows].float(), (0, GROUP * G - weight.shape[1])).view(-1, G, GROUP)
-        found, scale[rows], shift[rows] = _rounded_groups(exact, symmetric)
-        q[rows] = found[:, :, :GROUP // 2] | found[:, :, GROUP // 2:] << 4
-    return side_by_side(Packed(q, scale, shift))
+    return FORMS[form].of(weight)
 
 
 def _rounded_groups(exact: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,50 +329,6 @@ def _steps(exact: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]
 def _as_kept(values: Tensor) -> Tensor:
     """The values rounded to bfloat16, in float32."""
     return values.bfloat16().float()
-
-
-def _rounding(product: Bound, steps: float, signed: bool) -> Bound:
-    """The product of rows that are rounded to `steps` steps of their largest magnitude."""
-    def bound(x: Tensor) -> list[Tensor]:
-        rows = x.float()
-        step = (rows.abs() if signed else rows).amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(steps)
-        outputs = product((rows / step).round_().to(torch.promote_types(x.dtype, torch.float32)))
-        return [y.mul_(row_step).to(x.dtype) for y, row_step in zip(outputs, step.unbind(), strict=True)]
-
-    return bound
-
-
-def _rounding_to_bfloat16(product: Bound) -> Bound:
-    def bound(x: Tensor) -> list[Tensor]:
-        rows = x.bfloat16().to(torch.promote_types(x.dtype, torch.float32))
-        return [y.to(x.dtype) for y in product(rows.contiguous())]
-
-    return bound
-
-
-def _rounding_groups(product: Bound, K: int) -> Bound:
-    """The product of rows of which each group is rounded."""
-    def bound(x: Tensor) -> list[Tensor]:
-        rows = in_steps(torch.nn.functional.pad(x.float(), (0, K - x.shape[-1])))
-        return [y.to(x.dtype) for y in product(rows.to(torch.promote_types(x.dtype, torch.float32)))]
-
-    return bound
-
-
-def in_steps(x: Tensor) -> Tensor:
-    """Rows (...,K) in whole steps, of which each group of GROUP has LARGEST as its largest magnitude."""
-    groups = x.unflatten(-1, (-1, GROUP))
-    step = groups.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST).div_(LARGEST)
-    return (groups / step).round_().mul_(step).flatten(-2)
-
-
-def _in_float32(product: Bound) -> Bound:
-    def bound(x: Tensor) -> list[Tensor]:
-        if x.dtype == torch.float32:
-            return product(x.contiguous())
-        return [y.to(x.dtype) for y in product(x.float().contiguous())]
-
-    return bound
 
 
 OPERATOR = MatVec

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.matvec import GROUP, KINDS, TOGETHER, Packed, inputs_of
+from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Int4, Int8, Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), native=True, dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16))
+REQUIRES = Requires(devices=("cpu",), native=True, forms=tuple(FORMS))
 BLOCK = TOGETHER * GROUP                 # of a row in int4
 SMALL = 2**16                            # up to so many products, one thread is done before another one is awake
 
@@ -19,33 +19,48 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
     return lambda x: [product(rows) for product, rows in zip(products, x, strict=True)]
 
 
-def unpacked(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """To the bit what kernels.matvec.unpacked gives."""
-    N, K = len(packed.weight), inputs_of(packed)
-    weight, *of_groups = (tensor.contiguous() for tensor in packed)
+def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """In C for int4."""
+    if not isinstance(packed, Int4):
+        return packed.dense(dtype)
+    N, K = len(packed.weight), _width(packed)
+    weight, scale, shift = packed.map(Tensor.contiguous)
     matrix = torch.empty(N, K, dtype=dtype)
-    native.run("matvec_unpack", native.threads_for(N), N, K, dtype == torch.bfloat16, weight, *of_groups, matrix)
-    return matrix
+    native.run("matvec_unpack", native.threads_for(N), N, K, dtype == torch.bfloat16, weight, scale, shift, matrix)
+    return matrix[:, :packed.K]
 
 
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
-    form, N, K = packed.form, len(packed.weight), inputs_of(packed)
-    steps, signed = (round(number) for number in packed.shift.tolist()) if form == "int8" else (0, 0)
-    offset = signed * (steps + 1)        # which makes the whole numbers of x bytes without a sign
+    N, K = len(packed.weight), _width(packed)
+    weight, scale, shift = (*packed, None, None)[:3]
+    offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
-        y, floats, whole = x.new_empty(R, N), x, x
-        if form == "bfloat16":
-            whole = x.bfloat16()
-        if form == "int8":
-            whole = (x + offset).to(torch.uint8)
-        if form == "int4":
-            floats, whole = x.new_empty(R, K // BLOCK * 2 * TOGETHER), x.new_empty(R, K, dtype=torch.uint8)
-            native.run("matvec_arrange", 1, R * (K // BLOCK), x, whole, floats)
+        floats, whole = _inputs(x, packed)
+        y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run("matvec", threads, KINDS[form], N, K, R, floats.shape[1], K * whole.itemsize, offset, threads, *packed,
-                   floats, whole, y)
+        native.run("matvec", threads, KINDS[packed.form], N, K, R, floats.shape[1], K * whole.itemsize, offset, threads,
+                   weight, scale, shift, floats, whole, y)
         return y
 
     return product
+
+
+def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    """What C reads of x (R,K): floats, in int4 steps and sums of groups; and numbers of fewer bits."""
+    if isinstance(packed, BFloat16):
+        return x, x.bfloat16()
+    if isinstance(packed, Int8):
+        return x, (x + packed.rounding.offset).to(torch.uint8)
+    if isinstance(packed, Int4):
+        R, K = len(x), _width(packed)
+        floats, whole = x.new_empty(R, K // BLOCK * 2 * TOGETHER), x.new_empty(R, K, dtype=torch.uint8)
+        native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), whole, floats)
+        return floats, whole
+    return x, x
+
+
+def _width(packed: Packed) -> int:
+    """K; in int4 that of whole blocks."""
+    return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K

@@ -21,7 +21,7 @@ def inputs(R: int, N: int, K: int, form: str = "float32", dtype: torch.dtype = t
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(R, K, generator=generator, dtype=torch.float64).to(dtype)
     packed = pack(torch.randn(N, K, generator=generator) / max(K, 1) ** 0.5, form)
-    return x.to(device), Packed(*(tensor.to(device) for tensor in packed))
+    return x.to(device), packed.map(lambda tensor: tensor.to(device))
 
 
 def expected(x: Tensor, packed: Packed) -> Tensor:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.matvec import Packed, unpacked
+from kernels.matvec import FORMS, Int8, Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(dtypes=(torch.float32, torch.bfloat16, torch.int8, torch.int16, torch.float64))
+REQUIRES = Requires(dtypes=(torch.float32, torch.float64), forms=tuple(FORMS))
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
@@ -17,7 +17,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 def _product(rows: Tensor, packed: Packed) -> Tensor:
     """Row by row, because a matrix product of several rows may add in another order than that of one."""
-    if packed.form == "int8":            # exact sums of integers
+    if isinstance(packed, Int8):         # exact sums of integers
         return (rows.double() @ packed.weight.double().T).to(rows.dtype) * packed.scale
-    weight = unpacked(packed, rows.dtype)
+    weight = packed.dense(rows.dtype)
     return torch.stack([(weight * row).sum(1) for row in rows])

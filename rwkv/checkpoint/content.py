@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels.matvec import Packed
+from kernels.matvec import Int4
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
@@ -29,7 +29,7 @@ class Content:
     tokenizer: dict[str, Any] | None = None
     tied: bool = False
     step: int = 0
-    packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
+    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Outgoing:
     entry: dict[str, Any]
     quantised: str | None = None
     form: str | None = None
-    packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
+    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:

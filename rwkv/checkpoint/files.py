@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.matvec import Packed
+from kernels.matvec import Int4
 from rwkv.checkpoint import formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
@@ -65,7 +65,7 @@ class Checkpoint:
     step: int = 0
     tokenizer_hash: str | None = None
     time_states: list[Stored] | None = None      # of each layer (H,N,N), the state before the first token, where it is learnt
-    packed: Mapping[str, Callable[[], Packed]] = field(default_factory=dict)
+    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
     fingerprint: str | None = None
 
     def __reduce__(self) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kernels.draw import Draw
-from kernels.matvec import FORMS, MatVec
+from kernels.matvec import MatVec
 from kernels.registry import UnknownKernel, all_names, load, name_now, why_not
 from kernels.select import AUTO, resolve, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
@@ -36,7 +36,7 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
 @cache
 def matvec_for(form: str) -> MatVec:
     """The operator that multiplies a few rows by weights of the form, on a CPU."""
-    matvec: MatVec = select("matvec", AUTO, "cpu", FORMS[form])
+    matvec: MatVec = select("matvec", AUTO, "cpu", form)
     return matvec
 
 

@@ -6,9 +6,9 @@ product of the integers is exact: a batch gives to the bit what its rows give al
 which uses VNNI instructions where the CPU has them). Everything else is computed in float32.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, SMALLEST, Packed, inputs_of, pack
+from kernels.matvec import MOST_ROWS, Int4, Int8, torch_linear
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.operators import matvec_for
 
-ENGINES = ("x86", "fbgemm")
-ROUNDED_ROWS = 1024                      # rows of a matrix that are rounded at once
 UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
 
@@ -36,14 +34,14 @@ class Int8Linear(nn.Module):
     input, by default 8, or 7 where the CPU has no VNNI: FBGEMM then adds two products in 16 bits, which 8 bits would saturate.
     """
 
+    form = "int8"
+
     def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._non_negative = non_negative
-        levels: int = 2 ** (bits or (8 if multiplies(torch.int8) else 7))
-        self._zero = 0 if non_negative else levels // 2
-        self._step = 1 / (levels - 1 - self._zero)
-        self._packed = _pack(*_rounded(weight.detach()))
+        packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
+        self.rounding = packed.rounding
+        self._ordered = torch_linear.ordered(packed)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -52,26 +50,22 @@ class Int8Linear(nn.Module):
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
-        largest = _largest(rows if self._non_negative else rows.abs())
+        largest = self.rounding.largest(rows)
         return self.product(rows / largest).mul_(largest)
 
     @cached_property
-    def packed(self) -> Packed:
+    def packed(self) -> Int8:
         """The weight as kernels/matvec takes it: a copy row by row, for FBGEMM's own order is another."""
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0]
-        rounding = torch.tensor([1 / self._step, 0.0 if self._non_negative else 1.0])
-        return Packed(weight.int_repr(), weight.q_per_channel_scales().float(), rounding)
+        return self.unordered()
 
-    def rounded_weight(self) -> Tensor:
-        """The weight (N,K) in float32, as it was rounded."""
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0].dequantize()
-        return weight
+    def unordered(self) -> Int8:
+        """A new copy of it."""
+        weight: Tensor = torch.ops.quantized.linear_unpack(self._ordered)[0]
+        return Int8(weight.int_repr(), weight.q_per_channel_scales().float(), *self.rounding)
 
     def product(self, rows: Tensor) -> Tensor:
         """The integer product without the scales: rows (B,K) within [-1, 1] -> (B,N)."""
-        out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            rows, self._step, self._zero, self._packed)
-        return out
+        return torch_linear.product_of(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -85,12 +79,12 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float() @ ctx.layer.rounded_weight(), None
+        return grad.float() @ ctx.layer.unordered().dense(), None
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
     """The output (B,N) of each of n layers for its input, inputs[i] (B,K); all inputs (n,B,K) are scaled together."""
-    largest = _largest(inputs.abs())
+    largest = layers[0].rounding.largest(inputs)
     return [layer.product(rows).mul_(scale)
             for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
 
@@ -104,7 +98,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
     what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
     generate; its weights cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
     """
-    if torch.backends.quantized.engine not in ENGINES:
+    if torch.backends.quantized.engine not in torch_linear.ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
@@ -125,10 +119,11 @@ class Int4Linear(nn.Module):
     takes memory for that part alone.
     """
 
-    def __init__(self, packed: Packed, in_features: int) -> None:
+    form = "int4"
+
+    def __init__(self, packed: Int4) -> None:
         super().__init__()
-        self.out_features = len(packed.weight)
-        self.in_features = in_features
+        self.out_features, self.in_features = len(packed.weight), packed.K
         self._matvec = matvec_for("int4")
         self.packed = packed
 
@@ -141,11 +136,11 @@ class Int4Linear(nn.Module):
         self.packed = self._packed
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> Int4:
         return self._packed
 
     @packed.setter
-    def packed(self, packed: Packed) -> None:
+    def packed(self, packed: Int4) -> None:
         self._packed = packed
         self._few = self._matvec.bind(packed)
 
@@ -157,15 +152,14 @@ class Int4Linear(nn.Module):
         if 0 < len(rows) <= MOST_ROWS:
             return self._few(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
-        part = max(1, UNPACKED // inputs_of(self.packed))
-        parts = [Packed(*(tensor[start:start + part] for tensor in self.packed))
-                 for start in range(0, self.out_features, part)]
-        outputs = [F.linear(x, self._matvec.unpacked(part, x.dtype)[:, :self.in_features]) for part in parts]
+        part = max(1, UNPACKED // self.in_features)
+        parts = [self.packed.map(itemgetter(slice(start, start + part))) for start in range(0, self.out_features, part)]
+        outputs = [F.linear(x, self._matvec.dense(part, x.dtype)) for part in parts]
         return torch.cat(outputs, dim=1).to(rows.dtype)
 
 
 @torch.no_grad()
-def to_int4(model: M, packed: Mapping[str, Packed] | None = None,
+def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
     """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32.
 
@@ -176,8 +170,8 @@ def to_int4(model: M, packed: Mapping[str, Packed] | None = None,
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
-        weight = (packed or {}).get(f"{name}.weight") or pack(read(), "int4")
-        model.set_submodule(name, Int4Linear(weight, layer.in_features))
+        weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
+        model.set_submodule(name, Int4Linear(weight))
         del layer, read
     model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
     return model
@@ -186,27 +180,3 @@ def to_int4(model: M, packed: Mapping[str, Packed] | None = None,
 def _linears(model: Model) -> list[str]:
     """The names, so that a matrix can be freed as soon as it is replaced."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-
-
-def _largest(magnitudes: Tensor) -> Tensor:
-    return magnitudes.amax(-1, keepdim=True).clamp_(min=SMALLEST)
-
-
-def _pack(scale: Tensor, integers: Tensor) -> torch.ScriptObject:
-    zeros = torch.zeros(len(scale), dtype=torch.int64)
-    with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
-        warnings.simplefilter("ignore", UserWarning)
-        quantized = torch._make_per_channel_quantized_tensor(integers, scale.double(), zeros, 0)
-    packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
-    return packed
-
-
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of each row and its integers, computed for a few rows at a time: float32 takes four times the memory."""
-    scale, integers = torch.empty(len(weight)), torch.empty(weight.shape, dtype=torch.int8)
-    for start in range(0, len(weight), ROUNDED_ROWS):
-        rows = slice(start, start + ROUNDED_ROWS)
-        exact = weight[rows].float()
-        scale[rows] = exact.abs().amax(1).clamp_(min=SMALLEST) / 127
-        integers[rows] = (exact / scale[rows].unsqueeze(1)).round_()
-    return scale, integers

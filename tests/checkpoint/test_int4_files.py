@@ -8,7 +8,7 @@ from models import each_generation, small_model, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.matvec import pack, unpacked
+from kernels.matvec import Int4
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.quantized import Int4Linear, to_int4
@@ -43,7 +43,7 @@ def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation:
 def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str) -> None:
     model, path = saved(tmp_path, generation)
     exact = model.state_dict()[KEY]
-    rounded = unpacked(pack(exact, "int4"))[:, :exact.shape[1]]
+    rounded = Int4.of(exact).dense()
     assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], rounded)
 
 
@@ -64,7 +64,7 @@ def test_convert_writes_and_reads_it(tmp_path: Path) -> None:
     convert.main([str(tmp_path / "model.pth"), str(tmp_path / "small.safetensors"), "--dtype", "int4"])
     convert.main([str(tmp_path / "small.safetensors"), str(tmp_path / "large.pth"), "--dtype", "float32"])
     large = read_checkpoint(tmp_path / "large.pth").weights[KEY]
-    assert torch.equal(large, unpacked(pack(model.state_dict()[KEY], "int4"))[:, :large.shape[1]])
+    assert torch.equal(large, Int4.of(model.state_dict()[KEY]).dense())
 
 
 def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
 
 
 def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.model.quantized.ENGINES", ())
+    monkeypatch.setattr("kernels.matvec.torch_linear.ENGINES", ())
     with pytest.raises(ValueError, match="dtype=int8"):
         to_int8(small_model("reference"))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels import compare
 from kernels.compare import errors, misses
-from kernels.matvec import MatVec, Packed
+from kernels.matvec import Float32, MatVec
 from kernels.matvec import cases as matvec_cases
 from kernels.operator import Operator
 from kernels.pad import BrickPadding
@@ -191,23 +191,23 @@ class OfMatVec(OfTimeX):
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
         x, packed = matvec_cases.inputs(*shape, dtype=dtype, device=device, seed=seed)
-        return x, *packed
+        return x, packed.weight
 
     def call(self, operator: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return (operator(inputs[0], Packed(*inputs[1:])),)
+        return (operator(inputs[0], Float32(inputs[1])),)
 
     def results(self, operator: Any, inputs: Inputs) -> dict[str, Tensor]:
-        return {"y": operator(inputs[0], Packed(*inputs[1:]))}
+        return {"y": operator(inputs[0], Float32(inputs[1]))}
 
     def expected(self, inputs: Inputs) -> dict[str, Tensor]:
-        return {"y": matvec_cases.expected(inputs[0], Packed(*inputs[1:]))}
+        return {"y": matvec_cases.expected(inputs[0], Float32(inputs[1]))}
 
     def tolerance(self, dtype: torch.dtype) -> dict[str, float]:
         return matvec_cases.tolerance("c_v0", "float32", dtype)
 
     def refused(self) -> list[Inputs]:
-        x, *packed = self.inputs((2, 3, 8), torch.float32, "cpu")
-        return [(x[:, :7], *packed), (x.long(), *packed), (x.to("meta"), *packed), (x.requires_grad_(), *packed)]
+        x, weight = self.inputs((2, 3, 8), torch.float32, "cpu")
+        return [(x[:, :7], weight), (x.long(), weight), (x.to("meta"), weight), (x.requires_grad_(), weight)]
 
 
 ADAPTERS = {adapter.kind.folder: adapter for adapter in (OfTimeX(), OfWKV(), OfWKV7(), OfSoftmax(), OfPad(), OfMatVec())}
@@ -491,6 +491,8 @@ def test_opcheck(case: tuple[Any, Any], device: str) -> None:
         _, inputs = leaves_of(of, inputs)
     elif of.kind is BrickPadding:
         inputs = inputs[0], 1, 2, 2, 7, 8
+    elif of.kind is MatVec:
+        inputs = inputs[0], "float32", [inputs[1]], []
     torch.library.opcheck(registered, inputs)
 
 

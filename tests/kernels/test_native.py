@@ -334,7 +334,7 @@ def test_arm_computes_products(on_arm: Emulated) -> None:
             assert torch.equal(matvec.MatVec("c_v0")(x[-1:], packed)[0], y[-1])
     packed = matvec.pack(torch.randn(7, 300), "int4")
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(matvec.MatVec("c_v0").unpacked(packed, dtype), matvec.unpacked(packed, dtype))
+        assert torch.equal(matvec.MatVec("c_v0").dense(packed, dtype), packed.dense(dtype))
 
 
 @marked

@@ -404,21 +404,20 @@ INLINE float largest_lane(floats largest, ints unordered) {
     return top;
 }
 
-// The row x (K) in whole steps of its largest magnitude, to which steps + 1 is added where x may be negative: bytes in q, and the
-// size of a step, which is NaN where a number of x is. K is a multiple of 8.
-INLINE float round_row(const float *x, uint8_t *q, int64_t K, int64_t steps, int is_signed) {
+// The row x (K) in whole steps of its largest magnitude, to which the offset is added: bytes in q, and the size of a step, which is
+// NaN where a number of x is. K is a multiple of 8.
+INLINE float round_row(const float *x, uint8_t *q, int64_t K, int64_t steps, int64_t offset) {
     floats largest = same(0.0f);
     ints unordered = (ints)0;
     for (int64_t k = 0; k < K; k += 8) {
         floats values = at(x + k);
         unordered |= values != values;
-        if (is_signed) values = __builtin_elementwise_abs(values);
+        if (offset) values = __builtin_elementwise_abs(values);
         largest = larger(values, largest);
     }
     float top = largest_lane(largest, unordered);
-    int32_t offset = is_signed ? (int32_t)steps + 1 : 0;
     for (int64_t k = 0; k < K; k += 8) {
-        ints whole = __builtin_convertvector(nearest(at(x + k) / top * (float)steps), ints) + offset;
+        ints whole = __builtin_convertvector(nearest(at(x + k) / top * (float)steps), ints) + (int32_t)offset;
         whole = __builtin_elementwise_max(__builtin_elementwise_min(whole, (ints)255), (ints)0);
         uint8_t VECTOR(8) eight = __builtin_convertvector(whole, uint8_t VECTOR(8));
         memcpy(q + k, &eight, sizeof eight);
@@ -454,10 +453,10 @@ INLINE void arrange_block(const float *x, uint8_t *q, float *y, int64_t K, int64
     }
 }
 
-void prepare(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t steps, int is_signed, float *floats,
+void prepare(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t steps, int64_t offset, float *floats,
              uint8_t *q) {
     if (kind == OF_BFLOAT16_BOTH) for (int64_t k = first; k < first + n; k += 8) halve(x + k, floats + k, q + 2 * k);
-    if (kind == OF_INT8) *floats = round_row(x, q, K, steps, is_signed);
+    if (kind == OF_INT8) *floats = round_row(x, q, K, steps, offset);
     if (kind == OF_INT4)
         for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) arrange_block(x, q, floats, K, block);
 }

@@ -41,10 +41,10 @@ void products(const struct product *p, int64_t begin, int64_t end);
 void products_by_input(const struct product *p, int64_t begin, int64_t end);
 
 // What a product of that kind reads in place of n numbers of a row x (K) from `first` on: writes `floats` (x) and q. n is K in int8,
-// and `first` is whole blocks in int4. steps: of int8, of the largest magnitude; is_signed: whether x may be negative, so that
-// steps + 1 is added. All sizes are multiples of 8. OF_BFLOAT16_BOTH writes q where the CPU has products of bfloat16, otherwise
+// and `first` is whole blocks in int4. steps: of int8, of the largest magnitude; offset: what is added to them, 0 where x is never
+// negative. All sizes are multiples of 8. OF_BFLOAT16_BOTH writes q where the CPU has products of bfloat16, otherwise
 // floats.
-void prepare(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t steps, int is_signed, float *floats,
+void prepare(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t steps, int64_t offset, float *floats,
              uint8_t *q);
 
 // Of int4: what eight groups have for themselves, in eight lanes.

@@ -1,4 +1,4 @@
-"""Matrices in int4 in .safetensors: three tensors for a matrix (N,32 G), as kernels/matvec has it in groups.
+"""Matrices in int4 in .safetensors: three tensors for a matrix (N,32 G), those of kernels.matvec.Int4.groups.
 
     NAME          (N,G,16) U8      the integers of each group of 32, two in a byte
     NAME.scale    (N,G) BF16
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels.matvec import GROUP, Packed, in_groups, pack, side_by_side, unpacked
+from kernels.matvec import GROUP, Groups, Int4
 from rwkv.checkpoint.content import Outgoing
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
@@ -30,14 +30,13 @@ def outgoing(given: Outgoing) -> tuple[list[Stored], list[Stored]]:
               for name, tensor in given.tensors.items() if name not in matrices]
 
     @lru_cache(maxsize=1)                # the parts of a matrix are read one after another
-    def packed(name: str) -> Packed:
-        whole = given.packed[name]() if name in given.packed else pack(given.tensors[name].get(), "int4")
-        return in_groups(whole, given.tensors[name].shape[1])
+    def packed(name: str) -> Groups:
+        return (given.packed[name]() if name in given.packed else Int4.of(given.tensors[name].get())).groups()
 
     return floats, [part for name in matrices for part in _parts(name, given.tensors[name].shape, packed)]
 
 
-def _parts(name: str, shape: tuple[int, ...], packed: Callable[[str], Packed]) -> list[Stored]:
+def _parts(name: str, shape: tuple[int, ...], packed: Callable[[str], Groups]) -> list[Stored]:
     N, K = shape
     if K % GROUP:
         raise UserError(f"int4 in .safetensors takes rows of a multiple of {GROUP} numbers, and {name} has {K}: choose another "
@@ -48,28 +47,29 @@ def _parts(name: str, shape: tuple[int, ...], packed: Callable[[str], Packed]) -
             for i, ((end, dtype), shape) in enumerate(zip(PARTS.items(), shapes, strict=True))]
 
 
-def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, Callable[[], Packed]]]:
+def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, Callable[[], Int4]]]:
     """The file's tensors with each matrix as one, in float32; and what reads those in int4. Raises CheckpointError."""
     packed = {name: [tensors.get(name + end) for end in PARTS] for name, tensor in tensors.items()
-              if tensor.dtype == torch.uint8}
+              if f"{name}.scale" in tensors or not tensor.dtype.is_floating_point}
     ends = {name + end for name in packed for end in PARTS}
     readers = {name: _reader(name, parts) for name, parts in packed.items()}
     whole = {name: _unpacked(tensors[name], readers[name]) for name in packed}
     return {name: tensor for name, tensor in tensors.items() if name not in ends} | whole, readers
 
 
-def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Packed]:
+def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Int4]:
     weight, scale, shift = parts
     assert weight is not None
     groups = weight.shape[:2]
-    fits = len(weight.shape) == 3 and weight.shape[2] == GROUP // 2 and all(
+    fits = (weight.shape, weight.dtype) == ((*groups, GROUP // 2), torch.uint8) and all(
         part is not None and (part.shape, part.dtype) == (groups, torch.bfloat16) for part in (scale, shift))
     if not fits or scale is None or shift is None:
-        raise CheckpointError(f"{weight.source}: {name} holds integers of shape {weight.shape}, expected (N,G,{GROUP // 2}) "
-                              f"with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights are not read")
-    return lambda: side_by_side(Packed(weight.get(), scale.get(), shift.get()))
+        raise CheckpointError(f"{weight.source}: {name} holds {weight.dtype} of shape {weight.shape}, expected integers "
+                              f"(N,G,{GROUP // 2}) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other "
+                              "quantised weights are not read")
+    return lambda: Int4.of_groups((weight.get(), scale.get(), shift.get()), groups[1] * GROUP)
 
 
-def _unpacked(weight: Stored, read: Callable[[], Packed]) -> Stored:
+def _unpacked(weight: Stored, read: Callable[[], Int4]) -> Stored:
     N, G, _ = weight.shape
-    return Stored(weight.name, weight.source, (N, G * GROUP), torch.float32, lambda: unpacked(read())[:, :G * GROUP])
+    return Stored(weight.name, weight.source, (N, G * GROUP), torch.float32, lambda: read().dense())

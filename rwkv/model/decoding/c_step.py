@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import native
-from kernels.matvec import FORMS, KINDS
+from kernels.matvec import FORMS, KINDS, Int8
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.derived import exact_copies, tensors_of
 from rwkv.model.hooks import untouched
@@ -43,6 +43,8 @@ class Matrix(NamedTuple):
     w: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
+    steps: int = 0
+    offset: int = 0
 
 
 NO_NORM = Norm(torch.empty(0), torch.empty(0), 0.0)
@@ -133,7 +135,7 @@ def decoding_line(model: Any) -> str | None:
 def _form_of(layer: nn.Module) -> str:
     """The form of kernels.matvec that the layer's weights have; another dtype by its own name."""
     if isinstance(layer, (Int8Linear, Int4Linear)):
-        return "int8" if isinstance(layer, Int8Linear) else "int4"
+        return layer.form
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
@@ -191,8 +193,10 @@ class Builder:
     def matrix(self, layer: nn.Module) -> Matrix:
         """That of a linear layer of any form."""
         if isinstance(layer, (Int8Linear, Int4Linear)):
-            weight, scale, shift = (tensor.contiguous() for tensor in layer.packed)
-            return Matrix(KINDS[layer.packed.form], layer.out_features, layer.in_features, weight, scale, shift)
+            packed = layer.packed.map(Tensor.contiguous)
+            weight, scale, shift = (*packed, None)[:3]
+            steps, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
+            return Matrix(KINDS[packed.form], layer.out_features, packed.K, weight, scale, shift, steps, offset)
         linear = cast(nn.Linear, layer)
         copy = self._copies.get(id(linear.weight))
         if copy is not None:

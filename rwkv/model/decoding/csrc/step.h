@@ -23,6 +23,7 @@ struct norm {
 struct matrix {                          // a layer's weight in a form of kernels/matvec
     int64_t kind, N, K;
     const void *w, *scale, *shift;
+    int64_t steps, offset;               // of int8, of the rounding of x
 };
 
 // What all models have. Places of a row: x (C); normal (C), a norm of x; floats and q, what `prepare` makes of the inputs of up to
@@ -127,8 +128,6 @@ INLINE floats apply(enum function f, floats y) {
 }
 
 INLINE int is_rounded(const struct job *job) { return job->matrix->kind >= OF_BFLOAT16_BOTH; }
-INLINE int64_t steps_of(const struct matrix *m) { return m->kind == OF_INT8 ? (int64_t)((vector)m->shift)[0] : 0; }
-INLINE int is_signed(const struct matrix *m) { return m->kind == OF_INT8 && ((vector)m->shift)[1] != 0.0f; }
 
 // Where the prepared input of job i is, in a row.
 INLINE float *floats_of(const struct step *s, int64_t row, int i) { return work_of(s, row) + s->common->floats + i * s->common->widest; }
@@ -154,7 +153,7 @@ static inline void prepare_inputs(struct step *s, int n, const struct job *jobs)
         const struct matrix *m = jobs[i].matrix;
         int64_t pieces = pieces_of(m), row = tile / pieces, first = tile % pieces * PIECE;
         int64_t size = pieces == 1 ? m->K : least(PIECE, m->K - first);
-        prepare((enum kind)m->kind, jobs[i].x + row * s->common->size, m->K, first, size, steps_of(m), is_signed(m),
+        prepare((enum kind)m->kind, jobs[i].x + row * s->common->size, m->K, first, size, m->steps, m->offset,
                 floats_of(s, row, i), q_of(s, row, i));
     }
 }
@@ -164,7 +163,7 @@ static inline struct product product_of(const struct step *s, const struct job *
     return (struct product){
         .kind = (enum kind)m->kind, .w = m->w, .scale = m->scale, .shift = m->shift, .x = is_rounded(job) ? floats_of(s, 0, i) : job->x,
         .q = q_of(s, 0, i), .y = job->y, .R = s->call->R, .K = m->K, .x_row = s->common->size, .q_row = 4 * s->common->size,
-        .y_row = job->y_row, .offset = is_signed(m) ? steps_of(m) + 1 : 0, .in_steps = 1,
+        .y_row = job->y_row, .offset = m->offset, .in_steps = 1,
     };
 }
 
