@@ -12,6 +12,7 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
     LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
     Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
+    c_model(model, builder)        what the step in C reads (decoding/c_step.py)
     NON_NEGATIVE                   linear layers whose inputs are never negative (int8)
     UNUSED                         tensors of its files that nothing reads, and some files lack
     operator_work(config), kept_for_backward(config, half)         for estimates of memory
