@@ -21,7 +21,7 @@ ZIG = "0.17.1"
 PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # not made for each level
 SYSTEMS = {"linux": "linux-gnu.2.28", "macos": "macos.11.0", "windows": "windows-gnu"}   # as zig names them
 FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror",
-         "-Wno-unused-command-line-argument", "-I.")
+         "-Wno-unused-command-line-argument")
 OF_LEVEL = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
             "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
             "neon": (), "neondot": ("-Xclang", "-target-feature", "-Xclang", "+dotprod")}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from kernels.backends.torch_private import transforms_active
+from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.hooks import untouched
 
@@ -84,7 +85,7 @@ class _MixedProducts(torch.autograd.Function):
         products = list(map(product_backward, grads, saved[:n], saved[n:2 * n]))
         grad_mixes, grad_weights = zip(*products, strict=True)
         grad_x, grad_last_x, *grad_mus = mix_backward(saved[2 * n:], grad_mixes)
-        return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, *grad_mus, *grad_weights
+        return None, grad_x, grad_last_x, *grad_mus, *grad_weights
 
 
 def _before(x: Tensor, last_x: Tensor | None) -> Tensor:
@@ -94,17 +95,22 @@ def _before(x: Tensor, last_x: Tensor | None) -> Tensor:
     return torch.cat((last_x.unsqueeze(1).to(x.dtype), x[:, :-1]), dim=1)
 
 
-def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[Tensors, Tensors]:
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[tuple[Tensor | None, ...], Tensors]:
     """The tensors that mix_backward reads, and the mixes in dtype."""
+    if fused_c.takes(x, dtype=dtype):
+        return fused_c.mix(dtype, x, last_x, mus)
     x, mus = x.to(dtype), cast(dtype, mus)
     before = _before(x, last_x)
     change = x - before
-    return (change, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
+    return (x, last_x, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
 
 
-def mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
-    """The gradients of x, last_x and each mu from those of the mixes, which are overwritten."""
-    change, *mus = kept
+def mix_backward(kept: Sequence[Any], grads: Tensors) -> tuple[Tensor | None, ...]:
+    """The gradients of x, last_x and each mu from those of the mixes, which may be overwritten."""
+    x, last_x, *mus = kept
+    if fused_c.takes(x, dtype=grads[0].dtype):
+        return fused_c.mix_backward(kept, grads)
+    change = x - _before(x, last_x)
     wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
     grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
     grad_x, grad_before = grads[0] * mus[0], grads[0]
@@ -113,7 +119,19 @@ def mix_backward(kept: Sequence[Tensor], grads: Tensors) -> Tensors:
         grad_before += grad
     grad_before -= grad_x
     grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the part back once more
-    return grad_x, grad_before[:, 0], *grad_mus
+    return grad_x, None if last_x is None else grad_before[:, 0], *grad_mus
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2."""
+    return fused_c.squared_relu(x) if fused_c.takes(x) else torch.relu(x).square_()
+
+
+def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from that of its squared ReLU."""
+    if fused_c.takes(x, grad):
+        return fused_c.squared_relu(x, grad)
+    return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
 
 
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.fused import Tensors, cast, gate_backward, mix, mix_backward, product_backward, product_dtype
+from rwkv.model.fused import (
+    Tensors,
+    cast,
+    gate_backward,
+    mix,
+    mix_backward,
+    product_backward,
+    product_dtype,
+    squared_relu,
+    squared_relu_backward,
+)
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -45,22 +55,20 @@ class _ChannelMixing(torch.autograd.Function):
                 *weights: Tensor) -> Tensor:
         kept, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
         key, receptance, value = weights = cast(dtype, weights)
-        relu_k = linear(mix_k, key).clamp_(min=0)
+        k = linear(mix_k, key)
         gate = linear(mix_r, receptance).sigmoid_()
-        hidden = relu_k * relu_k
+        hidden = squared_relu(k)
         kv = linear(hidden, value)
-        ctx.save_for_backward(mix_k, mix_r, relu_k, hidden, gate, kv, *weights, *kept)
+        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *weights, *kept)
         return gate * kv
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mix_k, mix_r, relu_k, hidden, gate, kv, key, receptance, value, *kept = ctx.saved_tensors
+        mix_k, mix_r, k, hidden, gate, kv, key, receptance, value, *kept = ctx.saved_tensors
         grad_r, grad_kv = gate_backward(grad, gate, kv)
         grad_hidden, grad_value = product_backward(grad_kv, hidden, value)
-        grad_k = torch.addcmul(grad.new_zeros(()), grad_hidden, relu_k, value=2, out=grad_hidden)     # 2 grad_hidden relu_k
-        grad_mix_k, grad_key = product_backward(grad_k, mix_k, key)
+        grad_mix_k, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mix_k, key)
         grad_mix_r, grad_receptance = product_backward(grad_r, mix_r, receptance)
         grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_mix_k, grad_mix_r))
-        of_last_x = grad_last_x if ctx.needs_input_grad[2] else None
-        return None, grad_x, of_last_x, *grad_mus, grad_key, grad_receptance, grad_value
+        return None, grad_x, grad_last_x, *grad_mus, grad_key, grad_receptance, grad_value

@@ -12,8 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.fused import Tensors, cast, mix, mix_backward, product_backward, product_dtype
+from rwkv.model.fused import (
+    Tensors,
+    cast,
+    mix,
+    mix_backward,
+    product_backward,
+    product_dtype,
+    squared_relu,
+    squared_relu_backward,
+)
 
 EPS = 64e-5                              # of the normalisation of each head
 FASTEST_LOG_W = -0.6065306597126334      # of the decay: -e^-0.5
@@ -87,110 +97,150 @@ class _MixedProducts(torch.autograd.Function):
         for of_v, _ in found[3:]:
             grad_v += of_v
         grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_r, grad_w, grad_k, grad_v, grad_a, grad_g))
-        of_last_x = grad_last_x if ctx.needs_input_grad[3] else None
-        return (None, None, grad_x, of_last_x, *(-grad for grad in grad_mus), grad_R, grad_K, grad_V,
+        return (None, None, grad_x, grad_last_x, *(-grad for grad in grad_mus if grad is not None), grad_R, grad_K, grad_V,
                 *(grad for _, grad in found))
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
-        dtype = k.dtype
-        hidden, (k_k, k_a, w0, *rest), matrices = others[:n], others[n:2 * n + 1], cast(dtype, others[2 * n + 1:])
-        k_k, *biases = cast(dtype, (k_k, *rest))
+        hidden, vectors, matrices = others[:n], others[n:2 * n + 1], cast(k.dtype, others[2 * n + 1:])
         tanh, sigmoid = torch.tanh(hidden[0]), torch.sigmoid(hidden[2])
-        wide = torch.promote_types(dtype, torch.float32)
-        decay = (tanh @ matrices[0]).to(wide).add_(w0).sigmoid_()
-        rate = (hidden[1] @ matrices[1]).add_(biases[0]).sigmoid_()
-        g = sigmoid @ matrices[2]
-        keys = _by_head(k * k_k, N)
-        inverse = keys.norm(dim=-1, keepdim=True, dtype=wide).clamp_(min=LEAST_NORM).reciprocal_()
-        kk = (keys * inverse).to(dtype).flatten(2)
-        # in half precision a rounded k_a, 1.02 at first, would make all factors too small; a rounded inverse may be infinite
-        factor = torch.addcmul(1 - k_a, rate, k_a).to(dtype)             # 1 + (rate - 1) k_a
-        k_a = k_a.to(dtype)
-        new_v, saved_v = v, []
-        if v_first is not None:
-            gate = (hidden[3] @ matrices[3]).add_(biases[1]).sigmoid_()
-            change = v_first - v
-            new_v = torch.addcmul(v, change, gate)
-            saved_v = [gate, change, hidden[3]]
+        inputs = (tanh, hidden[1], *hidden[3:])
+        w2, a2, g2, *v2 = matrices
+        z = tuple(x @ matrix for x, matrix in zip(inputs, (w2, a2, *v2), strict=True))
+        *of_operator, inverse = _gates(k, v, v_first, z, N, vectors)
         ctx.N, ctx.n = N, n
-        ctx.save_for_backward(k, tanh, hidden[1], sigmoid, decay, rate, kk, inverse, factor, k_k, k_a, *matrices, *saved_v)
-        return decay * FASTEST_LOG_W, k * factor, new_v, -kk, kk * rate, g
+        ctx.save_for_backward(k, v, v_first, inverse, sigmoid, *inputs, *z, *vectors, *matrices)
+        return *of_operator, sigmoid @ g2
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad_log_w: Tensor, grad_k: Tensor, grad_v: Tensor, grad_a: Tensor, grad_b: Tensor,
-                 grad_g: Tensor) -> tuple[Tensor | None, ...]:
-        k, tanh, hidden_a, sigmoid, decay, rate, kk, inverse, factor, k_k, k_a, *rest = ctx.saved_tensors
-        (w2, a2, g2, *v2), saved_v = rest[:ctx.n], rest[ctx.n:]
-        dtype, N = k.dtype, ctx.N
-        grad_z = torch.ops.aten.sigmoid_backward(grad_log_w * FASTEST_LOG_W, decay)
-        grad_w0 = _summed(grad_z)
-        grad_tanh, grad_w2 = _row_product_backward(grad_z.to(dtype), tanh, w2)
-        grad_hidden_w = torch.ops.aten.tanh_backward(grad_tanh, tanh)
-        grad_sigmoid, grad_g2 = _row_product_backward(grad_g, sigmoid, g2)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, v_first, inverse, sigmoid, *rest = ctx.saved_tensors
+        n = ctx.n - 1                    # all gates but g
+        inputs, z, vectors, (w2, a2, g2, *v2) = rest[:n], rest[n:2 * n], rest[2 * n:3 * n + 2], rest[3 * n + 2:]
+        of_inputs, grad_z, grad_vectors = _gates_backward(k, v, v_first, tuple(z), ctx.N, tuple(vectors), inverse, grads[:5])
+        (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *of_v = [
+            _row_product_backward(*parts) for parts in zip(grad_z, inputs, (w2, a2, *v2), strict=True)]
+        grad_sigmoid, grad_g2 = _row_product_backward(grads[5], sigmoid, g2)
+        grad_hidden_w = torch.ops.aten.tanh_backward(grad_tanh, inputs[0])
         grad_hidden_g = torch.ops.aten.sigmoid_backward(grad_sigmoid, sigmoid)
-        # kk = q / |q| with q = k k_k; a = -kk, b = kk rate, new k = k factor
-        grad_kk = torch.addcmul(-grad_a, grad_b, rate)
-        along = _by_head(grad_kk * kk, N).sum(-1, keepdim=True)
-        _by_head(grad_kk, N).addcmul_(_by_head(kk, N), along, value=-1).mul_(inverse)
-        grad_k_k = _summed(grad_kk * k)
-        k_grad_k = k * grad_k
-        grad_rate = torch.addcmul(grad_b * kk, k_grad_k, k_a)
-        grad_k_a = _summed(k_grad_k.mul_(rate - 1))
-        grad_old_k = torch.addcmul(grad_k * factor, grad_kk, k_k)
-        grad_z = torch.ops.aten.sigmoid_backward(grad_rate, rate)
-        grad_a0 = _summed(grad_z)
-        grad_hidden_a, grad_a2 = _row_product_backward(grad_z, hidden_a, a2)
-        if not saved_v:
-            return (None, grad_old_k, grad_v, None, None, grad_hidden_w, grad_hidden_a, grad_hidden_g,
-                    grad_k_k, grad_k_a, grad_w0, grad_a0, grad_w2, grad_a2, grad_g2)
-        gate, change, hidden_v = saved_v
-        grad_first = grad_v * gate
-        grad_z = torch.ops.aten.sigmoid_backward(grad_v * change, gate)
-        grad_v0 = _summed(grad_z)
-        grad_hidden_v, grad_v2 = _row_product_backward(grad_z, hidden_v, v2[0])
-        return (None, grad_old_k, grad_v - grad_first, grad_first, None, grad_hidden_w, grad_hidden_a, grad_hidden_g,
-                grad_hidden_v, grad_k_k, grad_k_a, grad_w0, grad_a0, grad_v0, grad_w2, grad_a2, grad_g2, grad_v2)
+        grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in of_v)
+        grad_matrices = grad_w2, grad_a2, grad_g2, *(grad for _, grad in of_v)
+        return None, *of_inputs, None, *grad_hidden, *(grad.view(1, 1, -1) for grad in grad_vectors), *grad_matrices
+
+
+def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
+    """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
+    if fused_c.takes(k, v, *z):
+        return fused_c.gates(k, v, v_first, z, N, vectors)
+    decay, rate, factor = _decay_rate_factor(z, vectors)
+    keys = _by_head(k * vectors[0].to(k.dtype), N)
+    inverse = keys.norm(dim=-1, keepdim=True, dtype=decay.dtype).clamp_(min=LEAST_NORM).reciprocal_()
+    kk = (keys * inverse).to(k.dtype).flatten(2)
+    new_v = v if v_first is None else torch.addcmul(v, v_first - v, _gate(z, vectors))
+    return decay.mul_(FASTEST_LOG_W), k * factor, new_v, -kk, kk * rate, inverse
+
+
+def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
+                    grads: Tensors) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
+    """From the gradients of log_w, k, v, a and b those of (k, v, v_first), of z, and of the vectors (C,)."""
+    if fused_c.takes(k, v, *z):
+        return fused_c.gates_backward(k, v, v_first, z, N, vectors, inverse, grads)
+    grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
+    k_k, k_a = cast(k.dtype, vectors[:2])
+    decay, rate, factor = _decay_rate_factor(z, vectors)
+    grad_zw = torch.ops.aten.sigmoid_backward(grad_log_w * FASTEST_LOG_W, decay)
+    # kk = q / |q| with q = k k_k; a = -kk, b = kk rate, new k = k factor
+    kk = (_by_head(k * k_k, N) * inverse).to(k.dtype).flatten(2)
+    grad_kk = torch.addcmul(-grad_a, grad_b, rate)
+    along = _by_head(grad_kk * kk, N).sum(-1, keepdim=True)
+    _by_head(grad_kk, N).addcmul_(_by_head(kk, N), along, value=-1).mul_(inverse)
+    k_grad_k = k * grad_k
+    grad_za = torch.ops.aten.sigmoid_backward(torch.addcmul(grad_b * kk, k_grad_k, k_a), rate)
+    grad_vectors = [_summed(grad_kk * k), _summed(k_grad_k * (rate - 1)), _summed(grad_zw), _summed(grad_za)]
+    grad_old_k = torch.addcmul(grad_k * factor, grad_kk, k_k)
+    grad_z = grad_zw.to(k.dtype), grad_za
+    if v_first is None:
+        return (grad_old_k, grad_v, None), grad_z, tuple(grad_vectors)
+    gate = _gate(z, vectors)
+    grad_first = grad_v * gate
+    grad_zv = torch.ops.aten.sigmoid_backward(grad_v * (v_first - v), gate)
+    return (grad_old_k, grad_v - grad_first, grad_first), (*grad_z, grad_zv), (*grad_vectors, _summed(grad_zv))
+
+
+def _decay_rate_factor(z: Tensors, vectors: Tensors) -> Tensors:
+    """sigmoid(w0 + zw) in float32 or wider, rate = sigmoid(a0 + za), and 1 + (rate - 1) k_a."""
+    _, k_a, w0, a0 = vectors[:4]
+    dtype = z[0].dtype
+    decay = torch.sigmoid(z[0].to(torch.promote_types(dtype, torch.float32)) + w0)
+    rate = torch.sigmoid(z[1] + a0.to(dtype))
+    # in half precision a rounded k_a, 1.02 at first, would make all factors too small; a rounded inverse may be infinite
+    return decay, rate, torch.addcmul(1 - k_a, rate, k_a).to(dtype)
+
+
+def _gate(z: Tensors, vectors: Tensors) -> Tensor:
+    return torch.sigmoid(z[2] + vectors[4].to(z[2].dtype))
 
 
 class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
                 matrix: Tensor) -> Tensor:
-        dtype, N = g.dtype, y.shape[-1]
-        weight, bias, matrix, r_k = cast(dtype, (weight, bias, matrix, r_k))
-        normal, mean, inverse_std = torch.native_layer_norm(y, (N,), None, None, EPS)
-        normal = normal.to(dtype)
-        share = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
-        read = torch.addcmul(bias, normal.flatten(2), weight)
-        _by_head(read, N).addcmul_(share, _by_head(v, N))
-        gated = read * g
-        ctx.save_for_backward(y, mean, inverse_std, r, k, v, g, read, gated, share, r_k, weight, matrix)
+        matrix, vectors = matrix.to(g.dtype), (r_k, weight, bias)
+        gated = _gated(y, r, k, v, g, vectors)
+        ctx.save_for_backward(y, r, k, v, g, gated, *vectors, matrix)
         return linear(gated, matrix)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
-        y, mean, inverse_std, r, k, v, g, read, gated, share, r_k, weight, matrix = ctx.saved_tensors
-        N = y.shape[-1]
+        y, r, k, v, g, gated, *vectors, matrix = ctx.saved_tensors
         grad_gated, grad_matrix = product_backward(grad, gated, matrix)
-        grad_g, grad_read = grad_gated * read, grad_gated.mul_(g)
-        grad_bias = _summed(grad_read, 1)
-        normal = ((y - mean) * inverse_std).to(grad_read.dtype).flatten(2)
-        grad_weight = _summed(normal.mul_(grad_read), 1)
-        grad_v = (_by_head(grad_read, N) * share).flatten(2)
-        grad_share = (_by_head(grad_read, N) * _by_head(v, N)).sum(-1, keepdim=True)
-        along = grad_share * r_k
-        grad_r = (_by_head(k, N) * along).flatten(2)
-        grad_k = (_by_head(r, N) * along).flatten(2)
-        grad_r_k = (_by_head(r * k, N) * grad_share).sum((0, 1), dtype=_wide(r))
-        grad_normal = _by_head(grad_read.mul_(weight), N).to(y.dtype)
-        grad_y, _, _ = torch.ops.aten.native_layer_norm_backward(grad_normal, y, (N,), mean, inverse_std, None, None,
-                                                                 (True, False, False))
-        return grad_y, grad_r, grad_k, grad_v, grad_g, grad_r_k, grad_weight, grad_bias, grad_matrix
+        grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad_gated)
+        return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias, grad_matrix
+
+
+def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:
+    """(GroupNorm(y) + (sum over the head of r k r_k) v) g, from vectors r_k, weight and bias."""
+    if fused_c.takes(y, r, k, v, g):
+        return fused_c.gated(y, r, k, v, g, y.shape[-1], vectors)
+    read, _, _, _, _ = _read(y, r, k, v, cast(g.dtype, vectors))
+    return read * g
+
+
+def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors,
+                    grad: Tensor) -> tuple[Tensors, Tensors]:
+    """From the gradient of what _gated returns those of y, r, k, v and g, and of the vectors (C,)."""
+    N = y.shape[-1]
+    if fused_c.takes(y, r, k, v, g):
+        return fused_c.gated_backward(y, r, k, v, g, N, vectors, grad)
+    r_k, weight, bias = cast(g.dtype, vectors)
+    read, normal, share, mean, inverse_std = _read(y, r, k, v, (r_k, weight, bias))
+    grad_g, grad_read = grad * read, grad * g
+    grad_v = (_by_head(grad_read, N) * share).flatten(2)
+    grad_share = (_by_head(grad_read, N) * _by_head(v, N)).sum(-1, keepdim=True)
+    along = grad_share * r_k
+    grad_r = (_by_head(k, N) * along).flatten(2)
+    grad_k = (_by_head(r, N) * along).flatten(2)
+    grad_r_k = _summed((_by_head(r * k, N) * grad_share).flatten(2))
+    grad_vectors = grad_r_k, _summed(normal.mul_(grad_read)), _summed(grad_read)
+    grad_normal = _by_head(grad_read.mul_(weight), N).to(y.dtype)
+    grad_y, _, _ = torch.ops.aten.native_layer_norm_backward(grad_normal, y, (N,), mean, inverse_std, None, None,
+                                                             (True, False, False))
+    return (grad_y, grad_r, grad_k, grad_v, grad_g), grad_vectors
+
+
+def _read(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
+    """What g gates, the normalised y, the sum of r k r_k, and the mean and 1/std of each head."""
+    N, (r_k, weight, bias) = y.shape[-1], vectors
+    normal, mean, inverse_std = torch.native_layer_norm(y, (N,), None, None, EPS)
+    normal = normal.to(weight.dtype).flatten(2)
+    share = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
+    read = torch.addcmul(bias, normal, weight)
+    _by_head(read, N).addcmul_(share, _by_head(v, N))
+    return read, normal, share, mean, inverse_std
 
 
 class _ChannelMixing(torch.autograd.Function):
@@ -198,20 +248,20 @@ class _ChannelMixing(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
         kept, (mixed,) = mix(dtype, x, last_x, (1 - x_k,))
         key, value = weights = cast(dtype, weights)
-        relu = linear(mixed, key).clamp_(min=0)
-        hidden = relu * relu
-        ctx.save_for_backward(mixed, relu, hidden, *weights, *kept)
+        k = linear(mixed, key)
+        hidden = squared_relu(k)
+        ctx.save_for_backward(mixed, k, hidden, *weights, *kept)
         return linear(hidden, value)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, relu, hidden, key, value, *kept = ctx.saved_tensors
+        mixed, k, hidden, key, value, *kept = ctx.saved_tensors
         grad_hidden, grad_value = product_backward(grad, hidden, value)
-        grad_relu = torch.addcmul(grad.new_zeros(()), grad_hidden, relu, value=2, out=grad_hidden)     # 2 grad_hidden relu
-        grad_mixed, grad_key = product_backward(grad_relu, mixed, key)
+        grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key)
         grad_x, grad_last_x, grad_mu = mix_backward(kept, (grad_mixed,))
-        return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, -grad_mu, grad_key, grad_value
+        assert grad_mu is not None
+        return None, grad_x, grad_last_x, -grad_mu, grad_key, grad_value
 
 
 def _by_head(tensor: Tensor, N: int) -> Tensor:
@@ -219,10 +269,9 @@ def _by_head(tensor: Tensor, N: int) -> Tensor:
     return tensor.unflatten(-1, (-1, N))
 
 
-def _summed(grad: Tensor, axes: int = 3) -> Tensor:
-    """The gradient of a vector that was added or multiplied at each of (B,T): (1,1,C), or (C,) for axes=1."""
-    total = grad.sum((0, 1), dtype=_wide(grad))
-    return total if axes == 1 else total.view(1, 1, -1)
+def _summed(grad: Tensor) -> Tensor:
+    """The gradient (C,) of a vector that was added or multiplied at each of (B,T)."""
+    return grad.sum((0, 1), dtype=_wide(grad))
 
 
 def _wide(tensor: Tensor) -> torch.dtype | None:

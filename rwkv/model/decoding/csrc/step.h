@@ -3,8 +3,8 @@
 // and its state likewise. All widths are multiples of 8, and places have room for a multiple of PART. c_step.py fills the structs.
 
 #pragma once
-#include "kernels/matvec/csrc/products.h"
-#include "kernels/native/csrc/threads.h"
+#include "../../../../kernels/matvec/csrc/products.h"
+#include "../../../../kernels/native/csrc/threads.h"
 
 enum {
     CHANNELS = 128,          // of a tile of what is computed channel by channel
