@@ -181,10 +181,9 @@ def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
 def test_what_is_kept_keeps_no_weight_in_memory() -> None:
     model = frozen()
     step_of(model)
-    for name, weight in list(model.named_parameters()):
-        storage = StorageWeakRef(weight.untyped_storage())
-        replaced(model, name, weight)
-        del weight
+    for name in list(dict(model.named_parameters())):
+        storage = StorageWeakRef(model.get_parameter(name).untyped_storage())
+        replaced(model, name, model.get_parameter(name))
         assert storage.expired(), name
 
 
