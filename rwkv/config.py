@@ -6,10 +6,13 @@ texts. This file knows nothing of Hydra.
 
 import math
 import operator
-from collections.abc import Collection, Iterable
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cached_property
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rwkv.errors import UserError
 
@@ -19,23 +22,25 @@ ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 
 
+THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
 GRAMMAR = "grammar"                                      # of Hydra, in which all other options are written
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
            most: float = math.inf, above: float | None = None, below: float = math.inf, verbatim: str | None = None,
-           filled: bool = False, only: str | None = None, needs: tuple[str, ...] = (), heading: str | None = None) -> Any:
+           filled: bool = False, only: str | None = None, needs: tuple[str, ...] = (), heading: str | None = None,
+           **more: Any) -> Any:
     """A dataclass field for one option.
 
     default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
     and of those after it. one_of, least, most, above and below: the allowed values, beside None; least: a finite number of that
     size. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
     filled: no text may be empty. only: the generation of models that has the option, None for all. needs: an option by its
-    dotted key, and the values of it with which alone this one has an effect.
+    dotted key, and the values of it with which alone this one has an effect. more: further metadata.
     """
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
-                "below": below, "verbatim": verbatim, "filled": filled, "only": only, "needs": needs}
+                "below": below, "verbatim": verbatim, "filled": filled, "only": only, "needs": needs, **more}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -123,6 +128,8 @@ class ModelConfig:
     a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1, only="rwkv7")
     v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1, only="rwkv7")
     gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1, only="rwkv7")
+    deep_embed_dim: int | None = option(None, "width of DeepEmbed's matrix of each token, 32 in RWKV-7a; null: none (rwkv7)",
+                                        least=1, only="rwkv7")
     ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:
@@ -139,7 +146,7 @@ class DataConfig:
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
-    template: str | None = option(None, "of conversations: world, g1 or a jinja2 file; null: by the name of init_from's file",
+    template: str | None = option(None, "of conversations: world, g1, flower or a jinja2 file; null: by init_from's file",
                                   verbatim=PATH, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
                            needs=("data.name", "chat"))
@@ -326,6 +333,195 @@ class TrainConfig:
         return self.data.batch_size * self.model.ctx_len * segments * self.trainer.accumulate
 
 
+SMALL, LARGE = 1e-30, 1e30               # limits of options of sampling, so that logits stay within float32
+ORDERS = ("hf", "rwkv")
+
+
+def _biases(texts: Iterable[str]) -> dict[int, float]:
+    """{ID: X} for texts ID:X. Raises UserError for others."""
+    biases = {}
+    for text in texts:
+        token, _, bias = text.partition(":")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise UserError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
+    return biases
+
+
+def _texts_and_ids(texts: Iterable[str]) -> list[str | int]:
+    """The texts, and for one that is a list of numbers in brackets these numbers."""
+    found: list[str | int] = []
+    for text in texts:
+        ids = re.fullmatch(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]", text, re.ASCII)
+        found += map(int, ids[1].split(",")) if ids else [text]
+    return found
+
+
+def sampling_option(default: Any, help: str, *, served: tuple[float, float] | None = None, typed: Any = None,
+                    read: Callable[[Any], Any] | None = None, or_zero: bool = False, **more: Any) -> Any:
+    """A field of Sampling; `option` has the other arguments.
+
+    served: the range in requests, where it is not the option's own: OpenAI's. typed: the type on the command line, where it is
+    another one; read: what makes the field's value of that. or_zero: 0 is allowed too.
+    """
+    return option(default, help, served=served, typed=typed, read=read, or_zero=or_zero, **more)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: what the command line, requests, the engine and kernels/draw take.
+
+    Each option is stated here alone. Those of generate.py, chat.py and serve.py and the fields of requests derive from it.
+    Raises UserError for a value out of range or of another type; integers may be NumPy's or torch's.
+
+    The penalties (rwkv/generation/sampling.py has the formula): repetition_penalty (CTRL, arXiv 1909.05858) is for tokens of
+    the prompt and of the text that is written; presence_penalty and frequency_penalty (OpenAI's API) are for those of the text
+    alone, so that each answer of a conversation begins without, and so does a text that goes on from a saved state.
+    penalty_decay multiplies the counts of frequency_penalty before each new token is counted, as in the demos of RWKV's author.
+    no_penalty: ids of tokens that no penalty changes, and texts, which stand for the tokens that they are encoded as.
+    Tokens in `banned` are never drawn.
+    """
+
+    temperature: float = sampling_option(0.8, "temperature; 0: always the likeliest token", least=SMALL, most=LARGE,
+                                         or_zero=True, served=(0, 2))
+    top_k: int = sampling_option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(0, 2**31 - 1))
+    top_p: float = sampling_option(0.95, "choose among the likeliest tokens of that total probability; 1: all", least=SMALL,
+                                   most=1, served=(0, 1))
+    min_p: float = sampling_option(0.0, "lowest probability, as a fraction of the highest; 0: any", least=0, most=1)
+    repetition_penalty: float = sampling_option(1.0, "divides positive logits of tokens in the prompt or the text, multiplies "
+                                                "negative ones; 1: off", least=SMALL, most=LARGE, served=(0.01, 100))
+    presence_penalty: float = sampling_option(0.0, "subtracted from the logit of each token in the text so far; 0: off",
+                                              least=-LARGE, most=LARGE, served=(-2, 2))
+    frequency_penalty: float = sampling_option(0.0, "subtracted for each time that the token is in the text so far; 0: off",
+                                               least=-LARGE, most=LARGE, served=(-2, 2))
+    penalty_decay: float = sampling_option(1.0, "factor on the counts of frequency_penalty at each step, so that they fade; 1: "
+                                           "they stay", least=0, most=1)
+    no_penalty: tuple[int | str, ...] = sampling_option(tuple, "text whose tokens have no penalty, or the tokens' ids as "
+                                                        "[ID,...]; may be given several times", typed=list[str],
+                                                        read=_texts_and_ids, verbatim=TEXT)
+    logit_bias: Mapping[int, float] = sampling_option(dict, "ID:X adds X to a token's logit; may be given several times",
+                                                      typed=list[str], read=_biases, least=-LARGE, most=LARGE,
+                                                      served=(-100, 100))
+    banned: tuple[int, ...] = sampling_option(tuple, "[ID,...]: tokens never chosen; [0]: a text ends at max_new_tokens alone",
+                                              typed=list[int])
+    order: str = sampling_option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before "
+                                 "it, as in ChatRWKV", one_of=ORDERS)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            self._check(item, getattr(self, item.name))
+        tokens = whole_numbers("logit_bias", self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
+        object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
+        object.__setattr__(self, "no_penalty", _texts_or_whole_numbers("no_penalty", self.no_penalty))
+        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
+
+    @staticmethod
+    def _check(item: Field, value: Any) -> None:
+        """Raises UserError where the value is not in the option's range, or has another type."""
+        limits = item.metadata
+        if limits["one_of"]:
+            _one_of(item.name, value, limits["one_of"])
+        if item.type == Mapping[int, float]:
+            if not isinstance(value, Mapping):
+                raise UserError(f"{item.name} is a dict of token ids and numbers; got {value!r}")
+        elif limits["least"] is None:
+            return
+        for number in value.values() if isinstance(value, Mapping) else [value]:
+            fits = isinstance(number, Real) or (item.type is int and hasattr(number, "__index__"))
+            fits = fits and (limits["least"] <= float(number) <= limits["most"] or (limits["or_zero"] and number == 0))
+            if not fits:
+                kind = "a whole number" if item.type is int else "a number"
+                upto = "" if limits["most"] == math.inf else f" to {limits['most']:g}"
+                raise UserError(f"{item.name} is {'0, or ' * limits['or_zero']}{kind} from {limits['least']:g}{upto}; "
+                                f"got {number!r}")
+
+    @classmethod
+    def of(cls, config: Any) -> "Sampling":
+        """The options of a program's configuration (with_sampling). Raises UserError for a value out of range."""
+        values = {item.name: getattr(config, item.name) for item in fields(cls)}
+        return cls(**{item.name: item.metadata["read"](values[item.name]) if item.metadata["read"] else values[item.name]
+                      for item in fields(cls)})
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal options, and hashable."""
+        values = [getattr(self, item.name) for item in fields(self)]
+        return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty is on."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises UserError where a token id is outside the vocabulary, or all tokens are banned."""
+        for name in ("logit_bias", "banned", "no_penalty"):
+            for token in getattr(self, name):
+                if isinstance(token, int) and not 0 <= token < vocab_size:
+                    raise UserError(f"{name} is of token ids from 0 to {vocab_size - 1}; got {token}")
+        if len({*self.banned}) >= vocab_size:
+            raise UserError(f"banned is of fewer tokens than the vocabulary has, {vocab_size}; got all")
+
+    def ids_without_penalty(self, tokenizer: Any) -> tuple[int, ...]:
+        """The ids of no_penalty, in order. Raises UserError for a text that the tokenizer cannot encode."""
+        texts = [entry for entry in self.no_penalty if isinstance(entry, str)]
+        try:
+            encoded = tokenizer.encode_within(texts)
+        except UserError as error:
+            raise UserError(f"no_penalty: {error}") from None
+        return tuple(sorted({entry for entry in self.no_penalty if isinstance(entry, int)}.union(*encoded)))
+
+    def __str__(self) -> str:
+        """The temperature, top_p, and what is not at its default: temperature 0.8, top_p 0.95, order rwkv."""
+        shown = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            default = item.default_factory() if item.default_factory is not MISSING else item.default
+            if value != default or item.name in ("temperature", "top_p"):
+                shown.append(f"{item.name} {_shown(value)}")
+        return ", ".join(shown)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "[" + ",".join(f"{token}:{bias:g}" for token, bias in value.items()) + "]"
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(repr, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def preset_option(name: str, heading: str = "Sampling") -> Any:
+    """The field `sampling`: the name of the preset, a file of configs/sampling, that sets the options of sampling."""
+    return option(name, "set by sampling=; options that are given override it", verbatim=GRAMMAR, heading=heading)
+
+
+Config = TypeVar("Config")
+
+
+def with_sampling(config: type[Config]) -> type[Config]:
+    """The class, not a dataclass yet, with a field for each option of Sampling behind its field `sampling`."""
+    annotations: dict[str, Any] = {}
+    for name, kind in config.__annotations__.items():
+        annotations[name] = kind
+        for item in fields(Sampling) if name == "sampling" else ():
+            typed = item.metadata["typed"]
+            metadata = {**item.metadata, "least": None}          # Sampling.of checks the range
+            annotations[item.name] = typed or item.type
+            setattr(config, item.name, field(default_factory=list, metadata=metadata) if typed else
+                    field(default=item.default, metadata=metadata))
+    config.__annotations__ = annotations
+    return config
+
+
 DTYPES = ("float32", "bfloat16", "int8", "int4")         # that a model computes in
 
 
@@ -344,8 +540,9 @@ class SavedModelConfig:
 
 
 @dataclass
+@with_sampling
 class GenerateConfig(SavedModelConfig):
-    """rwkv/generation/output.py checks what depends on several options, rwkv/generation/sampling.py those of sampling."""
+    """rwkv/generation/output.py checks what depends on several options."""
 
     prompt: str | None = option(None, "text to continue; -: standard input", heading="Texts", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt on each line, or .jsonl with {"prompt": "..."} on each line',
@@ -359,17 +556,7 @@ class GenerateConfig(SavedModelConfig):
     max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
     stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times")
     stop_tokens: list[int] = option(list, "[ID,...]: tokens that end a sample and are not shown")
-    temperature: float = option(0.8, "temperature; 0: always the likeliest token", heading="Sampling")
-    top_k: int = option(0, "choose among that many likeliest tokens; 0: all")
-    top_p: float = option(0.95, "choose among the likeliest tokens of that total probability; 1: all")
-    min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any")
-    repetition_penalty: float = option(1.0, "divides positive logits of earlier tokens, multiplies negative ones; 1: off")
-    presence_penalty: float = option(0.0, "subtracted from the logit of each earlier token")
-    frequency_penalty: float = option(0.0, "subtracted for each time that the token came earlier")
-    logit_bias: list[str] = option(list, "ID:X adds X to a token's logit; may be given several times")
-    banned: list[int] = option(list, "[ID,...]: tokens never chosen; [0]: a text ends at max_new_tokens alone")
-    order: str = option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before it, as "
-                        "in ChatRWKV", one_of=("hf", "rwkv"))
+    sampling: str = preset_option("default")
     stream: bool = option(True, "show a single text token by token", heading="Output")
     out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)
     logprobs: int = option(0, "number of likeliest tokens whose log-probabilities are written, to out= or else to standard "
@@ -379,38 +566,35 @@ class GenerateConfig(SavedModelConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
+        Sampling.of(self)
 
 
 @dataclass
+@with_sampling
 class ChatConfig(SavedModelConfig):
-    """rwkv/generation/sampling.py checks the options of sampling."""
-
-    template: str | None = option(None, "world, g1 or a jinja2 file; null: the one of the run's data, else by the file's name",
-                                  verbatim=PATH, heading="Conversation")
+    template: str | None = option(None, "world, g1, flower or a jinja2 file; null: the one of the run's data, else the "
+                                  "checkpoint's, else by its name", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
     state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
                                verbatim=PATH)
-    think: bool = option(False, "true: answers begin with thoughts (template g1)")
+    think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (templates g1, flower)",
+                        one_of=THINK)
     seed: int = option(0, "seed of the first answer; the next has the next seed", least=0)
     max_new_tokens: int = option(500, "largest number of tokens in an answer", least=1)
-    temperature: float = option(1.0, "temperature; 0: always the likeliest token", heading="Sampling")
-    top_k: int = option(0, "choose among that many likeliest tokens; 0: all")
-    top_p: float = option(0.3, "choose among the likeliest tokens of that total probability; 1: all")
-    min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any")
-    repetition_penalty: float = option(1.0, "divides positive logits of earlier tokens, multiplies negative ones; 1: off")
-    presence_penalty: float = option(0.0, "subtracted from the logit of each earlier token of the answer")
-    frequency_penalty: float = option(0.0, "subtracted for each time that the token came earlier in the answer")
+    sampling: str = preset_option("chat")
 
     def __post_init__(self) -> None:
+        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
         check_options(self)
+        Sampling.of(self)
 
 
 @dataclass
 class EvaluateDataConfig:
     path: str | None = option(None, 'a text in UTF-8, or FILE.jsonl with {"text": "..."} on each line', verbatim=PATH,
                               heading="Evaluation")
-    template: str | None = option(None, "FILE.jsonl holds conversations, rendered by this chat template: world, g1 or a jinja2 "
-                                  "file", verbatim=PATH)
+    template: str | None = option(None, "chat template of conversations in FILE.jsonl: world, g1, flower or a jinja2 file; "
+                                  "null: the one of the run's data, else the checkpoint's, else by its name", verbatim=PATH)
 
 
 @dataclass
@@ -426,14 +610,16 @@ class EvaluateConfig(SavedModelConfig):
 
 
 @dataclass
+@with_sampling
 class ServeConfig(SavedModelConfig):
     model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name")
-    template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: the one of the run's data, else by "
-                                  "the file's name", verbatim=PATH)
+    template: str | None = option(None, "chat template: world, g1, flower or a jinja2 file; null: the one of the run's data, "
+                                  "else the checkpoint's, else by its name", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: a free one", least=0)
     api_key: str | None = option(None, "key that clients must send; null: none", filled=True)
     cors: list[str] = option(list, "origin whose pages may use the server; may be given several times", filled=True)
+    sampling: str = preset_option("openai", heading="Sampling, for requests that do not say")
     max_rows: int = option(32, "batch size: texts generated at a time", least=1, heading="Limits")
     max_queue: int = option(128, "texts that may wait; a request beyond them is refused with 429", least=0)
     max_tokens: int = option(4096, "largest number of tokens in a text", least=1)
@@ -449,6 +635,7 @@ class ServeConfig(SavedModelConfig):
         check_options(self)
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")
+        Sampling.of(self)
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
@@ -467,6 +654,15 @@ def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> t
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UserError(f"{name} is a list of whole numbers; got {values!r}")
     return tuple(whole_number(name, value, most=most) for value in values)
+
+
+def _texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
+    """`values`, each a text or an int from 0. Raises UserError, with the option's name, for others and for an empty text."""
+    if isinstance(values, str):
+        values = (values,)
+    if not isinstance(values, Iterable) or "" in (values := tuple(values)):
+        raise UserError(f"{name} is a list of texts that are not empty and of token ids; got {values!r}")
+    return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
 
 
 def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:

@@ -45,8 +45,9 @@ def compose(program: str, *arguments: str) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
-    config = compose("train", f"{group}={name}")
-    assert isinstance(config, TrainConfig)
+    program = "generate" if group == "sampling" else "train"
+    config = compose(program, f"{group}={name}")
+    assert isinstance(config, PROGRAMS[program][1])
     if group in ("kernel", "data", "optim", "logger"):
         assert getattr(config, group).name == name
 
@@ -165,7 +166,7 @@ TEXTS = [(program, key) for program, (_, schema) in PROGRAMS.items() for key, it
 def test_a_text_without_choices_is_free(program: str) -> None:
     texts = {key for key, item in options(PROGRAMS[program][1]).items() if str in (item.type, *get_args(item.type))}
     grammar = {key for key, item in options(PROGRAMS[program][1]).items() if item.metadata["one_of"]}
-    assert texts - grammar - {"kernel.name", "tune.modules"} == {key for name, key in TEXTS if name == program}
+    assert texts - grammar - {"kernel.name", "tune.modules", "sampling"} == {key for name, key in TEXTS if name == program}
 
 
 @pytest.mark.parametrize("text", ["内容", "true", "1e3", "007", "🙂 'a\"b', c={d} $x", " space ", "a,b"])
@@ -443,7 +444,7 @@ def test_help_explains_every_option_and_fits_a_terminal(program: str) -> None:
 
 
 def test_help_describes_every_choice() -> None:
-    page = help_of("train")
+    page = help_of("train") + help_of("generate")
     assert not [f"{group}={name}" for group, name in CHOICES if not re.search(rf"^  {group}={name}  +\S", page, re.MULTILINE)]
     assert all(re.search(rf"\b{name}\b", page) for name in cli.KERNELS)
 

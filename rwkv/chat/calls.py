@@ -1,63 +1,176 @@
-"""Calls of tools in what a model writes, in the form of Hermes and Qwen models:
+"""Calls of tools as text: how the built-in templates show them to a model, and how those that it writes are found.
 
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Oslo"}}
-    </tool_call>
+shown() writes the form of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026): a
+system prompt that ends with the tools, an answer that is a call, and its result as the user's turn:
+
+    System: Tools:\\n[\\n{"name":"weather","description":"...","arguments":{"city":{"type":"string"}}}\\n]\\n
+    Return only a JSON function call.
+
+    Assistant: ```json\\n{"name":"weather","arguments":{"city":"Oslo"}}\\n```
+
+    User: Function output:\\n{"sky":"rain"}
+
+That file has one call in an answer. Several are a list, [{"name": ...}, ...], as in Salesforce/xlam-function-calling-60k, with
+which these models were trained (BlinkDL in issue 308 of RWKV-LM). The file's description of a tool does not say which arguments
+are required; "required" is added where some are not.
+
+CallParser finds the forms that models write: that one, with or without the fence or its end; with **Tool Call:** before the
+fence (the same file in April 2026); <tool_call> with JSON, as Hermes and Qwen models, with or without its end; <tool_calls>
+with a list of OpenAI's calls, {"type": "function", "function": {...}} (No-22-Github/RWKV-Agent,
+docs/evaluations/g1k-official-format-20261003/REPORT.md, section 4).
 """
 
-from collections.abc import Collection
-from typing import Any
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
-import msgspec
+from rwkv.errors import UserError
 
 START, END = "<tool_call>", "</tool_call>"
+FENCE = "```"
+REQUEST = "Return only a JSON function call."
+RESULT = "Function output:"
+CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # of a call in the form of shown(), as ChatTemplate has it
 
 
-class _Call(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw
+def shown(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The messages, as of check_messages, with the tools, calls and results as contents.
+
+    The tools end the system's message, the first one; where there is none it is added. Raises UserError, with the place, for a
+    tool that is no function.
+    """
+    found = [_shown(message) for message in messages]
+    if not tools:
+        return found
+    if not found or found[0]["role"] != "system":
+        found.insert(0, {"role": "system", "content": ""})
+    listed = ",\n".join(_json(_description(tool, f"tools[{i}]")) for i, tool in enumerate(tools))
+    found[0]["content"] = f"{found[0]['content']}\nTools:\n[\n{listed}\n]\n{REQUEST}".lstrip()
+    return found
+
+
+def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {**message, "role": "user", "content": f"{RESULT}\n{message['content']}"}
+    if not message.get("tool_calls"):
+        return {**message}
+    functions = [call.get("function", call) for call in message["tool_calls"]]
+    calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+    written = f"{FENCE}json\n{_json(calls if len(calls) > 1 else calls[0])}\n{FENCE}"
+    return {**message, "content": f"{message['content']}\n{written}".lstrip()}
+
+
+def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = _without_nulls(tool.get("function", tool))
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where} has no name: a tool is "
+                        '{"type": "function", "function": {"name": "...", "parameters": {}}}')
+    parameters = function.get("parameters", {})
+    if not isinstance(parameters, Mapping):
+        raise UserError(f"{where}.function.parameters is a JSON schema, an object, and not a list or a text")
+    found = {key: function[key] for key in ("name", "description") if key in function}
+    if "properties" not in parameters and not isinstance(parameters.get("type"), str):
+        return {**found, "arguments": parameters}        # by their names
+    arguments, required = parameters.get("properties", {}), parameters.get("required", [])
+    found["arguments"] = arguments
+    if isinstance(required, list) and 0 < len(required) < len(arguments):
+        found["required"] = required
+    return {**found, "$defs": parameters["$defs"]} if "$defs" in parameters else found
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that are null: `datasets` writes them for what other rows have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _json(value: Any) -> str:
+    """As short as it can be, as in the author's examples: every token of a system prompt counts."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def stop_of(call_start: str) -> str:
+    """What ends a call that begins so, and is no part of its JSON.
+
+    For "" that is not the end of a fence, because an answer may have a fence of another language before its call.
+    """
+    return f"\n{FENCE}" if FENCE in call_start else END
+
+
+HEADING = "**Tool Call:**"               # before a fence
+OPENINGS = (START, "<tool_calls>", HEADING, FENCE)
+OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
+OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # what begins a call even where brackets are open
+INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's language, which is complete, up to the text
+CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
+# The beginning of a call or of a list of calls, cut anywhere: its first key, whether that is complete, and the value so far.
+BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
+FIRST_KEYS = ("name", "arguments", "type", "function", "id")
+LONGEST_BEGINNING = 200                  # characters of it that are looked at; a function's name has at most 64
+JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # not a bracket in prose
+BRACKETS = re.compile(r'[{}\[\]"\\]')                   # what the end of JSON is found by
+SPACE = re.compile(r"\s*")
+
+
+class _Step(NamedTuple):
+    """What is decided of the text that is held: text: characters that are shown; total: all that are decided; calls in them."""
+
+    text: int
+    total: int
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class CallParser:
     """Takes an answer in pieces, and finds the calls of these functions in it, however it is cut into pieces.
 
-    A call is complete with its end, or where the answer ends. What is no JSON object, or calls another function, stays text.
-    White space beside a call is no text. start: the beginning of an answer that the model was given. spans: where the text that
-    push returned last stands in all that it was given, from the first character to after the last. decided: the number of
-    characters of which it is known whether they are text; start is before them, at negative places.
+    A call is complete where its JSON is. What is no JSON object, calls another function, or stands in a fence of another
+    language, in other JSON or in thoughts, <think>...</think> at the beginning, stays text. White space beside a call is no
+    text.
+
+    start: the beginning of an answer that the model was given. most: the number of calls after which nothing is shown.
+    spans: where the text that push returned last stands in all that it was given, from the first character to after the last.
+    decided: the number of characters of which it is known whether they are text; start is before them, at negative places.
     """
 
-    def __init__(self, functions: Collection[str], start: str = "") -> None:
-        self._functions = functions
+    def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
+        self._functions = tuple(functions)
+        self._most = most
         self._held = start               # the end of the answer so far, which may belong to a call
+        self._before = ""                # the character before it
+        self._begun = bool(start)        # whether it is too late for thoughts
+        self._until = ""                 # what ends the text in which there are no calls: of a fence, or of thoughts
+        self._closing = ""               # what may end the call before
+        self._nesting: _Nesting | None = None            # of JSON that may be a call
+        self._other: _Nesting | None = None              # of JSON that is none
+        self._after_call = False         # whether nothing but white space has come since a call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
-        self._after_call = False         # whether nothing but white space has come since a call
         self.found = 0                   # calls so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The text that can be shown now, and the calls that are complete, in OpenAI's form. last: the answer ends."""
         self._held += piece
         self.spans = []
-        text, calls = "", []
-        while START in self._held:
-            before, _, rest = self._held.partition(START)
-            body, end, _ = rest.partition(END)
-            if not (end or last):
-                break
-            whole = before + START + body + end
-            call = self._call(body)
-            text += self._shown(whole if call is None else before.rstrip())
-            self._drop(len(whole))
-            if call is not None:
-                calls.append(call)
+        text, calls = "", list[dict[str, Any]]()
+        while self._held and (step := self._next(last)) is not None:
+            text += self._shown(self._held[:step.text])
+            self._drop(step.total)
+            if step.calls:
+                calls += step.calls[:self._left()]
+                self.found += len(step.calls[:self._left()])
                 self._after_call = True
-        certain = len(self._held) if last else _certain(self._held)
-        text += self._shown(self._held[:certain])
-        self._drop(certain)
-        self.found += len(calls)
         return text, calls
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many calls as are shown at most."""
+        return self._left() == 0
+
+    def _left(self) -> int | None:
+        return None if self._most is None else self._most - self.found
 
     def _shown(self, text: str) -> str:
         """What is shown of `text`, with which what is held begins."""
@@ -69,24 +182,248 @@ class CallParser:
         return text
 
     def _drop(self, length: int) -> None:
+        self._before = self._held[:length][-1:]
         self._held = self._held[length:]
         self.decided += length
 
-    def _call(self, body: str) -> dict[str, Any] | None:
+    def _next(self, last: bool) -> _Step | None:
+        """What can be decided now; None: nothing, before more has come."""
+        if self.full:
+            return _Step(0, len(self._held))
+        if not self._begun:
+            beginning = self._held.lstrip()
+            if not last and len(beginning) < len("<think") and "<think".startswith(beginning):
+                return None
+            self._begun = True
+            self._until = "</think>" if beginning.startswith("<think") else ""
+        if self._until:
+            return self._pass(last)
+        if self._other:
+            return self._pass_json(self._other, last)
+        if self._closing:
+            return self._close(last)
+        return self._open(last)
+
+    def _pass(self, last: bool) -> _Step | None:
+        """The text up to what ends a fence or thoughts."""
+        place = self._held.find(self._until)
+        if place >= 0:
+            place += len(self._until)
+            self._until = ""
+        elif last:
+            place = len(self._held)
+        else:
+            place = len(self._held) - _partial(self._held, (self._until,))
+        return _text(place)
+
+    def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
+        """The text up to the end of JSON that is no call, or to what begins a call whether or not that has ended."""
+        outer = OUTER.search(self._held)
+        limit = outer.start() if outer else len(self._held) if last else _certain(self._held)
+        end = nesting.end(self._held, limit)
+        if end is not None or outer or last:
+            self._other = None
+        else:
+            nesting.place -= limit       # what is shown is no longer held
+        return _text(limit if end is None else end) or (self._open(last) if outer else None)
+
+    def _close(self, last: bool) -> _Step | None:
+        """After a call: its end, or another call before that."""
+        closing, rest = self._closing, self._held.lstrip()
+        if rest.startswith(closing):
+            self._closing = ""
+            return _Step(0, len(self._held) - len(rest) + len(closing))
+        if closing.startswith(rest):
+            return _Step(0, len(self._held)) if last else None
+        step = None
+        if rest[0] in "{[":
+            step = self._open(last)
+            if step is None or step.calls:
+                return step
+        self._closing = ""               # what follows the call is text
+        if closing == FENCE:
+            self._until, self._other = FENCE, None
+        return step or self._next(last)
+
+    def _open(self, last: bool) -> _Step | None:
+        """The text before the next place where a call may begin, or that call."""
+        found = OPENING.search(self._held)
+        if found is None:
+            return _text(len(self._held) if last else _certain(self._held))
+        if before := len(self._held[:found.start()].rstrip()):
+            return _text(before)
+        if found[0] in "{[":
+            return self._value(found.start(), "", last, quoted=self._before == "`" and found.start() == 0)
+        place = found.end() if found[0] == FENCE else _after_space(self._held, found.end())
+        rest = self._held[place:]
+        if found[0] == FENCE:
+            return self._fence(place, last)
+        if not last and (not rest or (found[0] == HEADING and FENCE.startswith(rest))):
+            return None
+        if found[0] == HEADING and rest.startswith(FENCE):
+            return self._fence(place + len(FENCE), last)
+        if found[0] != HEADING and rest[:1] in ("{", "["):
+            return self._value(place, f"</{found[0][1:]}", last)
+        return _text(found.end())
+
+    def _fence(self, place: int, last: bool) -> _Step | None:
+        """What stands in the fence before this place."""
+        info = INFO.match(self._held, place)
+        if info is None or info.end() == len(self._held):
+            return _text(len(self._held)) if last else None
+        if info[1].lower() in CALL_INFO and self._held[info.end()] in "{[":
+            return self._value(info.end(), FENCE, last)
+        self._until = FENCE
+        return _text(place)
+
+    def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
+        """The JSON at a place of what is held: calls, or text. quoted: it is no call, whatever it says."""
+        end = None
+        if quoted and not last and _after_space(self._held, place + 1) == len(self._held):
+            return None
+        if not quoted and self._may_call(place):
+            self._nesting = self._nesting or _Nesting(place)
+            end = self._nesting.end(self._held, len(self._held))
+            if end is None and not last:
+                return None
+            self._nesting = None
+            if end is not None and (calls := self._calls(self._held[place:end])):
+                self._closing = closing or self._closing
+                return _Step(0, end, calls)
+        self._nesting = None
+        if closing == FENCE:
+            self._until = FENCE
+            return _text(end or place)
+        if end is not None:
+            return _text(end)
+        if JSON_LIKE.match(self._held, place):
+            self._other = _Nesting(place)
+            self._other.end(self._held, place + 1)       # which reads the bracket
+            self._other.place = 0
+        return _text(place + 1)
+
+    def _may_call(self, place: int) -> bool:
+        """Whether the JSON that begins at this place may still become a call or a list of calls."""
+        found = BEGINNING.match(self._held[place:place + LONGEST_BEGINNING])
+        if found is None:
+            return False
+        key, complete, value = found.groups(default="")
+        if not complete:
+            return any(first.startswith(key) for first in FIRST_KEYS)
+        values = {"name": self._functions, "type": ("function",)}.get(key, ())
+        wanted = [f'"{each}"' for each in values]
+        return key in FIRST_KEYS and (not values or any(each.startswith(value) or value.startswith(each) for each in wanted))
+
+    def _calls(self, written: str) -> list[dict[str, Any]] | None:
+        """The calls that a JSON object or list says, None where it is not calls of these functions alone."""
         try:
-            call = msgspec.json.decode(body, type=_Call)
-        except (msgspec.DecodeError, RecursionError):
+            items = [item for _, item in _members(written)] if written.startswith("[") else [written]
+            calls = [_call(item) for item in items]
+        except (ValueError, RecursionError):
             return None
-        arguments = bytes(call.arguments).decode()
-        if call.name not in self._functions or not arguments.startswith("{"):
+        if any(name not in self._functions for name, _ in calls):
             return None
-        return {"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
+        return [{"id": f"call_{uuid4().hex}", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in calls]
+
+
+class _Nesting:
+    """Finds the end of the JSON object or list that begins at a place of a text that grows."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place               # up to which the text is read
+        self._depth = 0
+        self._in_string = False
+
+    def end(self, text: str, limit: int) -> int | None:
+        """The place after it, None where it goes on after `limit`."""
+        while (found := BRACKETS.search(text, self.place, limit)) is not None:
+            self.place = found.end()
+            character = found[0]
+            if character == "\\" and self._in_string:
+                self.place += 1          # also where that character has not come
+            elif character == '"':
+                self._in_string = not self._in_string
+            elif character != "\\" and not self._in_string:
+                self._depth += 1 if character in "{[" else -1
+                if self._depth == 0:
+                    return self.place
+        self.place = max(self.place, limit)
+        return None
+
+
+def _text(length: int) -> _Step | None:
+    return _Step(length, length) if length else None
 
 
 def _certain(text: str) -> int:
-    """The length of the beginning of `text` that belongs to no call: all but START or a part of it, and white space before."""
-    place = text.find(START)
-    if place < 0:
-        part = next(length for length in range(len(START) - 1, -1, -1) if text.endswith(START[:length]))
-        place = len(text) - part
-    return len(text[:place].rstrip())
+    """The length of the beginning of `text` that belongs to no call: all but a part of an opening, and white space before."""
+    return len(text[:len(text) - _partial(text, OPENINGS)].rstrip())
+
+
+def _partial(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which one of the marks begins."""
+    longest = max(map(len, marks)) - 1
+    return next((length for length in range(min(longest, len(text)), 0, -1)
+                 if any(mark.startswith(text[-length:]) for mark in marks)), 0)
+
+
+def _after_space(text: str, place: int) -> int:
+    found = SPACE.match(text, place)
+    assert found is not None
+    return found.end()
+
+
+# JSON whose values are kept as they are written
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _call(written: str) -> tuple[str, str]:
+    """The name and the arguments, an object in JSON, of a call. Raises ValueError where it is none."""
+    fields = dict(_members(written))
+    if "function" in fields:
+        fields = dict(_members(fields["function"]))
+    if "name" not in fields or "arguments" not in fields:
+        raise ValueError("a call has a name and arguments")
+    arguments = fields["arguments"]
+    if arguments.startswith('"'):        # JSON in a string, as in OpenAI's interface
+        arguments = json.loads(arguments).strip()
+    if arguments in ("null", ""):
+        arguments = "{}"
+    value = DECODER.decode(arguments)
+    if not isinstance(value, dict):
+        raise ValueError("arguments are an object")
+    return json.loads(fields["name"]), arguments if _is_unicode(arguments) else json.dumps(value)
+
+
+def _is_unicode(text: str) -> bool:
+    """False where it has half of a pair of surrogates, which JSON can write and UTF-8 cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _members(written: str) -> list[tuple[str, str]]:
+    """(key, value) of each member of a JSON object, ("", value) of a list; each value is as it is written.
+
+    Raises ValueError for what is no object and no list.
+    """
+    decoded = DECODER.decode(written)
+    if not isinstance(decoded, (dict, list)):
+        raise ValueError("no object and no list")
+    found, key = [], ""
+    place = _after_space(written, _after_space(written, 0) + 1)
+    while written[place] not in "}]":
+        if isinstance(decoded, dict):
+            key, place = DECODER.raw_decode(written, place)
+            place = _after_space(written, _after_space(written, place) + 1)      # after the colon
+        _, end = DECODER.raw_decode(written, place)
+        found.append((key, written[place:end]))
+        place = _after_space(written, end)
+        if written[place] == ",":
+            place = _after_space(written, place + 1)
+    return found

@@ -33,7 +33,7 @@ class Lending:
 class Stored:
     """The tensor `name` in the file `source`: data() reads it as the file has it, get() gives it in `shape` and `dtype`.
 
-    mapped: data() is a view of the file, not a copy.
+    mapped: data() is a view of the file, not a copy. blocks: the name of the type of quantised blocks that the file has it in.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Stored:
     data: Callable[[], Tensor]
     mapped: bool = False
     lending: Lending = field(default_factory=Lending)
+    blocks: str | None = None
 
     @classmethod
     def of(cls, name: str, source: str, tensor: Tensor, mapped: bool = False) -> "Stored":

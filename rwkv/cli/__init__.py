@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # on
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
 OPTIONAL = ("experiment", "debug")       # groups with null as a choice
+GLOBAL = "# @package _global_"           # in a choice's file: it sets options beside the group, and not inside it
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -210,7 +211,8 @@ def check_override(override: str, schema: type) -> None:
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    if key in ("kernel", "kernel.name") or (CONFIGS / key).is_dir():
+    of_program = {item.name for item in fields(schema)}.union(OPTIONAL)
+    if key in ("kernel", "kernel.name") or (key in of_program and (CONFIGS / key).is_dir()):
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):
@@ -232,6 +234,13 @@ def _check_choice(group: str, choice: str) -> None:
         raise UserError(f"unknown {group} {choice!r}; there are: {', '.join(choices(group))}")
 
 
+def preset(group: str, choice: str) -> dict[str, Any]:
+    """The options that a choice sets, by name. Raises UserError for a choice that there is not."""
+    _check_choice(group, choice)
+    found: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
 def _set_by(group: str, choice: str) -> list[str]:
     """The dotted keys that a group's choice sets; none for an override that chooses no group, and for null."""
     if group == "kernel":
@@ -239,9 +248,10 @@ def _set_by(group: str, choice: str) -> list[str]:
     file = CONFIGS / group / f"{choice}.yaml"
     if not file.is_file():
         return []
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
     if group not in OPTIONAL:
-        return [f"{group}.{name}" for name in content]
+        return [name if GLOBAL in text else f"{group}.{name}" for name in content]
     overridden = [pair for entry in content.pop("defaults", []) for pair in entry.items()]
     found = [option for key, value in overridden for option in _set_by(key.removeprefix("override /"), value)]
     return found + [f"{key}.{name}" for key, options in content.items() if key != "hydra" for name in options]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv.config import strings, whole_number, whole_numbers
+from rwkv.config import Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
-from rwkv.generation.sampling import Sampling, TokenCounts, logprobs, next_tokens
+from rwkv.generation.sampling import Penalties, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
@@ -52,7 +52,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
              cache: PrefixCache | None = None, **sampling: Any) -> Iterator[str]:
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
-    sampling: the fields of rwkv.generation.sampling.Sampling. context: the result of reading the text before the prompt.
+    sampling: the fields of rwkv.config.Sampling. context: the result of reading the text before the prompt.
     Without a context and a prompt, generation starts from the end-of-text token, which also ends a text. Raises ValueError,
     before the first piece is requested, where an option is wrong, the prompt cannot be encoded or the tokenizer does not fit
     the model.
@@ -96,7 +96,8 @@ class Engine:
     def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]] = (),
                  seeds: Sequence[int] = (),
                  stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
-                 context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0) -> None:
+                 context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0,
+                 earlier: Sequence[int] = ()) -> None:
         checked = _checked(prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(checked) != len(seeds):
@@ -113,7 +114,8 @@ class Engine:
         self._added = 0                                  # rows so far
 
         n = whole_number("logprobs", n_logprobs) or None
-        rows = [self.add(prompt, seed, stopping, sampling, n, context) for prompt, seed in zip(checked, seeds, strict=True)]
+        rows = [self.add(prompt, seed, stopping, sampling, n, context, earlier=earlier)
+                for prompt, seed in zip(checked, seeds, strict=True)]
         self.samples = [row.sample for row in rows]
         self.prompt_tokens = sum(len(row.prompt_ids) for row in rows)
         while self._readings:
@@ -121,17 +123,21 @@ class Engine:
 
     def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
             sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
-            prompt_logprobs: bool = False) -> "Row":
+            prompt_logprobs: bool = False, earlier: Sequence[int] = ()) -> "Row":
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
         n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
-        prompt_logprobs: also for the prompt's tokens but the first. Raises ValueError as `generate` does.
+        prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that repetition_penalty takes for tokens of
+        the prompt too, since the context has read them. Raises ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
         sampling.check_ids(self._tokenizer.vocab_size)
         ids = self._prompt_ids(prompt, context)
         sample = Sample(prompt if isinstance(prompt, str) else "", whole_number("seed", seed, most=LARGEST_SEED))
-        row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, n_logprobs,
+        penalties = None
+        if sampling.has_penalties:
+            penalties = Penalties(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
+        row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
                   self._cache if context is None else None, context.last_ids if context else ())
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
         shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
@@ -271,19 +277,19 @@ class Engine:
         """The next token of each row; rows with equal options are drawn together."""
         logits = self._logits[:, :self._tokenizer.vocab_size]
         tokens = [0] * len(self._rows)
-        groups: dict[tuple[Any, ...], list[int]] = {}
+        groups: dict[Sampling, list[int]] = {}
         for position, row in enumerate(self._rows):
-            groups.setdefault(row.sampling.key, []).append(position)
-        for positions in groups.values():
+            groups.setdefault(row.sampling, []).append(position)
+        for options, positions in groups.items():
             rows = [self._rows[position] for position in positions]
-            counts = TokenCounts.cat([row.counts for row in rows if row.counts is not None]) if rows[0].counts else None
+            penalties = [row.penalties for row in rows if row.penalties is not None] or None
             of_group = logits if len(rows) == len(self._rows) else logits[positions]
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
-            drawn = next_tokens(of_group, uniform, rows[0].sampling, counts, self._draw_by)
+            drawn = next_tokens(of_group, uniform, options, penalties, self._draw_by)
             for position, row, token in zip(positions, rows, drawn.tolist(), strict=True):
                 tokens[position] = token
-                if row.counts is not None:
-                    row.counts.add(torch.tensor([token]))
+                if row.penalties is not None:
+                    row.penalties.add(token)
         self._keep_logprobs(logits, tokens)
         return tokens
 
@@ -343,14 +349,15 @@ class Row:
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
-                 sampling: Sampling, n_logprobs: int | None, cache: PrefixCache | None, before: Sequence[int] = ()) -> None:
-        self.index, self.sample, self.prompt_ids, self.sampling = index, sample, prompt_ids, sampling
+                 sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
+                 before: Sequence[int] = ()) -> None:
+        self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
+        self.sampling, self.penalties = sampling, penalties
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
         self.cache = cache
         self.cached_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
-        self.counts = TokenCounts([prompt_ids], tokenizer.vocab_size) if sampling.needs_counts else None
         self.last_token_in_text = True           # False after an end-of-text or stop token
         self._ends = {*tokenizer.ends}
         self._stopping = stopping

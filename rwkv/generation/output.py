@@ -10,15 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
-from rwkv.config import GenerateConfig, whole_number
+from rwkv.config import GenerateConfig, Sampling, whole_number
 from rwkv.errors import UserError
 from rwkv.generation.engine import LARGEST_SEED, Engine, Sample
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.sampling import Sampling
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
@@ -46,19 +44,11 @@ def check_config(config: GenerateConfig) -> None:
         raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     stopping_from(config)
-    sampling_from(config)
 
 
 def stopping_from(config: GenerateConfig) -> StoppingCriteria:
     """When the texts end. Raises UserError for a value out of range."""
     return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
-
-
-def sampling_from(config: GenerateConfig) -> Sampling:
-    """How tokens are chosen. Raises UserError for a value out of range."""
-    options = {option.name: getattr(config, option.name) for option in fields(Sampling)}
-    options["logit_bias"] = dict(_logit_bias(text) for text in config.logit_bias)
-    return Sampling(**options)
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
@@ -86,7 +76,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     returns False.
     """
     stopping = stopping_from(config)
-    sampling = sampling_from(config)
+    sampling = Sampling.of(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
@@ -146,14 +136,6 @@ def _report_speed(engine: Engine, read_s: float, written_s: float) -> None:
     written = sum(len(sample.tokens) for sample in engine.samples)
     print(f"read {read} tokens in {read_s:.2f} s ({read / read_s:.0f} tokens/s), wrote {written} in {written_s:.2f} s "
           f"({written / max(written_s, 1e-9):.0f} tokens/s)", file=sys.stderr)
-
-
-def _logit_bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise UserError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
 
 
 def _json_prompts(content: bytes, path: Path) -> list[str]:

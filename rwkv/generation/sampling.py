@@ -4,140 +4,102 @@ The steps with order=hf (as in Hugging Face's transformers): logit bias and bann
 penalties; temperature; top_k; top_p, as a share of the probability that top_k left; min_p; the draw. With order=rwkv (as in
 ChatRWKV) top_p, top_k and min_p filter the probabilities before the temperature, which then acts on the tokens left.
 
-Legend: B rows, V vocabulary, N candidates after the filters.
+The penalties of a row, for a token that is in its prompt or its text:
+
+    logit = logit / repetition_penalty where it is above 0, else logit * repetition_penalty
+    logit = logit - presence_penalty - count * frequency_penalty                where it is in the text
+
+After each draw every count is multiplied by penalty_decay, and then the count of the token drawn goes up by 1: as `occurrence`
+in BlinkDL/ChatRWKV, API_DEMO_CHAT.py, where presence_penalty does not fade either. Tokens of no_penalty are left as they are.
+
+Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.config.Sampling.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from functools import cached_property
-from numbers import Real
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kernels.draw import NO_BIAS, Bias, Draw, Filters
 from kernels.registry import KernelUnavailable
-from rwkv.config import whole_number, whole_numbers
+from rwkv.config import Sampling
 from rwkv.errors import UserError
 
-ORDERS = ("hf", "rwkv")
-SMALL, LARGE = 1e-30, 1e30               # limits of options, so that logits stay within float32
 BLOCK = 512                              # tokens whose probabilities are added up first
 SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. Raises UserError for a value out of range or of another type; integers may be NumPy's or torch's.
+def filters_of(options: Sampling) -> Filters:
+    """What kernels/draw takes, at a temperature above 0."""
+    same = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
+    return Filters(**same, filters_first=options.order == "rwkv")
 
-    temperature 0 takes the most likely token; top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0
-    are off. top_p keeps the fewest most likely tokens whose probabilities add up to it, at least one. min_p keeps the tokens
-    with at least that share of the largest probability. repetition_penalty (CTRL, arXiv 1909.05858) divides positive and
-    multiplies negative logits of tokens in the prompt or the text. presence_penalty and frequency_penalty (OpenAI's API) are
-    subtracted from the logits of tokens in the text, once and once per occurrence. logit_bias is added by token id. Tokens in
-    `banned` are never drawn. order: hf | rwkv, as above.
+
+@lru_cache(maxsize=64)
+def bias_of(options: Sampling) -> Bias:
+    """logit_bias and the banned tokens, as kernels/draw takes them."""
+    values = [*options.logit_bias.items(), *((token, -math.inf) for token in options.banned)]
+    ids = torch.tensor([token for token, _ in values], dtype=torch.int32)
+    return Bias(ids, torch.tensor([bias for _, bias in values], dtype=torch.float32))
+
+
+class Penalties:
+    """The penalties of one row, from the tokens in its prompt and its text; memory and time grow with their different tokens.
+
+    without: ids that no penalty changes.
     """
 
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 0.95
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    banned: tuple[int, ...] = ()
-    order: str = "hf"
+    def __init__(self, options: Sampling, prompt: Collection[int] = (), without: Collection[int] = ()) -> None:
+        self._options, self._without = options, frozenset(without)
+        in_prompt = {*prompt} - self._without if options.repetition_penalty != 1 else ()
+        self._ids = torch.tensor([*in_prompt], dtype=torch.int64)        # (n) different tokens, in the order that they came
+        self._counts = torch.zeros(len(self._ids), dtype=torch.float64)
+        self._in_text = torch.zeros(len(self._ids), dtype=torch.float64)          # 0 or 1
+        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
-    def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, SMALL, LARGE, or_zero=True)
-        _require_number("top_p", self.top_p, SMALL, 1)
-        _require_number("min_p", self.min_p, 0, 1)
-        _require_number("repetition_penalty", self.repetition_penalty, SMALL, LARGE)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require_number(name, getattr(self, name), -LARGE, LARGE)
-        if not isinstance(self.logit_bias, Mapping):
-            raise UserError(f"logit_bias is a dict of token ids and numbers; got {self.logit_bias!r}")
-        for bias in self.logit_bias.values():
-            _require_number("logit_bias", bias, -LARGE, LARGE)
-        _require(self.order in ORDERS, "order", f"one of {', '.join(ORDERS)}", self.order)
-        tokens = whole_numbers("logit_bias", self.logit_bias)
-        object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
-        object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
-        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
+    def add(self, token: int) -> None:
+        """One more token of the row's text."""
+        self._counts *= self._options.penalty_decay
+        if token in self._without:
+            return
+        place = self._places.setdefault(token, len(self._ids))
+        if place == len(self._ids):
+            self._ids = torch.cat((self._ids, torch.tensor([token])))
+            self._counts = torch.cat((self._counts, torch.zeros(1, dtype=torch.float64)))
+            self._in_text = torch.cat((self._in_text, torch.zeros(1, dtype=torch.float64)))
+        self._counts[place] += 1
+        self._in_text[place] = 1
 
-    @cached_property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for equal options: what a dictionary can hold."""
-        values = [getattr(self, option.name) for option in fields(self)]
-        return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
-
-    @property
-    def filters(self) -> Filters:
-        """What kernels/draw takes, at a temperature above 0."""
-        return Filters(float(self.temperature), self.top_k, float(self.top_p), float(self.min_p), self.order == "rwkv")
-
-    @cached_property
-    def bias(self) -> Bias:
-        """logit_bias and the banned tokens, as kernels/draw takes them."""
-        values = [*self.logit_bias.items(), *((token, -math.inf) for token in self.banned)]
-        ids, biases = [token for token, _ in values], [bias for _, bias in values]
-        return Bias(torch.tensor(ids, dtype=torch.int32), torch.tensor(biases, dtype=torch.float32))
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether a penalty is on, which needs TokenCounts."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
-    def check_ids(self, vocab_size: int) -> None:
-        """Raises UserError where a biased or banned token is outside the vocabulary, or all tokens are banned."""
-        for name, ids in (("logit_bias", self.logit_bias), ("banned", self.banned)):
-            for token in ids:
-                _require(0 <= token < vocab_size, name, f"token ids from 0 to {vocab_size - 1}", token)
-        _require(len(set(self.banned)) < vocab_size, "banned", "fewer tokens than the vocabulary has", len(self.banned))
+    def apply(self, logits: Tensor) -> None:
+        """Changes the row's logits (V), float32, in place."""
+        if not len(self._ids):
+            return
+        options, own = self._options, logits[self._ids].double()
+        if options.repetition_penalty != 1:
+            own = torch.where(own > 0, own / options.repetition_penalty, own * options.repetition_penalty)
+        own = own - options.presence_penalty * self._in_text - options.frequency_penalty * self._counts
+        logits.index_copy_(0, self._ids, own.float())
 
 
-class TokenCounts:
-    """For the penalties: whether each token is in the prompt of each of B rows, and how often it is in the row's text."""
-
-    def __init__(self, prompts: list[list[int]], vocab_size: int) -> None:
-        self.in_prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)       # (B,V)
-        self.in_text = torch.zeros(len(prompts), vocab_size)                            # (B,V)
-        for row, ids in enumerate(prompts):
-            self.in_prompt[row, ids] = True
-
-    def add(self, tokens: Tensor) -> None:
-        """Counts one more token (B,) in each row's text."""
-        self.in_text[torch.arange(len(tokens)), tokens] += 1
-
-    @staticmethod
-    def cat(counts: "Sequence[TokenCounts]") -> "TokenCounts":
-        """The rows of all, in order, as copies."""
-        together = TokenCounts([], 0)
-        together.in_prompt = torch.cat([each.in_prompt for each in counts])
-        together.in_text = torch.cat([each.in_text for each in counts])
-        return together
-
-
-def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: TokenCounts | None = None,
-                draw: Draw | None = None) -> Tensor:
+def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
+                penalties: Sequence[Penalties] | None = None, draw: Draw | None = None) -> Tensor:
     """The next token of each row, (B,) int64, from logits (B,V) and uniform (B,), random numbers from [0, 1).
 
-    draw: a function of kernels/draw, for logits on a CPU; by default tokens are drawn by PyTorch. Raises UserError where the
-    logits are not finite.
+    penalties: those of each row, where the options have any. draw: a function of kernels/draw, for logits on a CPU; by default
+    tokens are drawn by PyTorch. Raises UserError where the logits are not finite.
     """
     if draw is not None and options.temperature > 0:
         with suppress(KernelUnavailable):                # as after Taichi was started for a GPU
-            if counts is not None and options.needs_counts:              # penalties act on biased logits
-                drawn = draw(changed(logits.float(), options, counts), uniform, options.filters, NO_BIAS)
+            if penalties is not None:                    # they act on biased logits
+                drawn = draw(changed(logits.float(), options, penalties), uniform, filters_of(options), NO_BIAS)
             else:
-                drawn = draw(logits.float(), uniform, options.filters, options.bias)
+                drawn = draw(logits.float(), uniform, filters_of(options), bias_of(options))
             _require_finite(bool((drawn >= 0).all()))
             return drawn
-    logits = changed(logits.float().cpu(), options, counts)
+    logits = changed(logits.float().cpu(), options, penalties)
     _require_finite(bool(logits.amax(-1).isfinite().all()))
     if options.temperature == 0:
         return logits.argmax(-1)
@@ -146,18 +108,20 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling, counts: Toke
     return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 
-def changed(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> Tensor:
-    """The logits (B,V) after bias, bans and penalties."""
+def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | None) -> Tensor:
+    """The logits (B,V) after bias, bans and penalties; those given stay as they are."""
     if options.logit_bias or options.banned:
         logits = _biased(logits, options)
-    if counts is not None and options.needs_counts:
-        logits = _penalised(logits, options, counts)
+    elif penalties is not None:
+        logits = logits.clone()
+    for row, of_row in enumerate(penalties or ()):
+        of_row.apply(logits[row])
     return logits
 
 
-def adjusted(logits: Tensor, options: Sampling, counts: TokenCounts | None) -> Tensor:
+def adjusted(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | None) -> Tensor:
     """The same, minus the largest of their row, so that none is above 0."""
-    logits = changed(logits, options, counts)
+    logits = changed(logits, options, penalties)
     largest = logits.amax(-1, keepdim=True)
     _require_finite(bool(largest.isfinite().all()))
     return logits - largest
@@ -261,23 +225,6 @@ def _biased(logits: Tensor, options: Sampling) -> Tensor:
     return logits
 
 
-def _penalised(logits: Tensor, options: Sampling, counts: TokenCounts) -> Tensor:
-    in_text = counts.in_text > 0
-    repeated = torch.where(logits > 0, logits / options.repetition_penalty, logits * options.repetition_penalty)
-    logits = torch.where(in_text | counts.in_prompt, repeated, logits)
-    return logits - options.presence_penalty * in_text - options.frequency_penalty * counts.in_text
-
-
 def _require_finite(finite: bool) -> None:
     if not finite:
         raise UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
-
-
-def _require_number(name: str, value: Any, least: float, most: float, or_zero: bool = False) -> None:
-    fits = isinstance(value, Real) and (least <= float(value) <= most or (or_zero and value == 0))
-    _require(fits, name, f"{'0, or ' if or_zero else ''}a number from {least:g} to {most:g}", value)
-
-
-def _require(fits: bool, name: str, expected: str, value: object) -> None:
-    if not fits:
-        raise UserError(f"{name} is {expected}; got {value!r}")

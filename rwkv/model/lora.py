@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import MATRICES, Model, generation
+from rwkv.model.base import Model, generation, of_linear_layer
 from rwkv.model.quantized import Int8Linear
 
 
@@ -38,7 +38,7 @@ def adaptable(config: ModelConfig) -> list[str]:
     """The linear layers of a block, as att.key."""
     module, first = generation(config), "blocks.0."
     return [name.removeprefix(first).removesuffix(".weight") for name in module.shapes(config, 1)
-            if name.startswith(first) and module.group(name) in MATRICES]
+            if name.startswith(first) and of_linear_layer(name, module.group(name))]
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:

@@ -92,7 +92,7 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
-    """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; the embedding is bfloat16.
+    """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; embeddings are bfloat16.
 
     head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
     what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
@@ -101,14 +101,15 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
     if torch.backends.quantized.engine not in torch_linear.ENGINES:
         raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
+    non_negative = model.generation.non_negative(model.config)
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
-            model.set_submodule(name, Int8Linear(weight, name.endswith(model.generation.NON_NEGATIVE)))
+            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative)))
             del layer, weight
             replaced(name)
-    model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
+    _halve_embeddings(model)
     return model
 
 
@@ -173,8 +174,14 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
         weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
         model.set_submodule(name, Int4Linear(weight))
         del layer, read
-    model.emb.weight = nn.Parameter(model.emb.weight.to(torch.bfloat16), requires_grad=False)
+    _halve_embeddings(model)
     return model
+
+
+def _halve_embeddings(model: Model) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.Embedding):
+            layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
 
 
 def _linears(model: Model) -> list[str]:

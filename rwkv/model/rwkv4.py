@@ -26,7 +26,6 @@ from rwkv.model.packing import Packing
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
-NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
 UNUSED = ()                              # tensors of its files that nothing reads
 KEPT_FLOAT32 = ("time_decay", "time_first")      # in half precision too: a decay rounded to bfloat16 is another decay
@@ -59,6 +58,11 @@ def resolved(config: ModelConfig) -> ModelConfig:
     """The configuration with n_att and n_ffn filled in where they are None."""
     _, A, F = sizes(config)
     return replace(config, n_att=A, n_ffn=F)
+
+
+def non_negative(config: ModelConfig) -> tuple[str, ...]:
+    """The layers whose inputs are squares of a ReLU."""
+    return ("ffn.value",)
 
 
 def operator_work(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import GenerateConfig
+from rwkv.config import GenerateConfig, Sampling
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, raise_unwritten, unread
 
@@ -38,6 +38,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
+    print(f"sampling {config.sampling}: {Sampling.of(config)}", file=sys.stderr)
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
@@ -56,10 +57,10 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     check_config(config)
     prompts = prompts_from(config)
     opened = open_checkpoint(config)
-    if end := opened.tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context

@@ -1,16 +1,21 @@
 """Serves a checkpoint over HTTP, with OpenAI's interface, to many clients at once.
 
   python serve.py                                       the latest run
-  python serve.py checkpoint=FILE.pth tokenizer=world dtype=int8 port=8080
+  python serve.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
   python serve.py checkpoint=DIRECTORY api_key=KEY host=0.0.0.0
 
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
        -d '{"prompt": "def main", "max_tokens": 50, "stream": true}'
 
-With template=FILE, a jinja2 template that shows tools, requests may have tools
-and tool_choice. What the model writes as <tool_call>{"name": ..., "arguments":
-{...}}</tool_call> comes back as tool_calls. A tool_choice of required or of one
-function begins the answer with a call; the arguments are not held to a schema.
+With template=g1, or template=FILE, a jinja2 template that shows tools, requests
+may have tools and tool_choice. A call that the model writes, {"name": ...,
+"arguments": {...}} in a fence, after <tool_call> or bare, comes back as one of
+tool_calls. A tool_choice of required or of one function begins the answer with
+a call; the arguments are not held to a schema.
+
+Thoughts come back as reasoning_content beside content. chat_template_kwargs with
+think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
+low, medium, high) say how an answer begins.
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
@@ -22,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import ServeConfig
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,27 +53,29 @@ def load(config: ServeConfig) -> "Loaded":
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
-    from rwkv.pretrained import BITS, open_checkpoint, template_of
+    from rwkv.pretrained import BITS, open_checkpoint, template_choice, template_line
     from rwkv.serving.worker import Loaded
 
     opened = open_checkpoint(config)
-    template = template_of(opened.checkpoint, config.template)
-    chat_template(template)              # refused before the model is loaded
+    choice = template_choice(opened.checkpoint, config.template)
+    chat_template(choice.template)       # refused before the model is loaded
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)
-    decoding, end = decoding_line(model), opened.tokenizer.end_line()
+    decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *([("WARNING", opened.slow)] if opened.slow else []),
+            *opened.notes,
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
-            *([("texts", f"end with {end}")] if end else []),
+            ("chat", f"template {template_line(opened.checkpoint, choice)}"),
+            ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
-    return Loaded(model, opened.tokenizer, template, plan)
+    return Loaded(model, opened.tokenizer, choice.template, plan)
 
 
 def main() -> None:

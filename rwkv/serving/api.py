@@ -5,7 +5,7 @@ import hmac
 import html
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -19,10 +19,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rwkv.chat.calls import END, START
+from rwkv.chat.calls import START, stop_of
 from rwkv.chat.rendered import encode
-from rwkv.chat.templates import ChatTemplate
-from rwkv.config import ServeConfig
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import end_of
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
@@ -38,6 +39,7 @@ from rwkv.serving.schema import (
     CompletionRequest,
     DetokenizeRequest,
     Options,
+    Thinking,
     TokenizeRequest,
     Tool,
     read,
@@ -47,6 +49,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # bytes of a body that is not read in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
                                            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -55,9 +58,10 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the routes work with. stopping: no new requests are taken."""
+    """What the routes work with. sampling: the options that a request does not give. stopping: no new requests are taken."""
 
     config: ServeConfig
+    sampling: Sampling
     engine: RemoteEngine
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -110,9 +114,9 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 
 
 def _field_in(message: str) -> str | None:
-    """The field that a message of chat.py begins with: messages[1].content."""
+    """The field that a message begins with: messages[1].content, banned."""
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    return word if word.startswith(("messages", "tools")) else None
+    return word if word.startswith(("messages", "tools")) or word in OF_SAMPLING else None
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -199,31 +203,45 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
-    prompt = service.template.render(body.messages, tools=tools, think=body.think) + call_start
+    thinking = _thinking(service, body, bool(call_start))
+    answer_start = service.template.answer_start(thinking.think)
+    prompt = service.template.render(body.messages, tools=tools, think=thinking.think, effort=thinking.effort)
+    if call_start and answer_start:      # thoughts, which end before the call
+        end = end_of(answer_start)
+        prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
+    prompt += call_start
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
     maximum = service.config.max_tokens if maximum is None else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
-    stops, n = (*service.template.stop, *body.stops(), *((END,) if one_call else ())), body.n or 1
+    stops, n = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
-                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start)
+                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
+                  most_calls=1 if one_call else None, thinks=service.template.thinks)
     return texts, shape, body
 
 
-def _answer_start(service: Service, body: ChatRequest) -> str:
+def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
+    """How the answer is to begin. calls: with a call, before which there are no thoughts.
+
+    Raises ApiError where the template cannot ask for that; a wish that it has no form for is left out.
+    """
+    thinking = body.thinking(service.template.thinks)
     try:
-        return service.template.answer_start(body.think)
-    except UserError:
-        field = "enable_thinking" if body.enable_thinking else "chat_template_kwargs.enable_thinking"
-        raise ApiError(400, f"{field} is false with the chat template {service.template.name}: it has no thoughts",
-                       field) from None
+        service.template.answer_start(thinking.think)
+        if calls and thinking.think is True:
+            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+    except UserError as error:
+        if thinking.wish:
+            return thinking._replace(think=False)
+        raise ApiError(400, f"{thinking.field}: {str(error).partition(': ')[2]}", thinking.field) from None
+    return thinking
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
@@ -237,8 +255,8 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
         return None, ""
     if not template.supports_tools:
-        raise ApiError(400, f"tools: the chat template {template.name} has no form for tools; template= may name a jinja2 file "
-                            "that has one", "tools")
+        raise ApiError(400, f"tools: the chat template {template.name} has no form for tools; template=g1 has one, and a "
+                            "jinja2 file may have one", "tools")
     if choice == "none":
         return None, ""
     tools = [_for_template(tool) for tool in body.tools]
@@ -246,7 +264,7 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
         return tools, ""
     if template.call_start is None:
         raise ApiError(400, f"tool_choice is auto or none with the chat template {template.name}: how a call begins is known "
-                            f"for templates with {START} alone", "tool_choice")
+                            f"for g1 and for templates with {START} alone", "tool_choice")
     names = [tool.function.name for tool in body.tools]
     before, after = template.call_start
     if isinstance(choice, str):          # required
@@ -279,7 +297,7 @@ def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
-    sampling = body.sampling(service.tokenizer.vocab_size)
+    sampling = body.sampling(service.sampling, service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs)
             for number in range(n)]
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv.config import Sampling
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -27,14 +29,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """One text to generate. sampling: the fields of Sampling. stream: its pieces are sent as they come, else all at the end."""
+    """One text to generate. stream: its pieces are sent as they come, else all at the end."""
 
     id: int
     prompt: list[int]
     seed: int
     max_new_tokens: int
     stop: tuple[str, ...]
-    sampling: dict[str, Any]
+    sampling: Sampling
     stream: bool
     n_logprobs: int | None = None
     prompt_logprobs: bool = False

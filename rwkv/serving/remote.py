@@ -78,7 +78,7 @@ class RemoteEngine:
         self._config, self._ids = config, count()
         self._running: dict[int, Ticket] = {}            # by the text's id
         self._waiting: deque[Ticket] = deque()
-        self._outbox: SimpleQueue[Generate | Cancel | None] = SimpleQueue()
+        self._outbox: SimpleQueue[list[Generate] | Cancel | None] = SimpleQueue()
         self.failed: str | None = None
         self.observe: Callable[[Step], Any] = lambda step: None
         self.report: Callable[[str], Any] = lambda reason: None
@@ -158,9 +158,8 @@ class RemoteEngine:
     def _start_waiting(self) -> None:
         while self._waiting and self.n_running + len(self._waiting[0].texts) <= self._config.max_rows:
             ticket = self._waiting.popleft()
-            for text in ticket.texts:
-                self._running[text.id] = ticket
-                self._outbox.put(text)
+            self._running.update((text.id, ticket) for text in ticket.texts)
+            self._outbox.put(ticket.texts)
 
     def _deliver(self, step: Step) -> None:
         for event in step.events:
@@ -194,7 +193,7 @@ class RemoteEngine:
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:
-        message: Generate | Cancel | None
+        message: list[Generate] | Cancel | None
         while True:
             message = self._outbox.get()
             try:

@@ -4,22 +4,30 @@ Fields of OpenAI's that change no text are accepted and ignored; what this serve
 fields. Each optional field may be null, which is as if it were not there.
 """
 
+import math
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from rwkv.chat.thoughts import Think, think_of
+from rwkv.config import Sampling
 from rwkv.serving.errors import ApiError
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters of a stop string
 MOST_ROWS = 128                          # texts of one request
 MOST_TOOLS = 128                         # of one request
 
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Body = TypeVar("Body")
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -27,8 +35,32 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None      # ignored
 
 
-class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share."""
+def _field(item: Field) -> tuple[str, Any, None]:
+    """The field of requests for an option of Sampling: name, type with its range and help, and default."""
+    low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
+    within = msgspec.Meta(ge=low, le=None if high == math.inf else high)
+    kinds: dict[Any, Any] = {
+        float: Annotated[float, within], int: Annotated[int, within], str: Literal[tuple(item.metadata["one_of"] or ("",))],
+        tuple[int, ...]: list[TokenId], tuple[int | str, ...]: str | list[str | TokenId],
+        Mapping[int, float]: dict[TokenId, Annotated[float, within]]}
+    return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
+
+
+def _nearest(item: Field, value: Any) -> Any:
+    """The value of a request's field; one between 0 and the option's least is that, or 0 where the option may be 0."""
+    if item.type is float and value < item.metadata["least"]:
+        return 0.0 if item.metadata["or_zero"] else item.metadata["least"]
+    return value
+
+
+if TYPE_CHECKING:                        # a class that is made while the program runs has no fields for mypy
+    SamplingFields = msgspec.Struct
+else:
+    SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
+
+
+class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share, beside the options of rwkv.config.Sampling."""
 
     most_stops: ClassVar[int]            # stop strings
 
@@ -37,14 +69,6 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] | None = None
     n: Count | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     user: Any = None                     # this one and those below are ignored
@@ -62,23 +86,15 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ApiError(400, f"stop is at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters each", "stop")
         return stops
 
-    def sampling(self, vocab_size: int) -> dict[str, Any]:
-        """The fields of Sampling, with OpenAI's defaults: temperature 1 and top_p 1."""
-        given = {name: getattr(self, name) for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty",
-                                                        "repetition_penalty") if getattr(self, name) is not None}
-        temperature = 1.0 if self.temperature is None else self.temperature
-        top_p = 1.0 if self.top_p is None else max(self.top_p, 1e-6)             # 0: the likeliest token alone
-        return {"temperature": temperature if temperature >= 1e-6 else 0.0, "top_p": top_p,
-                "logit_bias": self._biases(vocab_size), **given}
-
-    def _biases(self, vocab_size: int) -> dict[int, float]:
-        biases = {}
-        for token, bias in (self.logit_bias or {}).items():
-            if not (token.isascii() and token.isdigit() and len(token) < 12 and int(token) < vocab_size):
-                raise ApiError(400, f"logit_bias has token ids from 0 to {vocab_size - 1} as keys; got {token[:20]!r}",
-                               "logit_bias")
-            biases[int(token)] = bias
-        return biases
+    def sampling(self, otherwise: Sampling, tokenizer: Tokenizer) -> Sampling:
+        """How the tokens are chosen; `otherwise` has the options that the request does not give. no_penalty has ids alone: the
+        engine is not to encode texts while others wait. Raises UserError for what the vocabulary lacks.
+        """
+        given = {item.name: _nearest(item, value) for item in fields(Sampling)
+                 if (value := getattr(self, item.name)) is not None}
+        sampling = replace(otherwise, **given)
+        sampling.check_ids(tokenizer.vocab_size)
+        return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
@@ -91,12 +107,18 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
 
 
+OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}          # the other efforts ask for thoughts
+HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text"]
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
+    think: bool | Literal["true", "false", "fake"] | None = None         # as think= of chat.py
+    reasoning_effort: Effort | None = None       # vLLM's clients have it here, too
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -120,6 +142,15 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     function: FunctionName
 
 
+class Thinking(NamedTuple):
+    """think, effort: as of ChatTemplate.render. field: what asked for it, "" for nothing. wish: that is an effort alone."""
+
+    think: Think
+    effort: str | None
+    field: str
+    wish: bool
+
+
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     most_stops: ClassVar[int] = 4
 
@@ -133,9 +164,9 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients have it here, others in chat_template_kwargs
+    reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Any = None         # ignored, as the next two: wishes about style and speed
-    verbosity: Any = None
+    verbosity: Any = None                # ignored, as the next: wishes about style and speed
     prediction: Any = None
     functions: None = None               # not supported, as those below
     function_call: None = None
@@ -143,11 +174,25 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
     moderation: None = None
 
-    @property
-    def think(self) -> bool:
-        if self.enable_thinking is not None:
-            return self.enable_thinking
-        return bool(self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking)
+    def thinking(self, thinks: bool) -> Thinking:
+        """How the answer is to begin. thinks: whether the template has thoughts; an effort is without effect where it has none.
+
+        Raises ApiError where fields contradict each other.
+        """
+        kwargs = self.chat_template_kwargs or TemplateOptions()
+        switches = {"chat_template_kwargs.think": None if kwargs.think is None else think_of(str(kwargs.think).lower()),
+                    "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking}
+        efforts = {"reasoning_effort": self.reasoning_effort, "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}
+        asked: dict[str, Think] = {field: think for field, think in switches.items() if think is not None}
+        by_effort, effort = next(((field, effort) for field, effort in efforts.items() if effort and thinks), ("", None))
+        if effort:
+            asked[by_effort] = OF_EFFORT.get(effort, True)
+        for one, other in combinations(asked, 2):
+            if {asked[one], asked[other]} == {True, False}:
+                raise ApiError(400, f"{one} and {other} contradict each other: one asks for thoughts, the other for none; send "
+                                    "one of them", other)
+        field = next(iter(asked), "")
+        return Thinking(asked.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -179,7 +224,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message = str(error)
-        path = re.search(r" - at `\$\.?([^`]*)`", message)
+        path = re.search(r" (?:at|in) `\$\.?([^`]*)`", message)
         unknown = re.search(r"unknown field `([^`]*)`", message)
         missing = re.search(r"missing required field `([^`]*)`", message)
         inner = unknown or missing

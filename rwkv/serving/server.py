@@ -13,7 +13,7 @@ import uvloop
 
 from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
-from rwkv.config import ServeConfig
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
@@ -76,7 +76,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     path, tokenizer = Path(config.checkpoint).resolve(), Tokenizer.from_dict(ready.tokenizer)
     template = for_tokenizer(chat_template(ready.template), tokenizer)
-    service = Service(config, engine, tokenizer, template,
+    service = Service(config, Sampling.of(config), engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
     engine.observe, engine.report = service.metrics.observe, lambda reason: say("engine", f"it has ended: {reason}")
@@ -93,7 +93,6 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
-        say("chat", f"template {template.name}")
         await Server(options, lambda: say("ready", service.model), stop).serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

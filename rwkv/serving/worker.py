@@ -14,7 +14,6 @@ from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
 from rwkv.generation.prefill import PrefixCache
-from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
 from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
@@ -107,15 +106,22 @@ class _Worker:
                 cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
                 self._connection.send(Step(events, *cached))
 
-    def _take(self, message: Generate | Cancel) -> None:
+    def _take(self, message: list[Generate] | Cancel) -> None:
+        """The texts of one request come together and begin at the same step, so that their prompt is read once, and that the
+        last bits of their log-probabilities do not depend on when each came: products of more rows may have others.
+        """
         if isinstance(message, Cancel):
             for job in self._jobs.values():
                 if job.request.id == message.id:
                     job.row.cancel()
             return
+        for text in message:
+            self._begin(text)
+
+    def _begin(self, message: Generate) -> None:
         try:
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
-            row = self._engine.add(message.prompt, message.seed, stopping, Sampling(**message.sampling), message.n_logprobs,
+            row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
                                    prompt_logprobs=message.prompt_logprobs)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))

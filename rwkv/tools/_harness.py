@@ -7,6 +7,7 @@ text before the first one, defaults of generation).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
@@ -138,5 +140,5 @@ def _generation(given: dict[str, Any]) -> dict[str, Any]:
     stop = [until] if isinstance(until, str) else list(until)
     options = {"max_new_tokens": given.get("max_gen_toks", MAX_NEW_TOKENS), "stop": [text for text in stop if text]}
     sampled = given.get("do_sample", given.get("temperature", 0) > 0)
-    chosen = {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given} if sampled else {}
+    chosen = {item.name: given[item.name] for item in fields(Sampling) if item.name in given} if sampled else {}
     return options | ({"temperature": 1.0} | chosen if sampled else {"temperature": 0})

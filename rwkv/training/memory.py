@@ -39,7 +39,7 @@ from kernels.machine.memory import available_memory, resident_memory
 from rwkv.config import TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
-from rwkv.model.base import MATRICES, generation, n_parameters, state_nbytes
+from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once
 from rwkv.training.callbacks.checkpoints import FOLDER
@@ -146,7 +146,8 @@ def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
     shapes = generation(config.model).shapes(config.model, vocab_size)
     if config.tune.base != "int8":
         return FLOAT * sum(map(math.prod, shapes.values()))
-    sizes = {"emb.weight": EMBEDDING} | dict.fromkeys(_matrices(config, vocab_size), INT8)
+    embeddings = [name for name in shapes if name.endswith("emb.weight")]
+    sizes = dict.fromkeys(embeddings, EMBEDDING) | dict.fromkeys(_matrices(config, vocab_size), INT8)
     return sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items())
 
 
@@ -154,7 +155,7 @@ def _matrices(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]
     """The names and shapes of the linear layers of all blocks."""
     model = generation(config.model)
     return {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
-            if name.startswith("blocks.") and model.group(name) in MATRICES}
+            if name.startswith("blocks.") and of_linear_layer(name, model.group(name))}
 
 
 def _adapted(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:

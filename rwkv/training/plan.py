@@ -13,6 +13,7 @@ import torch
 from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
+from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
@@ -93,6 +94,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "streams", documents.describe(config, data)
     elif data.conversations:
         yield "rows", _rows(config, data).describe()
+    if data.conversations:
+        yield "chat", f"template {_template(run)}"
     yield "model", (f"{generation(config.model).NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
@@ -118,6 +121,15 @@ def _orthogonal(name: str, device: torch.device) -> str:
     dtype = matrix_dtype(device)
     why = "" if dtype == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
     return f"{name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
+
+
+def _template(run: Run) -> str:
+    """The chat template of the conversations, and what it was chosen by."""
+    given, base = run.config.data.template, run.init_checkpoint
+    choice = Choice("world", "that of a new model")
+    if base is not None:
+        choice = choose_template(None, str(run.config.init_from), base.run)
+    return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
 
 
 def _blocks(config: TrainConfig, conversations: bool) -> str:

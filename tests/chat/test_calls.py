@@ -1,234 +1,251 @@
-"""Tools: what a template shows of them, and calls in what a model writes, by the official client against the real server."""
+"""Calls of tools as text: the form that the built-in template shows, and the forms that are found in what a model writes."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
-import httpx
 import pytest
-from models import following
-from serving_runs import Running
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rwkv.chat.calls import CallParser
+from rwkv.chat.calls import CALL_START, CallParser
 from rwkv.chat.templates import chat_template
-from rwkv.tokenizer.tokenizers import WorldTokenizer
+from rwkv.errors import UserError
 
-if TYPE_CHECKING:
-    import openai
-
-TEMPLATE = """\
-{% for tool in tools or [] %}
-{{ tool | tojson }}
-{%- for name in tool.function.parameters.properties | items %}{% endfor %}
-{% endfor %}
-{% for message in messages %}
-
-{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] %}
-
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-{%- for name, value in call.function.arguments | items %}{% endfor %}
-
-</tool_call>
-{%- endfor %}
-{% endfor %}"""
-TOOLS: list[Any] = [{"type": "function", "function": {
-    "name": name, "description": "It tells.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
-    for name in ("weather", "time_of_day")]
-WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
-# What the model writes after a question, or after the beginning of a call, in tokens of its own. Each comes once.
-ROWS = [
-    ["1", "Let me", " see.\n", "<tool_", "call>\n{\"name\": \"wea", "ther\", \"arguments\": {\"city\": ", "\"Oslo\"}}\n</to",
-     "ol_call>"],
-    ["2", "<tool_call>{\"name\": \"weather\", \"argu", "ments\": {\"city\": \"Rome\"}}</tool_call>", "\n\n<tool_call>\n{",
-     "\"name\": \"time_of_day\", \"arguments\": {}}", "\n</tool_call>\n"],
-    ["3", "5 <", " 6 <tool", "s> <tool_call>{weather}", "</tool_call>!"],
-    ["4", "<tool_call>{\"name\": \"rm\", \"arguments\": {}}", "</tool_call>."],
-    ["5", "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Ys\"}}"],
-    [" ", "{\"city\": \"Bergen", "\"}}", "\n</tool_call>", " More."],
-    ["\"", "time_of_day\",", " \"arguments\": {\"city\": null", "}}\n</tool_call>  "],
-]
-WRITTEN = ["".join(row[1:]) for row in ROWS]
+CITY = {"city": {"type": "string"}}
+WEATHER: dict[str, Any] = {"type": "function", "function": {
+    "name": "weather", "description": "The sky\n\nover a city", "parameters": {"type": "object", "properties": CITY}}}
+ASKED = {"role": "user", "content": "Ys?"}
+OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+RAIN = '{"name":"rain","arguments":{}}'
+FUNCTIONS = ("weather", "rain")
+Found = tuple[str, list[tuple[str, str]]]
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
-    folder = tmp_path_factory.mktemp("tools")
-    singles = [bytes([value]) for value in range(256)]
-    words = sorted({piece.encode() for row in ROWS for piece in row} - set(singles))
-    lines = [f"{index} {token!r} {len(token)}" for index, token in enumerate([*singles, *words], start=1)]
-    tokenizer = WorldTokenizer("\n".join(lines))
-    rows = [[tokenizer.encode(piece)[0] for piece in row] + [tokenizer.end_of_text] for row in ROWS]
-    path = folder / "tiny.safetensors"
-    following(tokenizer.vocab_size, *rows, n_embd=64).save_pretrained(path, tokenizer)
-    (folder / "template.jinja").write_text(TEMPLATE)
-    server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
-    assert server.process.poll() is None, server.log
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
-    server.end()
+def call_of(name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
-    return client.chat.completions.create(**{
-        "model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 50,
-        "tools": TOOLS, **options})
+# What is shown
 
 
-def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
-    content, calls, chunks = "", list[dict[str, Any]](), list(ask(client, question, stream=True, **options))
-    for chunk in chunks:
-        delta = chunk.choices[0].delta
-        content += delta.content or ""
-        for part in delta.tool_calls or []:
-            calls += [{"name": "", "arguments": ""} for _ in range(part.index + 1 - len(calls))]
-            calls[part.index]["name"] += part.function.name or ""
-            calls[part.index]["arguments"] += part.function.arguments or ""
-    return (content, [(call["name"], json.loads(call["arguments"])) for call in calls],
-            chunks[-1].choices[0].finish_reason)
+def test_tools_calls_and_results_have_the_author_s_form() -> None:
+    """As in RWKV7-G1x-templates.txt: tools, one a line, that end the system prompt; a fenced call; its result a user's turn."""
+    messages = [{"role": "system", "content": "Be brief."}, ASKED,
+                {"role": "assistant", "content": None, "tool_calls": [call_of("weather", '{"city": "Ys"}')]},
+                {"role": "tool", "tool_call_id": "1", "content": '{"sky":\n\n"rain"}'}]
+    assert chat_template("g1").render(messages, tools=[WEATHER, {"name": "rain"}]) == (
+        "System: Be brief.\nTools:\n[\n"
+        '{"name":"weather","description":"The sky\\n\\nover a city","arguments":{"city":{"type":"string"}}},\n'
+        '{"name":"rain","arguments":{}}\n]\nReturn only a JSON function call.\n\n'
+        'User: Ys?\n\nAssistant: ```json\n{"name":"weather","arguments":{"city":"Ys"}}\n```\n\n'
+        'User: Function output:\n{"sky":\n"rain"}\n\nAssistant:')
 
 
-@pytest.mark.programs
-@pytest.mark.parametrize(("question", "options", "content", "calls"), [
-    ("1", {}, "Let me see.", [("weather", {"city": "Oslo"})]),
-    ("2", {}, None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
-    ("2", {"parallel_tool_calls": False}, None, [("weather", {"city": "Rome"})]),
-    ("3", {}, WRITTEN[2], []),
-    ("4", {}, WRITTEN[3], []),
-    ("5", {}, None, [("weather", {"city": "Ys"})]),
-    ("1", {"tool_choice": "auto"}, "Let me see.", [("weather", {"city": "Oslo"})]),
-    ("1", {"tool_choice": "none"}, WRITTEN[0], []),
-    ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),
-    ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": None})]),
-    ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
-    ("1", {"tools": None}, WRITTEN[0], [])], ids=str)
-def test_calls_come_back_as_tool_calls(client: "openai.OpenAI", question: str, options: dict[str, Any], content: str | None,
-                                       calls: list[Any]) -> None:
-    choice = ask(client, question, **options).choices[0]
-    found = choice.message.tool_calls or []
-    assert choice.message.content == content
-    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls
-    assert len({call.id for call in found}) == len(found)
-    assert choice.finish_reason == ("tool_calls" if calls else "stop")
-    assert streamed(client, question, **options) == (content or "", calls, choice.finish_reason)
+def test_tools_are_a_system_prompt_where_there_is_none() -> None:
+    text = chat_template("g1").render([ASKED], tools=[WEATHER])
+    assert text.startswith("System: Tools:\n[\n{")
+    assert text.endswith("\n]\nReturn only a JSON function call.\n\nUser: Ys?\n\nAssistant:")
+    assert chat_template("g1").render([ASKED], tools=[]) == "User: Ys?\n\nAssistant:"
 
 
-@pytest.mark.programs
-def test_a_text_that_is_cut_is_no_call(client: "openai.OpenAI") -> None:
-    """What a client cannot run is text, and the reason says why."""
-    for cut in (ask(client, "1", max_tokens=5), ask(client, "1", max_tokens=1, tool_choice=WEATHER)):
-        assert cut.choices[0].finish_reason == "length"
-        assert cut.choices[0].message.tool_calls is None
-        assert "<tool_call>" in cut.choices[0].message.content
+def test_several_calls_are_a_list_after_what_was_said() -> None:
+    calls = [call_of("weather", {"city": "Ålesund ☔"}), call_of("rain", None)]
+    text = chat_template("g1").render([ASKED, {"role": "assistant", "content": "Both.", "tool_calls": calls}], False)
+    assert text.endswith('Assistant: Both.\n```json\n[{"name":"weather","arguments":{"city":"Ålesund ☔"}},{"name":"rain",'
+                         '"arguments":{}}]\n```\n\n')
 
 
-@pytest.mark.programs
-def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI", tmp_path: Path) -> None:
-    """The prompt has as many tokens (bytes here, but for the model's own words) as what the template is to write."""
-    first = ask(client, "1").choices[0].message
-    messages = [{"role": "user", "content": "1"}, first.model_dump(exclude_none=True),
-                {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain 3"}]
-    answer = ask(client, "", messages=messages)
-    assert answer.choices[0].message.content == WRITTEN[2]
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    template = chat_template(str(tmp_path / "template.jinja"))
-    prompt = template.render(messages, tools=TOOLS)
-    assert prompt.endswith('user: 1\nassistant: Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
-                           "</tool_call>\ntool: rain 3")
-    assert prompt.startswith('{"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": ')
-    tokens = httpx.post(f"{str(client.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": prompt}).json()["count"]
-    assert answer.usage.prompt_tokens == tokens
+@pytest.mark.parametrize(("parameters", "shown"), [
+    (None, '"arguments":{}'), ({}, '"arguments":{}'), ({"type": "object"}, '"arguments":{}'),
+    ({"city": {"type": "str"}}, '"arguments":{"city":{"type":"str"}}'),              # not a schema, as in xlam's data
+    ({"type": "object", "properties": CITY, "required": ["city"]}, '"arguments":{"city":{"type":"string"}}'),
+    ({"properties": {**CITY, "day": {}}, "required": ["city"]},
+     '"arguments":{"city":{"type":"string"},"day":{}},"required":["city"]'),
+    ({"type": "object", "properties": {**CITY, "day": None, "at": {"type": "null", "enum": None}}, "required": None},
+     '"arguments":{"city":{"type":"string"},"at":{"type":"null"}}'),
+    ({"properties": {"at": {"$ref": "#/$defs/P"}}, "$defs": {"P": {}}},
+     '"arguments":{"at":{"$ref":"#/$defs/P"}},"$defs":{"P":{}}')], ids=str)
+def test_a_tool_is_a_line_with_its_arguments(parameters: Any, shown: str) -> None:
+    function = {"name": "weather", "parameters": parameters}
+    for tool in (function, {"type": "function", "function": function}):
+        assert f'[\n{{"name":"weather",{shown}}}\n]' in chat_template("g1").render([ASKED], tools=[tool])
 
 
-@pytest.mark.programs
-@pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
-def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(client: "openai.OpenAI", arguments: str | None) -> None:
-    """The model sees them and what the tool said of them. A template may iterate over arguments, as Qwen3-Coder's does."""
-    messages: list[Any] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]},
-        {"role": "tool", "tool_call_id": "c1", "content": "no JSON"}, {"role": "user", "content": "1"}]
-    answer = ask(client, "", messages=messages).choices[0].message
-    assert answer.content == "Let me see."
-    assert answer.tool_calls[0].function.name == "weather"
-
-
-@pytest.mark.programs
-def test_the_deprecated_forms_of_a_call_are_shown_as_the_new_ones(client: "openai.OpenAI") -> None:
-    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    call = {"id": "c", "type": "function", "function": function}
-    new = [{"role": "assistant", "content": None, "tool_calls": [call]},
-           {"role": "tool", "tool_call_id": "c", "content": "rain"}]
-    old = [{"role": "assistant", "content": None, "function_call": function},
-           {"role": "function", "name": "weather", "content": "rain"}]
-    found = [ask(client, "", messages=[*messages, {"role": "user", "content": "1"}]) for messages in (new, old)]
-    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
-    assert found[0].choices[0].message.content == found[1].choices[0].message.content == "Let me see."
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}}],
+@pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": "f"}, {"name": 3}, {"name": "f", "parameters": [1]}],
                          ids=str)
-def test_a_tool_without_parameters_has_an_empty_list_of_them(client: "openai.OpenAI", parameters: dict[str, Any]) -> None:
-    whole = {"parameters": {"type": "object", "properties": {}}}
-    found = [ask(client, "1", tools=[{"type": "function", "function": {"name": "weather", **each}}])
-             for each in (whole, parameters)]
-    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
-    assert found[1].choices[0].message.tool_calls[0].function.name == "weather"
+def test_a_tool_that_is_no_function_is_named(tool: Any) -> None:
+    with pytest.raises(UserError, match=r"tools\[1\]"):
+        chat_template("g1").render([ASKED], tools=[WEATHER, tool])
 
 
-@pytest.mark.programs
-@pytest.mark.parametrize(("options", "param"), [
-    ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-    ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools"), ({"tools": TOOLS * 65}, "tools"),
-    ({"tool_choice": "some"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
-    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
-     "messages[0].tool_calls[0].function.arguments")], ids=str)
-def test_wrong_tools_are_named(client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:
-    import openai
-
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, "1", **options)
-    assert refused.value.param is not None
-    assert refused.value.param.startswith(param)
+def test_world_has_no_form_and_names_the_template_that_has_one() -> None:
+    """Its models have not learnt calls."""
+    said = [ASKED, {"role": "assistant", "tool_calls": [call_of("rain", "{}")]}]
+    for messages, tools, field in (([ASKED], [WEATHER], "tools"), (said, None, r"messages\[1\]\.tool_calls")):
+        with pytest.raises(UserError, match=f"{field}.*g1"):
+            chat_template("world").render(messages, tools=tools)
 
 
-@pytest.mark.programs
-def test_a_template_without_tools_refuses_them(server: Running) -> None:
-    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    for fields, param in (({"tools": TOOLS}, "tools"), ({"tools": TOOLS, "tool_choice": "none"}, "tools"),
-                          ({"tool_choice": "auto"}, "tool_choice")):
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**asked, **fields})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+def test_calls_are_learnt_and_tools_and_results_are_not() -> None:
+    called = {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": [call_of("rain", "{}")]}
+    messages = [ASKED, called, {"role": "tool", "content": "yes"}, {"role": "assistant", "content": "It rains."},
+                {**called, "weight": 0}]
+    parts = chat_template("g1").parts(messages, [WEATHER])
+    learnt = [text for text, is_learnt in parts if is_learnt]
+    assert learnt == [f" <think>\nAsk.\n</think>\n```json\n{RAIN}\n```\n\n", " It rains.\n\n"]
+    assert "".join(text for text, _ in parts) == chat_template("g1").render(messages, False, [WEATHER])
+    with pytest.raises(UserError, match=r"messages\[1\]\.weight"):
+        chat_template("g1").parts([ASKED, {**messages[3], "weight": 0.5}], [WEATHER])
 
 
-@pytest.mark.parametrize("written", [*WRITTEN, "a </tool_call> <tool_call>{} b", "", "  \n", "<tool_call"])
-def test_a_text_is_parsed_alike_however_it_is_cut(written: str) -> None:
-    def parsed(size: int) -> tuple[str, list[Any]]:
-        parser, text, calls = CallParser(["weather", "time_of_day"]), "", []
-        for start in (*range(0, len(written), size), None):
-            piece, more = parser.push("" if start is None else written[start:start + size], last=start is None)
-            assert piece == "".join(written[begin:end] for begin, end in parser.spans)
-            assert all(end <= parser.decided for _, end in parser.spans)
-            text, calls = text + piece, calls + more
-        assert parser.decided == len(written)
-        return text, [call["function"] for call in calls]
+# What is found
 
-    whole = parsed(1000)
-    assert all(parsed(size) == whole for size in (1, 2, 3, 7))
+
+def parsed(pieces: list[str], functions: tuple[str, ...] = FUNCTIONS, **options: Any) -> Found:
+    """The text and the calls in an answer that comes in these pieces. The last one ends it."""
+    parser, written, text, calls = CallParser(functions, **options), "".join(pieces), "", []
+    for number, piece in enumerate(pieces, start=1):
+        shown, found = parser.push(piece, last=number == len(pieces))
+        assert shown == "".join(written[begin:end] for begin, end in parser.spans if begin >= 0)
+        assert all(end <= parser.decided for _, end in parser.spans)
+        text, calls = text + shown, calls + found
+    assert parser.decided == len(written)
+    assert parser.found == len(calls) == len({call["id"] for call in calls})
+    return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+ONE = ("weather", '{"city": "Oslo"}')
+FORMS = {                                # of answers that are one call
+    "bare": OSLO,
+    "bare, white space": f" \n{OSLO}\n",
+    "more fields": f'{OSLO[:-1]}, "id": "x"}}',
+    "other order": '{"arguments": {"city": "Oslo"}, "name": "weather"}',
+    "spread": '{\n  "name" : "weather",\n  "arguments" : {"city": "Oslo"}\n}',
+    "arguments in a string": '{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}',
+    "OpenAI's": f'{{"id": "1", "type": "function", "function": {OSLO}}}',
+    "list": f"[{OSLO}]",
+    "fence": f"```json\n{OSLO}\n```",
+    "fence in capitals": f"```JSON\n{OSLO}\n```",
+    "fence in one line": f"```json {OSLO}```",
+    "fence of no language": f"```\n{OSLO}\n```",
+    "fence of calls": f'```tool_calls\n[{{"type":"function","function":{OSLO}}}]\n```',
+    "fence and list": f"```json\n[{OSLO}]\n```",
+    "heading": f"**Tool Call:**\n```json\n{OSLO}\n```",
+    "heading, blank line": f"**Tool Call:**\n\n```json\n{OSLO}\n```",
+    "tag": f"<tool_call>{OSLO}</tool_call>",
+    "tag, lines": f"<tool_call>\n{OSLO}\n</tool_call>\n",
+    "tag and list": f"<tool_call>[\n{OSLO}\n]</tool_call>",
+    "tag of OpenAI's": f'<tool_calls>[{{"function":{OSLO}}}]</tool_calls>',
+    "tag without end": f"<tool_call>\n{OSLO}\n",
+}
+UNENDED = {                              # of which no text can follow
+    "fence without end": f"```json\n{OSLO}",
+    "fence, cut end": f"```json\n{OSLO}\n``",
+    "tag, cut end": f"<tool_call>{OSLO}</tool_ca",
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, *UNENDED])
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("Let me see.\n\n", ""), ("<think>\n[{\n</think>\n", ""),
+                                               ("So: ", "\nOK?")])
+def test_every_form_is_a_call_with_prose_around_it(form: str, before: str, after: str) -> None:
+    after = after if form in FORMS else ""
+    written = before + {**FORMS, **UNENDED}[form] + after
+    assert parsed([written]) == (before.rstrip() + after.lstrip(), [ONE])
+    assert parsed([*written, ""]) == parsed([written])
+
+
+@pytest.mark.parametrize("written", [
+    f"{OSLO}\n{RAIN}", f"{OSLO}{RAIN}", f"[{OSLO}, {RAIN}]", f"```json\n[{OSLO},{RAIN}]\n```", f"```json\n{OSLO}\n{RAIN}\n```",
+    f"```json\n{OSLO}\n```\n\n```json\n{RAIN}\n```", f"<tool_call>{OSLO}</tool_call>\n<tool_call>{RAIN}</tool_call>",
+    f"<tool_call>{OSLO}<tool_call>{RAIN}", f"<tool_call>\n{OSLO}\n{RAIN}\n</tool_call>", f"<tool_calls>[{OSLO}, {RAIN}]"])
+def test_several_calls_in_a_row(written: str) -> None:
+    assert parsed([written]) == ("", [ONE, ("rain", "{}")])
+    assert parsed([*written, ""]) == parsed([written])
+    assert parsed([*f"{written} and so on", ""], most=1) == ("", [ONE])
+
+
+@pytest.mark.parametrize("written", [
+    "", "  \n", "<tool_call", "```", "**Tool Call:**", "a </tool_call> <tool_call>{} b",
+    "5 < 6 <tools> <tool_call>{weather}</tool_call>!", "[1], [a](b), {c} and {", '{"type": "object"}',
+    '{"name": "rm", "arguments": {}}', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>.', f"[{RAIN}, {{}}]",
+    f'[{RAIN}, {{"name": "rm", "arguments": {{}}}}]', '{"name": "weather"}', '{"name": "weather", "arguments": [1]}',
+    '{"name": "weather", "arguments": "Oslo"}', '{"name": "weather", "arguments": {"city": NaN}}',
+    '{"name": "weather", "arguments": {"city": "Osl', '<tool_call>{"name": "weather", "argu', "```json\n{\"name\": \"wea",
+    f'{{"result": {OSLO}}}', f'["x", {OSLO}]', f"```python\ncall = {OSLO}\n```", '```json\n{"a": 1}\n```',
+    f'```json\n{{"calls": {OSLO}}}\n{OSLO}\n```', f"`{OSLO}`", f"<think>Do I say {OSLO} now?"])
+def test_a_text_that_is_no_call_stays_a_text(written: str) -> None:
+    assert parsed([written]) == (written, [])
+    assert parsed([*written, ""]) == (written, [])
+
+
+@pytest.mark.parametrize("arguments", [
+    '{"a": [{"b": {"c": [1, [2]]}}, null]}', '{"ü": "☔ \\u2614", "\\u00fc": ""}', '{"n": 1e3, "m": 1.50,  "n": -0}', "{ }",
+    '{"code": "```json\\n}\\n``` </tool_call> {[\\"\\\\"}', '{"half": "\\ud83d"}'])
+def test_arguments_are_as_they_were_written(arguments: str) -> None:
+    for written in (f'{{"name": "weather", "arguments": {arguments}}}',
+                    f'```json\n{{"arguments":{arguments},"name":"weather"}}\n```'):
+        assert parsed([*written, ""]) == parsed([written]) == ("", [("weather", arguments)])
+
+
+@pytest.mark.parametrize("arguments", ["null", '""', '"{}"', '" {} "'])
+def test_no_arguments_are_an_empty_object(arguments: str) -> None:
+    assert parsed([f'{{"name": "rain", "arguments": {arguments}}}']) == ("", [("rain", "{}")])
+
+
+def test_arguments_in_a_string_are_text_that_can_be_sent() -> None:
+    _, [(_, arguments)] = parsed(['{"name": "rain", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'])
+    assert json.loads(arguments.encode()) == {"a": "\ud83d"}
+
+
+@pytest.mark.parametrize(("rest", "found"), [
+    ('weather","arguments":{"city":"Ys"}}', ("", [("weather", '{"city":"Ys"}')])), ('weath', ('```json\n{"name":"weath', []))])
+def test_the_beginning_of_a_call_that_a_model_was_given_belongs_to_it(rest: str, found: Found) -> None:
+    start = CALL_START[0]
+    parser = CallParser(FUNCTIONS, start)
+    text, calls = parser.push(rest, last=True)
+    assert (text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]) == found
+    assert parser.decided == len(rest)
+
+
+def test_text_is_not_held_back_once_it_is_no_call() -> None:
+    for written in ("So ", '{"users": [1, ', '{"name": "rm', "```python\nx = {", "```json\n[1", "[link", "<b",
+                    '<tool_call>x {"a": "'):
+        assert CallParser(FUNCTIONS).push(f"{written}b")[0] == f"{written}b"
+
+
+FRAGMENTS = [OSLO, RAIN, f"[{RAIN}]", f'{{"function": {OSLO}}}', '{"name": "rain', '{"x": ', '{"name"', '[{"name": "rm"}]',
+             "{", "}", "[", "]", '"', "\\", "`", "```", "```json", "```python", "<tool_call>", "</tool_call>", "<tool_calls>",
+             "</tool_calls>", "<tool", "**Tool Call:**", "**Tool", "<think>", "</think>", "\n", " ", ":", ", ", "null", "é☔",
+             "word"]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=14).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.data(), st.sampled_from([None, 1, 2]))
+def test_an_answer_is_parsed_alike_however_it_is_cut(written: str, data: st.DataObject, most: int | None) -> None:
+    places = data.draw(st.lists(st.integers(0, len(written)), max_size=8).map(sorted))
+    pieces = [written[begin:end] for begin, end in pairwise([0, *places, len(written)])]
+    whole = parsed([written], most=most)
+    assert parsed(pieces, most=most) == parsed([*written, ""], most=most) == whole
     assert whole[1] or whole[0] == written
 
 
-def test_the_beginning_of_a_call_is_that_of_the_template(tmp_path: Path) -> None:
-    path = tmp_path / "template.jinja"
-    for text, start in ((TEMPLATE, ('<tool_call>\n{"name": "', '", "arguments": ')),
-                        (TEMPLATE.replace('"name"', "name"), None), ("{{ tools }}{{ messages[0].content }}", None)):
-        path.write_text(text)
-        assert chat_template(str(path)).call_start == start
+PROSE = st.text(st.characters(exclude_characters="`{[<*", exclude_categories=["Cs"]), max_size=12)
+KEYS = st.text(max_size=4)
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=6)
+CALLS = st.lists(st.tuples(st.sampled_from(FUNCTIONS), st.dictionaries(KEYS, VALUES, max_size=3)), min_size=1, max_size=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PROSE, CALLS)
+def test_what_the_template_shows_of_calls_is_found_again(prose: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    message = {"role": "assistant", "content": prose}
+    tool_calls = [call_of(name, json.dumps(arguments)) for name, arguments in calls]
+    alone, with_calls = (chat_template("g1").render([each], False).removeprefix("Assistant:")
+                         for each in (message, {**message, "tool_calls": tool_calls}))
+    text, found = parsed([with_calls])
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert text.strip() == alone.strip()

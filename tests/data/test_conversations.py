@@ -138,6 +138,37 @@ def test_tools_and_their_calls_are_the_same_in_all_forms(tmp_path: Path, line: A
     assert shown(found) == [f"f{{}}<user>?<end><assistant>[[{call}<end>]]<tool>3<end><assistant>[[!<end><end of text>]]"]
 
 
+@pytest.mark.parametrize("form", ["OpenAI's", "OpenAI's in strings", "OpenAI's older one", "ShareGPT's"])
+def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: str) -> None:
+    """All forms are one conversation, in the text that the server shows to a model."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}
+    call = {"name": "f", "arguments": {"x": "ä"}}
+    as_text = {**call, "arguments": json.dumps(call["arguments"])}
+    tools, tool_call = [{"type": "function", "function": function}], {"id": "1", "type": "function", "function": as_text}
+    asked, said = messages("a", "yes")
+    result, called = {"role": "tool", "tool_call_id": "1", "content": "3"}, {"role": "assistant", "content": None}
+    line: dict[str, Any] = {
+        "OpenAI's": {"messages": [asked, {**called, "tool_calls": [tool_call]}, result, said], "tools": tools},
+        "OpenAI's in strings": {"messages": [asked, {**called, "tool_calls": json.dumps([tool_call])}, result, said],
+                                "tools": json.dumps(tools)},
+        "OpenAI's older one": {"messages": [asked, {**called, "function_call": as_text}, {**result, "role": "function"}, said],
+                               "functions": [function]},
+        "ShareGPT's": {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(call)},
+                                         {"from": "observation", "value": "3"}, {"from": "gpt", "value": "yes"}],
+                       "tools": json.dumps([function])}}[form]
+    found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line], template="g1")
+    assert shown(found) == ['System: Tools:\n[\n{"name":"f","arguments":{"x":{}}}\n]\nReturn only a JSON function call.\n\n'
+                            'User: a\n\nAssistant:[[ ```json\n{"name":"f","arguments":{"x":"ä"}}\n```\n\n]]'
+                            "User: Function output:\n3\n\nAssistant:[[ yes\n\n<end of text>]]"]
+
+
+def test_tools_that_a_template_cannot_show_are_named_with_their_line(tmp_path: Path) -> None:
+    talk = {"messages": messages("a", "yes")}
+    for template, tool, said in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] has no name")):
+        with pytest.raises(UserError, match=f"line 2: {said}"):
+            corpus(tmp_path, [talk, {**talk, "tools": [tool]}], template=template)
+
+
 def test_an_end_of_text_that_the_template_names_ends_the_conversation_once(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(chatml())
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}")

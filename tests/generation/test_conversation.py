@@ -4,24 +4,25 @@ import errno
 import io
 import json
 import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from models import each_generation, following, small_model
-from programs import Run, caller
+from programs import Run, caller, one_sentence
 from tokenizer_files import chatml, sentencepiece_bpe
 
 from rwkv.chat.rendered import encode
 from rwkv.chat.templates import chat_template
+from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation import conversation as chat_module
 from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine, generate
-from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
 from rwkv.programs.chat import Terminal
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, WorldTokenizer
 
 TURNS = ("Hi", "Who are you?", "And then?")
 
@@ -147,7 +148,7 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(monkeypatch: pytest.MonkeyPat
     terminal.turn(TURNS[0])
     before = list(chat.messages)
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **more: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_module, "Engine", interrupted)
@@ -180,12 +181,15 @@ def test_thoughts_are_shown_from_their_beginning(capsys: pytest.CaptureFixture[s
     chat.think = True
     assert Terminal(chat).turn("Hi")
     shown = capsys.readouterr().out
-    assert shown.startswith("<think")
-    assert shown.strip() == chat.messages[-1]["content"]
+    assert shown == f"<think>\n{chat.messages[-1]['reasoning_content']}\n"
+    assert chat.messages[-1]["content"] == "", "max_new_tokens cut the thoughts"
 
 
 @pytest.mark.parametrize(("setting", "said"), [
-    ("seed=2026-02-30", "seed is a number, or true or false; got '2026-02-30'"),
+    ("seed=2026-02-30", "got '2026-02-30'"),
+    ("sampling=mine", "g1_think"),
+    ("logit_bias=a", "logit_bias"),
+    ("banned=3", "banned"),
     ("max_new_tokens=0", "max_new_tokens is at least 1; got 0"),
     ("seed=-1", "seed is at least 0; got -1"),
     ("temperature=-1", "temperature"),
@@ -196,6 +200,40 @@ def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting:
     assert not Terminal(chat).turn(f"/set {setting}")
     assert said in capsys.readouterr().err
     assert (chat.sampling, chat.max_new_tokens, chat.seed) == before
+
+
+def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = talk()
+    terminal = Terminal(chat)
+    for setting in ("sampling=g1_think", "temperature=0.5", "no_penalty=0 1", "logit_bias=65:2", "banned=[0,1]", "order=rwkv"):
+        assert terminal.turn(f"/set {setting}")
+    assert "sampling g1_think: temperature 0.96, top_k 32, top_p 0.76" in capsys.readouterr().err
+    assert chat.sampling == Sampling(0.5, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988,
+                                     no_penalty=("0 1",), logit_bias={65: 2.0}, banned=(0, 1), order="rwkv")
+    assert terminal.turn("/set sampling=greedy")
+    assert chat.sampling == Sampling(temperature=0, top_p=1.0)
+
+
+def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
+    """repetition_penalty is for all that was said, the others for each answer alone; a conversation may be saved and loaded."""
+    def said(chat: Chat) -> str:
+        chat.sampling = replace(chat.sampling, repetition_penalty=3.0, presence_penalty=1.0, frequency_penalty=0.5,
+                                penalty_decay=0.9, no_penalty=(" ", 10))
+        chat.seed = 4
+        return "".join(chat.say(TURNS[2]))
+
+    first = talk(temperature=0.8)
+    for text in TURNS[:2]:
+        list(first.say(text))
+    assert Terminal(first).turn(f"/save {tmp_path / 'talk.json'}")
+    again = talk(temperature=0.8)
+    assert Terminal(again).turn(f"/load {tmp_path / 'talk.json'}")
+    answer = said(first)
+    assert answer == said(again)
+    assert first.stats.read < again.stats.read
+    whole = first.template.render(first.messages[:-1])
+    assert answer == "".join(generate(first.model, first.tokenizer, whole, 12, stop=first.template.stop, seed=4, **{
+        item.name: getattr(first.sampling, item.name) for item in fields(Sampling)}))
 
 
 def test_an_answer_without_a_token_has_no_time_of_a_first_one() -> None:
@@ -220,6 +258,72 @@ def test_a_full_disk_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> N
         abandon(full)
 
 
+def thinker(template: str, *rows: list[bytes]) -> Chat:
+    """It writes after each token of a row the next one. Each token of a row comes once."""
+    singles = [bytes([value]) for value in range(256)]
+    words = sorted({token for row in rows for token in row} - {*singles})
+    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
+    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
+    numbers = [[*(ids[token] for token in row), tokenizer.end_of_text] for row in rows]
+    model = following(tokenizer.vocab_size, *numbers, n_embd=64)
+    return Chat(model, tokenizer, chat_template(template), Sampling(temperature=0), 60)
+
+
+def test_thoughts_are_apart_in_the_history_and_are_read_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The template shows them as the model writes them, so the next turn reads its new words alone."""
+    chat = thinker("g1", [b":", b" Yes"], [b"k", b">\nHm", b". So</thi", b"nk>", b"\nNo", b"\n\nUser:"])
+    terminal = Terminal(chat)
+    assert terminal.turn("/think")
+    for text in ("Hi", "And?"):
+        assert terminal.turn(text)
+        assert capsys.readouterr().out == "<think>\nHm. So\n</think>\nNo\n"
+        assert chat.messages[-1] == {"role": "assistant", "reasoning_content": "Hm. So", "content": "No"}
+    assert terminal.turn("/think false")
+    assert terminal.turn("Well?")
+    assert capsys.readouterr().out == "Yes\n"
+    assert chat.messages[-1] == {"role": "assistant", "content": "Yes"}
+    assert len(chat.messages) == 6
+
+
+@pytest.mark.parametrize("template", ["g1", "flower"])
+def test_a_turn_with_thoughts_reads_its_new_words_alone(template: str) -> None:
+    end = b"\n\nUser:" if template == "g1" else "✿".encode()
+    chat = thinker(template, [b"k", b">\nHm.", b"\n</think>\n", b"No", end])
+    chat.think = True
+    for text in ("Hi", "And?"):
+        assert "".join(chat.say(text)) == ">\nHm.\n</think>\nNo"
+        read = chat.stats.read
+    new = " And?\n\nAssistant: <think" if template == "g1" else "\nUser✿And?✿\nBot✿<think"
+    assert read <= 1 + len(chat.tokenizer.encode(new)), "beside the last token, which was only drawn"
+
+
+def test_thoughts_that_are_cut_or_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = thinker("g1", [b":", b" <think></think>", b"\n4"], [b"k", b">\nHm.", b" So", b" on"])
+    chat.max_new_tokens = 3
+    terminal = Terminal(chat)
+    terminal.turn("Hi")
+    assert capsys.readouterr() == ("4\n", "")
+    assert chat.messages[-1] == {"role": "assistant", "content": "4"}
+    terminal.turn("/think true")
+    terminal.turn("Hi")
+    shown = capsys.readouterr()
+    assert shown.out == "<think>\nHm. So on\n"
+    assert "max_new_tokens=3" in shown.err
+    assert chat.messages[-1] == {"role": "assistant", "reasoning_content": "Hm. So on", "content": ""}
+
+
+def test_think_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = thinker("g1", [b"k", b">", b"\n4"])
+    terminal = Terminal(chat)
+    assert terminal.turn("/think fake")
+    assert terminal.turn("Hi")
+    assert (chat.think, capsys.readouterr().out) == ("fake", "4\n")
+    assert not terminal.turn("/think maybe")
+    assert not terminal.turn("/set think=3")
+    assert chat.think == "fake"
+    assert not Terminal(talk(template="world")).turn("/think fake")
+
+
 @pytest.mark.programs
 def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,3 +343,22 @@ def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, output, error = run("chat", "checkpoint=model.safetensors", "think=true", "device=cpu")
     assert (status, output) == (2, "")
     assert error == "error: think: the chat template world has no thoughts; g1 has\n"
+    one_sentence(run("chat", "checkpoint=model.safetensors", "think=maybe", "device=cpu"), "think", "fake")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("think", ["false", "true", "fake"])
+def test_a_released_model_needs_no_other_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str], think: str) -> None:
+    run: Run = caller(monkeypatch, capsys)
+    monkeypatch.chdir(tmp_path)
+    name = "rwkv7-g1k-1.5b-20260930-ctx25600.safetensors"
+    chat = thinker("g1", [b":", b" Yes", b"."], [b"k", b">\n", b"Hm", b"</think>", b"No", b"!"])
+    chat.model.save_pretrained(name, chat.tokenizer)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi")))
+    shown = {"false": "Yes.\n", "true": "<think>\nHm\n</think>\nNo!\n", "fake": "Hm</think>No!\n"}[think]
+    options = [] if think == "false" else [f"think={think}"]
+    status, output, error = run("chat", f"checkpoint={name}", "temperature=0", *options)
+    assert (status, output) == (0, shown)
+    line = next(line for line in error.splitlines() if line.startswith("chat template: g1 "))
+    assert "G1k" in line

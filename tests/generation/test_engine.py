@@ -36,7 +36,9 @@ MODELS = {kernel: small_model(kernel, vocab_size=256) for kernel in KERNELS[:-1]
 MODELS["rwkv7"] = small_model("reference", vocab_size=256, generation="rwkv7")
 PROMPTS = st.lists(st.text("ab\n", max_size=12), min_size=1, max_size=5)
 OPTIONS = st.fixed_dictionaries({"temperature": st.sampled_from([0.0, 0.7, 1.3]), "top_p": st.sampled_from([0.5, 1.0]),
-                                 "repetition_penalty": st.sampled_from([1.0, 1.2])})
+                                 "repetition_penalty": st.sampled_from([1.0, 1.2]),
+                                 "frequency_penalty": st.sampled_from([0.0, 0.5]), "penalty_decay": st.sampled_from([1.0, 0.9]),
+                                 "no_penalty": st.sampled_from([(), ("a", 10)])})
 
 
 def model_for(tokenizer: Tokenizer, kernel: str = "conv1d") -> RWKV:

@@ -1,22 +1,24 @@
 """Drawing the next token: which tokens can come, how often, and in which order the options act."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from every_option import OTHER_OPTIONS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.draw import Draw
+from rwkv.config import Sampling
 from rwkv.generation.sampling import (
     SHORTLIST,
-    Sampling,
-    TokenCounts,
+    Penalties,
     adjusted,
+    changed,
     distribution,
     logprobs,
     next_tokens,
@@ -134,25 +136,29 @@ def test_top_k_of_one_is_the_argmax_at_any_temperature(temperature: float) -> No
     assert torch.equal(drawn, logits.argmax(-1))
 
 
-OTHERS = {"temperature": 1.7, "top_k": 3, "top_p": 0.6, "min_p": 0.2, "repetition_penalty": 1.5, "presence_penalty": 1.0,
-          "frequency_penalty": 0.7, "logit_bias": {3: 2.0}, "banned": (1, 2), "order": "rwkv"}      # than the defaults
+def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penalties:
+    """After a text; no_penalty holds ids alone."""
+    penalties = Penalties(options, prompt, [token for token in options.no_penalty if isinstance(token, int)])
+    for token in text:
+        penalties.add(token)
+    return penalties
 
 
-def test_every_option_is_tried_below() -> None:
-    assert set(OTHERS) == {option.name for option in fields(Sampling)}
-
-
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
 def test_each_option_changes_what_is_drawn_as_in_pytorch(name: str) -> None:
+    """Those that act on penalties: where there are some."""
     logits = torch.randn(500, 12, generator=torch.Generator().manual_seed(0)) * 2
     uniform = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    counts = TokenCounts([[0, 1]] * 500, 12)
-    for token in (2, 3, 3):
-        counts.add(torch.full((500,), token))
-    options = Sampling(**{name: OTHERS[name]})
-    drawn = next_tokens(logits, uniform, options, counts, draw)
-    assert torch.equal(drawn, next_tokens(logits, uniform, options, counts))
-    assert not torch.equal(drawn, next_tokens(logits, uniform, Sampling(), counts, draw))
+    without = {"presence_penalty": 1.0, "frequency_penalty": 0.7} if name in ("penalty_decay", "no_penalty") else {}
+
+    def drawn(draw: Draw | None, **more: Any) -> Tensor:
+        options = Sampling(**without | more)
+        penalties = [penalties_of(options, [0, 1], [2, 3, 3]) for _ in range(500)] if options.has_penalties else None
+        return next_tokens(logits, uniform, options, penalties, draw)
+
+    chosen = {name: OTHER_OPTIONS[name]}
+    assert torch.equal(drawn(draw, **chosen), drawn(None, **chosen))
+    assert not torch.equal(drawn(draw, **chosen), drawn(draw))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -260,18 +266,56 @@ def test_a_bias_leaves_the_logits_as_they_are(V: int) -> None:
 
 def test_penalties_by_their_definitions() -> None:
     """Token 0 in the prompt alone, token 1 twice in the text, token 2 once in the text, token 3 never."""
-    counts = TokenCounts([[0]], 4)
-    for token in (1, 2, 1):
-        counts.add(torch.tensor([token]))
     logits = torch.tensor([[2.0, 3.0, -1.0, 4.0]])
 
-    def after(**options: Any) -> list[float]:
-        values = adjusted(logits, Sampling(**options), counts)[0]
-        return [round(float(value - values[3] + 4), 5) for value in values]
+    def after(**given: Any) -> list[float]:
+        options = Sampling(**given)
+        values = changed(logits, options, [penalties_of(options, [0], [1, 2, 1])])[0]
+        return [round(float(value), 5) for value in values]
 
     assert after(repetition_penalty=2.0) == [1.0, 1.5, -2.0, 4.0]
     assert after(presence_penalty=0.5) == [2.0, 2.5, -1.5, 4.0]
     assert after(frequency_penalty=0.5) == [2.0, 2.0, -1.5, 4.0]
+    assert after(frequency_penalty=0.5, penalty_decay=0.5) == [2.0, 2.375, -1.25, 4.0]      # counts 1.25 and 0.5
+    assert after(frequency_penalty=0.5, penalty_decay=0) == [2.0, 2.5, -1.0, 4.0]           # the last token alone counts
+    assert after(presence_penalty=0.5, penalty_decay=0) == [2.0, 2.5, -1.5, 4.0]            # does not fade
+    assert after(frequency_penalty=0.5, no_penalty=(1,)) == [2.0, 3.0, -1.5, 4.0]
+    assert after(repetition_penalty=2.0, presence_penalty=0.5, no_penalty=(0, 1)) == [2.0, 3.0, -2.5, 4.0]
+
+
+def test_2000_draws_with_fading_penalties_are_those_of_float64() -> None:
+    """The logits of each step, and the tokens, from a formula over all tokens so far; rows end with other seeds and options."""
+    V, steps = 40, 2000
+    random = np.random.default_rng(0)
+    options = Sampling(temperature=0.9, top_p=1.0, repetition_penalty=1.2, presence_penalty=1.0, frequency_penalty=0.1,
+                       penalty_decay=0.988, no_penalty=(3, 4), logit_bias={5: 0.5})
+    prompt, text = [3, 7, 8], list[int]()
+    penalties = penalties_of(options, prompt, [])
+    for step in range(steps):
+        logits = random.normal(0, 2, V).astype(np.float32)
+        biased = logits.astype(float)
+        biased[5] += 0.5
+        wanted = biased.copy()
+        for token in {*prompt, *text} - {3, 4}:
+            wanted[token] = wanted[token] / 1.2 if wanted[token] > 0 else wanted[token] * 1.2
+            faded = sum(0.988 ** (step - 1 - place) for place, written in enumerate(text) if written == token)
+            wanted[token] -= (token in text) + 0.1 * faded
+        found = changed(torch.tensor(logits)[None], options, [penalties])[0].numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
+        uniform = random.uniform()
+        ends = exact(wanted, options).cumsum()
+        token = int(next_tokens(torch.tensor(logits)[None], torch.tensor([uniform]), options, [penalties], draw))
+        near = int(np.searchsorted(ends, uniform, side="right"))
+        assert token == near or min(abs(ends - uniform)) < 1e-6
+        text.append(token)
+        penalties.add(token)
+
+
+def test_a_token_seen_long_ago_still_has_its_presence() -> None:
+    """When its count is so small that it is 0 in float64."""
+    options = Sampling(presence_penalty=1.0, frequency_penalty=1.0, penalty_decay=0.5)
+    penalties = penalties_of(options, [], [0, *[1] * 2000])
+    assert changed(torch.zeros(1, 3), options, [penalties]).tolist() == [[-1.0, -3.0, 0.0]]
 
 
 def test_bfloat16_logits_are_drawn_in_float32() -> None:
@@ -296,7 +340,10 @@ def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> Non
                                      {"order": "mine"}, {"temperature": 1e-50}, {"temperature": 1e39}, {"top_p": 1e-50},
                                      {"frequency_penalty": 1e39}, {"logit_bias": {0: math.nan}}, {"logit_bias": {0: math.inf}},
                                      {"logit_bias": {0: 1e39}}, {"temperature": "hot"}, {"top_k": 2.5}, {"logit_bias": [0]},
-                                     {"logit_bias": {"0": 1.0}}, {"banned": "ab"}, {"banned": 3}, {"banned": (1.5,)}], ids=str)
+                                     {"logit_bias": {"0": 1.0}}, {"banned": "ab"}, {"banned": 3}, {"banned": (1.5,)},
+                                     {"penalty_decay": 1.1}, {"penalty_decay": -0.1}, {"penalty_decay": math.nan},
+                                     {"no_penalty": 3}, {"no_penalty": (1.5,)}, {"no_penalty": (-1,)}, {"no_penalty": ("",)}],
+                         ids=str)
 def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
         Sampling(**options)
@@ -314,7 +361,7 @@ def test_integers_of_numpy_are_integers() -> None:
 
 
 def test_ids_outside_the_vocabulary_are_one_sentence() -> None:
-    for options in ({"banned": (7,)}, {"logit_bias": {-1: 1.0}}, {"banned": (0, 1, 2)}):
+    for options in ({"banned": (7,)}, {"logit_bias": {3: 1.0}}, {"banned": (0, 1, 2)}, {"no_penalty": ("a", 3)}):
         with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
             Sampling(**options).check_ids(3)
 

@@ -98,6 +98,8 @@ def why_not(model: Any) -> str | None:
     """None where the model's step can be C, otherwise the reason."""
     if model.emb.weight.device.type != "cpu":
         return f"the model is on {model.emb.weight.device.type}"
+    if model.config.deep_embed_dim:
+        return "the C code has no DeepEmbed"
     if not is_plain(model):
         return "the model has adapters, hooks or layers of another kind"
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]

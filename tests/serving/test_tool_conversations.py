@@ -1,0 +1,201 @@
+"""Twenty conversations with tools in the template g1, by the official client against the real server, whole and streamed.
+
+The model writes a given answer after each question. It knows a question by one token: the vocabulary has one for the end of
+each prompt. Its answers are cut into tokens at random, also within tags, JSON and characters.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from models import following
+from serving_runs import Running
+
+from rwkv.tokenizer.tokenizers import WorldTokenizer
+
+if TYPE_CHECKING:
+    import openai
+
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "at": {"type": "array", "items": {"type": "object"}}}}
+TOOLS = [{"type": "function", "function": {"name": name, "description": "It tells.", "parameters": PLACE}}
+         for name in ("weather", "time_of_day")]
+OSLO = '{"name":"weather","arguments":{"city":"Oslo"}}'
+NAMED = {"type": "function", "function": {"name": "weather"}}
+TIME = '{"name": "time_of_day", "arguments": {}}'
+WEATHER = ("weather", {"city": "Oslo"})
+DAY: tuple[str, dict[str, Any]] = ("time_of_day", {})
+DEEP = {"city": "}]\"```", "at": [{"x": [1, {"y": None}]}, {"z": "</tool_call>\n\\"}]}
+
+
+class Talk(NamedTuple):
+    """written: what the model answers. content, calls: what the client gets of it. options: of the request.
+
+    reason: the finish reason, "" for tool_calls where there are calls, else stop. given: the beginning of the answer that the
+    prompt has. thoughts: reasoning_content.
+    """
+
+    written: str
+    content: str
+    calls: Sequence[tuple[str, Any]] = ()
+    reason: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+    given: str = ""
+    thoughts: str = ""
+
+
+TALKS = {
+    "a call in a fence": Talk(f" ```json\n{OSLO}\n```", "", [WEATHER]),
+    "a fence that is not closed": Talk(f" ```json\n{OSLO}", "", [WEATHER]),
+    "a bare call": Talk(f" {OSLO}", "", [WEATHER]),
+    "prose around a call": Talk(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.One moment.", [WEATHER]),
+    "prose before a fence": Talk(f" Let me see:\n```json\n{OSLO}\n```", "Let me see:", [WEATHER]),
+    "a tag": Talk(f" <tool_call>\n{OSLO}\n</tool_call>", "", [WEATHER]),
+    "a tag that is not closed": Talk(f" <tool_call>{OSLO}\n", "", [WEATHER]),
+    "a list in a fence": Talk(f" ```json\n[{OSLO},\n{TIME}]\n```", "", [WEATHER, DAY]),
+    "a bare list": Talk(f" [{TIME}, {OSLO}]", "", [DAY, WEATHER]),
+    "several fences": Talk(f" ```json\n{OSLO}\n```\n```json\n{TIME}\n```", "", [WEATHER, DAY]),
+    "several tags, none closed": Talk(f" <tool_call>{TIME}\n<tool_call>{OSLO}\n<tool_call>{TIME}", "", [DAY, WEATHER, DAY]),
+    "several, one is wanted": Talk(f" {TIME}\n{OSLO} and more", "", [DAY], options={"parallel_tool_calls": False}),
+    "several, one is wanted and the rest is cut": Talk(f" {OSLO}\n{TIME[:9]}", "", [WEATHER], "tool_calls",
+                                                       {"parallel_tool_calls": False, "max_tokens": 11}),
+    "OpenAI's form": Talk(f' <tool_calls>[{{"type":"function","function":{OSLO}}}]</tool_calls>', "", [WEATHER]),
+    "the heading of April": Talk(f" So:\n**Tool Call:**\n```json\n{TIME}\n```", "So:", [DAY]),
+    "nested arguments": Talk(f' ```json\n{json.dumps({"name": "weather", "arguments": DEEP}, indent=1)}\n```', "",
+                             [("weather", DEEP)]),
+    "unicode": Talk(' {"name": "weather", "arguments": {"city": "Ålesund ☔ \\u96e8 東京", "ü": "🌧"}}', "",
+                    [("weather", {"city": "Ålesund ☔ 雨 東京", "ü": "🌧"})]),
+    "arguments in a string": Talk(' {"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}', "", [WEATHER]),
+    "a call after another order": Talk(' {"arguments": {"city": "Oslo"}, "name": "weather"}', "", [WEATHER]),
+    "cut off": Talk(f" Wait. ```json\n{OSLO[:-9]}", f"Wait. ```json\n{OSLO[:-9]}", reason="length"),
+    "cut off after a call": Talk(f" [{OSLO}]\n{OSLO[:-3]}", OSLO[:-3], [WEATHER], "length"),
+    "a function that is not offered": Talk(' {"name": "rm", "arguments": {"city": "Oslo"}}',
+                                           '{"name": "rm", "arguments": {"city": "Oslo"}}'),
+    "a fence of another language": Talk(f" ```python\nask({OSLO})\n```\nrun it", f"```python\nask({OSLO})\n```\nrun it"),
+    "other JSON in a fence": Talk(' ```json\n{"sky": [{"rain": 1}]}\n```', '```json\n{"sky": [{"rain": 1}]}\n```'),
+    "a call within other JSON": Talk(f' {{"calls": [{OSLO}]}}', f'{{"calls": [{OSLO}]}}'),
+    "brackets in prose": Talk(" Take [1], {x} and `{\"name\"}`, or <tool>.", "Take [1], {x} and `{\"name\"}`, or <tool>."),
+    "the function is named": Talk('{"city":"Oslo"}}\n```\n\nMore.', "", [WEATHER], options={"tool_choice": NAMED},
+                                  given=' ```json\n{"name":"weather","arguments":'),
+    "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [DAY], options={"tool_choice": "required"},
+                               given=' ```json\n{"name":"'),
+    "thoughts before a call": Talk(f" <think>\nDo I say {OSLO} now?\n</think>\n```json\n{TIME}\n```", "", [DAY],
+                                   thoughts=f"Do I say {OSLO} now?"),
+    "thoughts that are asked for": Talk(f">\nOr {TIME}?\n</think>\n{OSLO}", "", [WEATHER], given=" <think",
+                                        thoughts=f"Or {TIME}?", options={"extra_body": {"enable_thinking": True}}),
+    "thoughts that do not end": Talk(f" <think>\nIs it {OSLO}", "", reason="length", thoughts=f"Is it {OSLO}"),
+    "no wish for calls": Talk(f" ```json\n{TIME}\n```.", f"```json\n{TIME}\n```.", options={"tool_choice": "none"}),
+}
+NAMES = [*TALKS]
+MODEL = "rwkv7-g1k-tiny"                 # a name of the series whose template is g1
+RESULT = "Q99 rain"                      # ends the prompt in which it is a tool's result
+LAST = " It rains in Oslo."
+
+
+def pieces_of(text: bytes, taken: set[bytes], random: Random) -> list[bytes]:
+    """The text in pieces, none of which is taken yet."""
+    pieces = []
+    while text:
+        length = random.randint(2, max(2, len(text) // 3))
+        while text[:length] in taken and length < len(text):
+            length += 1
+        if text[length:] in taken:
+            length = len(text)
+        assert text[:length] not in taken
+        pieces.append(text[:length])
+        taken.add(text[:length])
+        text = text[length:]
+    return pieces
+
+
+def question(name: str) -> str:
+    return f"Q{NAMES.index(name):02}"
+
+
+def rows() -> dict[str, list[bytes]]:
+    """For what each prompt asks the token at its end, and those of the answer, the last of which begins another turn."""
+    random = Random(1)
+    taken = {bytes([value]) for value in range(256)}
+    talks = {**{question(name): talk for name, talk in TALKS.items()}, RESULT: Talk(LAST, LAST)}
+    return {said: [f"{said}\n\nAssistant:{talk.given}".encode(), *pieces_of(talk.written.encode(), taken, random),
+                   f"\n\nUser: After {said}".encode()] for said, talk in talks.items()}
+
+
+ROWS = rows()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
+    folder = tmp_path_factory.mktemp("conversations")
+    words = [*(bytes([value]) for value in range(256)), *sorted(piece for row in ROWS.values() for piece in row)]
+    ids = {word: index for index, word in enumerate(words, start=1)}
+    tokenizer = WorldTokenizer("\n".join(f"{index} {word!r} {len(word)}" for word, index in ids.items()))
+    path = folder / f"{MODEL}.safetensors"
+    talks = [[ids[piece] for piece in row] for row in ROWS.values()]
+    following(tokenizer.vocab_size, *talks, n_embd=128).save_pretrained(path, tokenizer)
+    server = Running(folder, f"checkpoint={path}")
+    assert server.process.poll() is None, server.log
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+    server.end()
+
+
+def asked(name: str) -> dict[str, Any]:
+    """The request of a conversation. One that is cut off is cut at the end of what is written."""
+    length = len(ROWS[question(name)]) - 2
+    return {"model": MODEL, "messages": [{"role": "user", "content": question(name)}], "temperature": 0, "tools": TOOLS,
+            "max_tokens": length + (TALKS[name].reason != "length"), **TALKS[name].options}
+
+
+Outcome = tuple[str, str, list[tuple[str, str]], str]    # thoughts, content, names and arguments of calls, the finish reason
+
+
+def whole(client: "openai.OpenAI", **request: Any) -> Outcome:
+    choice, = client.chat.completions.create(**request).choices
+    calls = choice.message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(call.type == "function" for call in calls)
+    assert (choice.message.content is None) == (bool(calls) and not choice.message.content)
+    return (getattr(choice.message, "reasoning_content", ""), choice.message.content or "",
+            [(call.function.name, call.function.arguments) for call in calls], choice.finish_reason)
+
+
+def streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
+    thoughts, content, calls, reason = "", "", list[tuple[str, str]](), ""
+    for chunk in client.chat.completions.create(**request, stream=True):
+        choice, = chunk.choices
+        thoughts += getattr(choice.delta, "reasoning_content", "")
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for part in choice.delta.tool_calls or []:
+            if part.index == len(calls):
+                assert part.id
+                assert part.type == "function"
+                calls.append(("", ""))
+            name, arguments = calls[part.index]
+            calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+    return thoughts, content, calls, reason
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -> None:
+    talk, request = TALKS[name], asked(name)
+    thoughts, content, calls, reason = whole(client, **request)
+    assert (thoughts, content) == (talk.thoughts, talk.content)
+    assert [(function, json.loads(arguments)) for function, arguments in calls] == [*talk.calls]
+    assert reason == (talk.reason or ("tool_calls" if talk.calls else "stop"))
+    assert streamed(client, **request) == (thoughts, content, calls, reason)
+
+
+@pytest.mark.programs
+def test_a_conversation_goes_on_with_what_a_tool_gave(client: "openai.OpenAI") -> None:
+    request = asked("a call in a fence")
+    first = client.chat.completions.create(**request).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": RESULT}
+    request["messages"] += [first.model_dump(exclude_none=True), result]
+    assert whole(client, **request) == streamed(client, **request) == ("", LAST.strip(), [], "stop")

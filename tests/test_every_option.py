@@ -1,0 +1,175 @@
+"""Each option of sampling is on every path from the user to the draw: it is stated in rwkv.config.Sampling alone.
+
+tests/generation/test_sampling.py tries each in the reference and in C.
+"""
+
+import json
+import pickle
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_option import OTHER_OPTIONS
+from models import small_model
+from programs import PROGRAMS, Run, caller, one_sentence
+
+from kernels.draw import Filters
+from kernels.draw import __file__ as draw_file
+from rwkv import cli
+from rwkv.config import Sampling
+from rwkv.generation.engine import generate, generate_batch
+from rwkv.generation.sampling import Penalties, next_tokens
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+NAMES = [item.name for item in fields(Sampling)]
+SAMPLERS = ("generate", "chat", "serve")
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return caller(monkeypatch, capsys)
+
+
+def composed(program: str, *arguments: str) -> Any:
+    schema = PROGRAMS[program][1]
+    line = cli.split(list(arguments), schema)
+    cli.check(line, schema)
+    return cli.compose(line, schema, program)
+
+
+def on_the_command_line(name: str) -> str:
+    value = OTHER_OPTIONS[name]
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{each}" for key, each in value.items())
+    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+
+
+def test_the_tests_try_every_option() -> None:
+    assert set(OTHER_OPTIONS) == set(NAMES)
+    for name, value in OTHER_OPTIONS.items():
+        assert Sampling(**{name: value}) != Sampling()
+
+
+@pytest.mark.parametrize("program", SAMPLERS)
+def test_help_has_every_option(program: str, run: Run) -> None:
+    _, text, _ = run(program, "--help")
+    words = " ".join(text.split())
+    for item in fields(Sampling):
+        assert f"{item.name} {item.metadata['help']}" in words
+
+
+@pytest.mark.parametrize("program", SAMPLERS)
+def test_the_command_line_takes_every_option(program: str) -> None:
+    config = composed(program, "sampling=default", *(f"{name}={on_the_command_line(name)}" for name in NAMES))
+    assert Sampling.of(config) == Sampling(**OTHER_OPTIONS)
+
+
+def test_requests_take_every_option() -> None:
+    pytest.importorskip("msgspec")
+    from rwkv.serving.openapi import document
+    from rwkv.serving.schema import ChatRequest, CompletionRequest, read
+
+    asked = {name: {str(key): each for key, each in value.items()} if isinstance(value, dict) else value
+             for name, value in OTHER_OPTIONS.items()}
+    for kind, needed in ((CompletionRequest, {}), (ChatRequest, {"messages": []})):
+        request = read(json.dumps({**asked, **needed}).encode(), kind)
+        sampling = request.sampling(Sampling(), BYTES)
+        assert sampling == Sampling(**OTHER_OPTIONS)
+        assert pickle.loads(pickle.dumps(sampling)) == sampling          # to the engine's process
+        shown = document()["components"]["schemas"][kind.__name__]["properties"]
+        assert {name: shown[name]["description"] for name in NAMES} == {
+            item.name: item.metadata["help"] for item in fields(Sampling)}
+
+
+def test_a_request_has_the_server_s_options_where_it_gives_none() -> None:
+    pytest.importorskip("msgspec")
+    from rwkv.serving.schema import CompletionRequest, read
+
+    served = Sampling(**OTHER_OPTIONS)
+    for body, wanted in (({}, served), ({"top_k": 7}, replace(served, top_k=7)), ({"top_k": None}, served),
+                         ({"temperature": 0, "no_penalty": "a"}, replace(served, temperature=0, no_penalty=(97,)))):
+        assert read(json.dumps(body).encode(), CompletionRequest).sampling(served, BYTES) == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_draws_with_every_option(name: str) -> None:
+    """A row's text is that of the model's logits and next_tokens, and the row beside it has its own options."""
+    model = small_model("reference", generation="rwkv7", vocab_size=256)
+    of_penalties = {"frequency_penalty": 2.0} if name in ("penalty_decay", "no_penalty") else {}
+    value = tuple(range(0, 256, 2)) if name == "no_penalty" else OTHER_OPTIONS[name]
+    options = Sampling(**of_penalties | {name: value})
+    generator, written, prompt = torch.Generator().manual_seed(3), list[int](), [*b"ab"]
+    penalties = Penalties(options, prompt, options.ids_without_penalty(BYTES))
+    for _ in range(30):
+        uniform = torch.rand(1, generator=generator, dtype=torch.float64)
+        logits = model(torch.tensor([prompt + written]))[0][:, -1]
+        token = int(next_tokens(logits, uniform, options, [penalties] if options.has_penalties else None))
+        if token == BYTES.end_of_text:
+            break
+        penalties.add(token)
+        written.append(token)
+    sample, = generate_batch(model, BYTES, ["ab"], 30, seeds=[3], **of_penalties | {name: value})
+    assert sample.tokens == written
+    assert sample.text != "".join(generate(model, BYTES, "ab", 30, seed=3, **of_penalties))
+
+
+def test_the_filters_in_c_are_options() -> None:
+    """In C by the same names; all others act on logits before."""
+    source = (Path(draw_file).parent / "csrc" / "draw.c").read_text()
+    of_call = re.search(r"struct call \{(.*?)\}", source, re.DOTALL)
+    assert of_call
+    assert {*Filters._fields} <= {*re.findall(r"\w+", of_call[1])}
+    assert {*Filters._fields} - {*NAMES} == {"filters_first"}            # of `order`
+
+
+# Presets
+
+
+@pytest.mark.parametrize("program", SAMPLERS)
+@pytest.mark.parametrize("preset", cli.choices("sampling"))
+def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program: str, preset: str) -> None:
+    config = composed(program, f"sampling={preset}", "top_k=7")
+    said = cli.preset("sampling", preset)
+    assert config.sampling == said.pop("sampling") == preset
+    assert Sampling.of(config) == Sampling(**{**said, "top_k": 7})
+
+
+def test_the_presets_of_g1_are_those_of_its_author() -> None:
+    assert Sampling.of(composed("chat", "sampling=g1_think")) == Sampling(
+        0.96, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
+    assert Sampling.of(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
+    assert Sampling.of(composed("generate", "sampling=greedy")).temperature == 0
+
+
+def test_each_program_has_the_defaults_that_it_had() -> None:
+    assert Sampling.of(composed("generate")) == Sampling()
+    assert Sampling.of(composed("chat")) == Sampling(1.0, top_p=0.3)
+    assert Sampling.of(composed("serve")) == Sampling(1.0, top_p=1.0)
+
+
+def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:
+    one_sentence(run("generate", "sampling=mine"), "sampling", "'mine'", "g1_think")
+
+
+@pytest.mark.parametrize("given", ["penalty_decay=1.5", "penalty_decay=-0.1", "penalty_decay=fast", "no_penalty=",
+                                   "no_penalty=[999]", "order=mine", "temperature=nan", "banned=x"])
+def test_a_wrong_value_is_one_sentence(given: str, run: Run, tmp_path: Path) -> None:
+    small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
+    status, output, error = run("generate", f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", given)
+    assert (status, output) == (2, "")
+    assert error.splitlines()[-1].startswith("error: ")
+    assert given.partition("=")[0] in error.splitlines()[-1]
+
+
+def test_what_was_chosen_is_one_line(run: Run, tmp_path: Path) -> None:
+    small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
+    arguments = (f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", "prompt=a", "max_new_tokens=3")
+    _, _, error = run("generate", *arguments, "sampling=g1_think", "top_k=5", "no_penalty= ", "no_penalty=[48,49]")
+    assert ("sampling g1_think: temperature 0.96, top_k 5, top_p 0.76, presence_penalty 1, frequency_penalty 0.1, "
+            "penalty_decay 0.988, no_penalty [' ',48,49]") in error.splitlines()
+    one, other = (run("generate", *arguments, *more)[1] for more in (("sampling=greedy",), ("temperature=0",)))
+    assert one == other
