@@ -46,7 +46,7 @@ RULES = {
     **{("wkv7", device, "float64"): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", "float32"): MATVEC,
     ("matvec", "cpu", "bfloat16"): MATVEC,
-    ("matvec", "cpu", "int8"): Rule(("torch_linear", "c_v0", "reference"), measured=False),
+    ("matvec", "cpu", "int8"): Rule(("fbgemm", "c_v0", "reference"), measured=False),
     ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
 }

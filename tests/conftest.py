@@ -70,6 +70,23 @@ def _is_compiled(requires: "Requires") -> bool:
     return requires.compiled or bool(requires.packages)
 
 
+@pytest.fixture
+def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch has no products in int8, as on ARM."""
+    import torch
+
+    from kernels.registry import why_not
+    from rwkv.model.operators import matvec_for
+
+    monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
+    why_not.cache_clear()
+    matvec_for.cache_clear()
+    yield
+    monkeypatch.undo()
+    why_not.cache_clear()
+    matvec_for.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")

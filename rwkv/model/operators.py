@@ -40,6 +40,12 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
+def why_no_int8() -> str | None:
+    """None where torch or the C library multiplies integers on this CPU, otherwise the reasons."""
+    reasons = [why_not("matvec", name) for name in ("fbgemm", "c_v0")]
+    return None if None in reasons else "; ".join(filter(None, reasons))
+
+
 @cache
 def drawing() -> Draw | None:
     """The function of kernels/draw for this CPU; None where no implementation can run: PyTorch draws tokens then."""

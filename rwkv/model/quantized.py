@@ -3,7 +3,8 @@ call; in int4 weights are rounded in groups of 32, and so are the inputs of few 
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
 product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
-which uses VNNI instructions where the CPU has them). Everything else is computed in float32.
+which uses VNNI instructions where the CPU has them), or where it has none, as on ARM, those of kernels/matvec. Everything else
+is computed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Int4, Int8, torch_linear
+from kernels.matvec import MOST_ROWS, Int4, Int8, fbgemm
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.operators import matvec_for
+from rwkv.model.operators import matvec_for, why_no_int8
 
 UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
@@ -31,7 +32,7 @@ class Int8Linear(nn.Module):
     """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
-    input, by default 8, or 7 where the CPU has no VNNI: FBGEMM then adds two products in 16 bits, which 8 bits would saturate.
+    input, by default 8, or 7 where the CPU has no VNNI: two products are added in 16 bits then, which 8 bits would saturate.
     """
 
     form = "int8"
@@ -39,33 +40,37 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self._matvec = matvec_for("int8")
         packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
         self.rounding = packed.rounding
-        self._ordered = torch_linear.ordered(packed)
+        self._ordered: Any = fbgemm.ordered(packed) if self._matvec.name == "fbgemm" else None       # W, for FBGEMM alone
+        if self._ordered is None:
+            self.packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
         trained = torch.is_grad_enabled() and rows.requires_grad
-        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], -1)
+        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], self.out_features)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
+        if self._ordered is None:
+            return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
         return self.product(rows / largest).mul_(largest)
 
     @cached_property
     def packed(self) -> Int8:
-        """The weight as kernels/matvec takes it: a copy row by row, for FBGEMM's own order is another."""
+        """The weight row by row; beside FBGEMM's own order a copy."""
         return self.unordered()
 
     def unordered(self) -> Int8:
-        """A new copy of it."""
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._ordered)[0]
-        return Int8(weight.int_repr(), weight.q_per_channel_scales().float(), *self.rounding)
+        """The same, a new copy beside FBGEMM's."""
+        return self.packed if self._ordered is None else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
     def product(self, rows: Tensor) -> Tensor:
-        """The integer product without the scales: rows (B,K) within [-1, 1] -> (B,N)."""
-        return torch_linear.product_of(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
+        """FBGEMM's integer product without the scales of rows: rows (B,K) within [-1, 1] -> (B,N)."""
+        return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -83,7 +88,9 @@ class _WithGradient(torch.autograd.Function):
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """The output (B,N) of each of n layers for its input, inputs[i] (B,K); all inputs (n,B,K) are scaled together."""
+    """The output (B,N) of each of n layers for its input, inputs[i] (B,K); FBGEMM's inputs (n,B,K) are scaled together."""
+    if layers[0]._ordered is None:
+        return [layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
     return [layer.product(rows).mul_(scale)
             for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
@@ -96,10 +103,11 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
 
     head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
     what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
-    generate; its weights cannot be trained or saved. Raises UserError where this build of torch has no FBGEMM.
+    generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the products.
     """
-    if torch.backends.quantized.engine not in torch_linear.ENGINES:
-        raise UserError("dtype=int8 needs a torch with FBGEMM, which is there for x86 CPUs: use dtype=bfloat16 or float32")
+    reasons = why_no_int8()
+    if reasons is not None:
+        raise UserError(f"dtype=int8 cannot run here: {reasons}: use dtype=bfloat16 or float32")
     model.fingerprint_before = model.fingerprint()
     non_negative = model.generation.non_negative(model.config)
     for name in _linears(model):
@@ -128,30 +136,13 @@ class Int4Linear(nn.Module):
         self._matvec = matvec_for("int4")
         self.packed = packed
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_few"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.packed = self._packed
-
-    @property
-    def packed(self) -> Int4:
-        return self._packed
-
-    @packed.setter
-    def packed(self, packed: Int4) -> None:
-        self._packed = packed
-        self._few = self._matvec.bind(packed)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
-            return self._few(rows.unsqueeze(0))[0]
+            return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
         part = max(1, UNPACKED // self.in_features)
         parts = [self.packed.map(itemgetter(slice(start, start + part))) for start in range(0, self.out_features, part)]

@@ -7,6 +7,9 @@ import pytest
 import torch
 from models import assert_same_state, each_generation, small_model, tokens
 
+from kernels import native
+from kernels.registry import why_not
+from rwkv.errors import UserError
 from rwkv.generation.decoder import Decoder
 from rwkv.model.quantized import Int8Linear, to_int4, to_int8
 from rwkv.model.state import State
@@ -105,6 +108,16 @@ def test_memory_is_the_same_after_any_number_of_tokens() -> None:
 WITHOUT_VNNI = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="8 bits saturate on a CPU without VNNI")
 
 
+@pytest.fixture(params=["fbgemm", "c_v0"])
+def int8_kernel(request: pytest.FixtureRequest) -> None:
+    """What multiplies in int8: torch, or C where torch does not."""
+    if request.param == "c_v0":
+        request.getfixturevalue("without_fbgemm")
+    if reason := why_not("matvec", request.param):
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("int8_kernel")
 @pytest.mark.parametrize(("bits", "allowed"), [pytest.param(8, 0.015, marks=WITHOUT_VNNI), (7, 0.025)])
 @pytest.mark.parametrize("non_negative", [False, True])
 def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: int, allowed: float) -> None:
@@ -116,12 +129,23 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
     assert ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < allowed
     assert torch.equal(layer(x[2, 1]), found[2, 1])
     assert torch.equal(layer(torch.zeros(2, 64)), torch.zeros(2, 40))
+    assert layer(x[:0]).shape == (0, 3, 40)
+    assert torch.equal(copy.deepcopy(layer)(x), found)
+    x.requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.packed.dense().sum(0).expand_as(x))
 
 
-def test_int8_where_it_cannot_run_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.matvec.torch_linear.ENGINES", ())
-    with pytest.raises(ValueError, match="dtype=int8"):
+def test_int8_where_nothing_multiplies_it_is_one_sentence(without_fbgemm: None, monkeypatch: pytest.MonkeyPatch,
+                                                          tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    native._library.cache_clear()
+    native.levels.cache_clear()
+    with pytest.raises(UserError, match=r"^dtype=int8 .*FBGEMM.*C kernels[^\n]*$"):
         to_int8(small_model("reference"))
+    monkeypatch.undo()
+    native._library.cache_clear()
+    native.levels.cache_clear()
 
 
 def test_an_int8_model_is_not_saved_and_says_why(tmp_path: Path) -> None:
@@ -130,6 +154,7 @@ def test_an_int8_model_is_not_saved_and_says_why(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("int8_kernel")
 @pytest.mark.parametrize(("generation", "allowed"), [("rwkv4", 0.05), ("rwkv7", 0.1)])
 @torch.no_grad()
 def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, allowed: float) -> None:
@@ -142,6 +167,7 @@ def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, all
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("int8_kernel")
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @torch.no_grad()
 def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str) -> None:

@@ -356,6 +356,23 @@ def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> Non
 
 
 @marked
+@torch.no_grad()
+@pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_arm_reads_prompts(on_arm: Emulated, without_fbgemm: None, generation: str, dtype: str) -> None:
+    """Of few and many rows, with torch's products in int8 away: near those of the model in float32."""
+    model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
+    several = tokens(model, B=2, T=20)
+    exact = [model(several[:, :T])[0] for T in (3, 20)]
+    model = in_form(model, dtype)
+    for logits in exact:
+        found = model(several[:, :logits.shape[1]])[0]
+        assert (found - logits).norm() / logits.norm() < {"int8": 0.1, "int4": 0.3}[dtype]
+        if dtype == "int8":
+            torch.testing.assert_close(model(several[1:, :logits.shape[1]])[0][0], found[1], rtol=0, atol=1e-5)
+
+
+@marked
 def test_arm_draws(on_arm: Emulated) -> None:
     """The tokens of this machine's C."""
     logits = 3 * torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))

@@ -127,7 +127,6 @@ def test_a_learnt_state_is_no_part_of_the_fingerprint() -> None:
     assert with_state().fingerprint() == small_model(generation="rwkv7").fingerprint()
 
 
-@pytest.mark.skipif(torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="int8 needs FBGEMM")
 @each_generation
 def test_gradients_reach_adapters_through_frozen_int8(generation: str) -> None:
     """Close to those with the frozen weights in float32."""
