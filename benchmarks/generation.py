@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._main import run_program
-from kernels.arguments import Parser, any_sizes, at_least, existing_folder, program, sizes_of, some_of
+from kernels.arguments import Parser, any_sizes, at_least, existing_folder, path_of, program, sizes_of, some_of
 from kernels.bench.results import UnusableFile, output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware, threads
@@ -327,7 +327,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         help="a checkout of rwkv.cpp with librwkv.so built")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--measure", choices=WIDTHS, help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", type=path_of, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 

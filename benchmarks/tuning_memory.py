@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks._main import run_program
 from benchmarks.tuning import ROOT, conversation, third_word, words, write
-from kernels.arguments import Parser, at_least
+from kernels.arguments import Parser, at_least, path_of
 from kernels.bench.results import check_folder
 
 SHAPES, WAYS = ("0.4b", "1.5b"), ("lora", "state")
@@ -62,7 +62,7 @@ def gigabytes(said: str) -> float:
 
 def main() -> None:
     parser = Parser("benchmarks.tuning_memory", (__doc__ or "").split(":")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder, where the weights stay")
+    parser.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="a folder, where the weights stay")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--ctx-len", type=at_least(1), default=256, metavar="T")

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kernels.arguments import from_home
 from kernels.native import LEVELS, TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     names = {f"{target.system}-{target.machine}": target for target in TARGETS}
     parser = Parser("kernels.native.build", __doc__)
     parser.add_argument("targets", nargs="*", metavar="SYSTEM-MACHINE")
-    parser.add_argument("--zig", metavar="PYTHON", default=sys.executable)
+    parser.add_argument("--zig", metavar="PYTHON", type=from_home, default=sys.executable)
     options = parser.parse_args(argv)
     unknown = set(options.targets) - set(names)
     if unknown:

@@ -27,6 +27,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 CANCELLED = "cancelled"                  # finish reason
+WARM_TOKENS = 4                          # of a text that nobody reads
 AT_ONCE = 64                             # random numbers of a row that are made together
 
 
@@ -150,11 +151,16 @@ class Engine:
         return row
 
     def warm_up(self) -> None:
-        """Compiles the kernels that prompts and steps need, so that no text waits for it later."""
+        """Reads and writes for a moment, so that no text later waits for what is made at its first use: kernels that are
+        compiled, the weights in the order of a product, memory, threads."""
         for tokens in (SLICE, PASS):                     # kernels may have a form for short sequences
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
-        for rows in (1, 2):
-            next_tokens(torch.zeros(rows, self._model.vocab_size), torch.zeros(rows), Sampling(), draw=self._draw_by)
+        texts = Engine(self._model, self._tokenizer)     # without the cache
+        for n_logprobs in (None, 1):                     # one row, then two
+            texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
+            texts.step()
+        for _ in texts:
+            pass
 
     @property
     def unfinished(self) -> bool:

@@ -3,11 +3,13 @@ call; in int4 weights are rounded in groups of 32, and so are the inputs of few 
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
 product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
-which uses VNNI instructions where the CPU has them), or where it has none, as on ARM, those of kernels/matvec. Everything else
+which uses VNNI instructions where the CPU has them); or those of kernels/matvec, with the same roundings: in C for few rows,
+which need not wait until the weights are in FBGEMM's order, and for all where torch has no FBGEMM, as on ARM. Everything else
 is computed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
@@ -17,13 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Int4, Int8, fbgemm
+from kernels.matvec import MOST_ROWS, Int4, Int8
+from kernels.registry import load, why_not
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.operators import matvec_for, why_no_int8
 
+IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
 UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
 
@@ -33,19 +38,24 @@ class Int8Linear(nn.Module):
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
     input, by default 8, or 7 where the CPU has no VNNI: two products are added in 16 bits then, which 8 bits would saturate.
+    in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order once there are more.
     """
 
     form = "int8"
 
-    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
+    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._matvec = matvec_for("int8")
+        self._by_fbgemm = self._matvec.name == "fbgemm"
+        self._in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
         packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
         self.rounding = packed.rounding
-        self._ordered: Any = fbgemm.ordered(packed) if self._matvec.name == "fbgemm" else None       # W, for FBGEMM alone
-        if self._ordered is None:
-            self.packed = packed
+        self._rounded = [packed]         # while nothing else has it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_few"}
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -54,22 +64,47 @@ class Int8Linear(nn.Module):
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
-        if self._ordered is None:
+        if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
         return self.product(rows / largest).mul_(largest)
 
     @cached_property
     def packed(self) -> Int8:
-        """The weight row by row; beside FBGEMM's own order a copy."""
+        """The weight as kernels/matvec takes it, row by row: FBGEMM's own order is another."""
         return self.unordered()
 
+    @cached_property
+    def _ordered(self) -> torch.ScriptObject:
+        """The weight in FBGEMM's order. Where that alone has been asked for, as in training, it is the only one in memory."""
+        ordered = fbgemm.ordered(self._rounded[0].weight, self._rounded[0].scale)
+        if "packed" not in vars(self):
+            self._rounded.clear()
+        return ordered
+
+    @cached_property
+    def _few(self) -> Callable[[Tensor], Tensor]:
+        """`product` in C."""
+        offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps)
+        scaled = replace(self.packed, scale=self.packed.scale * step)
+        per_step = (1 / step).double()
+        product = load("matvec", IN_C).bind([scaled])
+
+        def few(rows: Tensor) -> Tensor:
+            integers = (rows.double() * per_step + offset).float().round_() - offset     # as FBGEMM's fused multiply-add rounds
+            y: Tensor = product(integers.unsqueeze(0))[0]
+            return y
+
+        return few
+
     def unordered(self) -> Int8:
-        """The same, a new copy beside FBGEMM's."""
-        return self.packed if self._ordered is None else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
+        """The weight row by row: a new copy where it is in FBGEMM's order alone."""
+        return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
     def product(self, rows: Tensor) -> Tensor:
-        """FBGEMM's integer product without the scales of rows: rows (B,K) within [-1, 1] -> (B,N)."""
+        """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
+        if self._in_c and 0 < len(rows) <= MOST_ROWS:
+            return self._few(rows)
         return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
@@ -89,7 +124,7 @@ class _WithGradient(torch.autograd.Function):
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
     """The output (B,N) of each of n layers for its input, inputs[i] (B,K); FBGEMM's inputs (n,B,K) are scaled together."""
-    if layers[0]._ordered is None:
+    if not layers[0]._by_fbgemm:
         return [layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
     return [layer.product(rows).mul_(scale)
@@ -98,12 +133,13 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
-            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
     """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; embeddings are bfloat16.
 
     head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
-    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
-    generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the products.
+    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. in_c: as in Int8Linear.
+    The model can then generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the
+    products.
     """
     reasons = why_no_int8()
     if reasons is not None:
@@ -114,7 +150,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
-            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative)))
+            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative), in_c=in_c))
             del layer, weight
             replaced(name)
     _halve_embeddings(model)

@@ -22,13 +22,13 @@ it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
-import sys
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
+from rwkv.serving.log import say
 
 if TYPE_CHECKING:
     from rwkv.serving.worker import Loaded
@@ -37,11 +37,10 @@ MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
+    say("loading", config.checkpoint)
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        if sys.platform == "win32":
-            raise UserError("serving needs uvloop, which Windows lacks: serve from Linux, as in WSL, or from macOS") from None
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     server.serve(config, load)
 

@@ -87,4 +87,4 @@ def _int8(config: ModelConfig, wkv: Any, checkpoint: Checkpoint) -> Model:
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: read(tensor) for name, tensor in stored.items()}).requires_grad_(False)
-    return to_int8(model, head=False, replaced=converted)
+    return to_int8(model, head=False, replaced=converted, in_c=False)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import assert_same_state, each_generation, small_model, tokens
 
 from kernels import native
@@ -134,6 +136,31 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
     x.requires_grad_()
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.packed.dense().sum(0).expand_as(x))
+
+
+@pytest.mark.skipif(why_not("matvec", "c_v0") is not None, reason=str(why_not("matvec", "c_v0")))
+@given(st.integers(1, 16), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
+def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
+    """A prompt's last words give what they would give behind a longer part, and a row what it gives among many."""
+    torch.manual_seed(seed)
+    weight, x = torch.randn(N, K) * 10.0 ** scale, torch.randn(R, K)
+    x = x.relu() if non_negative else x
+    layer, by_fbgemm = Int8Linear(weight, non_negative), Int8Linear(weight, non_negative, in_c=False)
+    assert torch.equal(layer(x), by_fbgemm(x))
+    assert torch.equal(layer(x.repeat(17, 1))[:R], by_fbgemm(x))
+
+
+def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
+    """Of training alone FBGEMM's; of a text of a few words alone that row by row, whichever comes first."""
+    weight = torch.randn(40, 64)
+    trained = Int8Linear(weight, in_c=False)
+    trained(torch.randn(3, 64))
+    assert not trained._rounded
+    read = Int8Linear(weight)
+    read(torch.randn(3, 64))
+    assert "_ordered" not in vars(read)
+    assert torch.equal(read.packed.weight, trained.packed.weight)
+    assert torch.equal(read.packed.scale, trained.packed.scale)
 
 
 def test_int8_where_nothing_multiplies_it_is_one_sentence(without_fbgemm: None, monkeypatch: pytest.MonkeyPatch,
