@@ -17,7 +17,7 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     add_deep_embed(model), merge(model), first_carry(tokens)       where ModelConfig may have a deep_embed_dim: adds the tables
                                    of a new model; merges what is apart for training alone; what the first block is handed
     UNUSED                         tensors of its files that nothing reads, and some files lack
-    operator_work(config), kept_for_backward(config, half)         for estimates of memory
+    operator_work(config), kept_for_backward(config, half), kept_when_frugal(config, half)       for estimates of memory
 
 Each block has its operator as block.att.wkv.
 """

@@ -76,6 +76,12 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 
 
+def kept_when_frugal(config: ModelConfig, half: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained."""
+    C, A, F = sizes(config)
+    return 2 * C + (3 * C + 6 * A + F) / (2 if half else 1)
+
+
 def group(name: str) -> str:
     """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head) or "vector"."""
     if name in ("emb.weight", "head.weight"):
@@ -166,7 +172,7 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
             mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             relu_k = torch.relu(self.key(mix_k))
-            return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), fused.last(x)
+            return torch.sigmoid(self.receptance(mix_r)) * fused.of_square(self.value, relu_k), fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x)
 

@@ -69,6 +69,12 @@ def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, w
     return product
 
 
+def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What output multiplies O with, for an O that is not a plain matrix."""
+    product: Tensor = _Gated.apply(y, r, k, v, g, r_k, weight, bias)
+    return product
+
+
 def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """V max(K mix(x), 0)^2, (B,T,C), with mix(x) = x_t + (x_{t-1} - x_t) x_k; x and last_x as in mixed_products."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, x_k, key, value)
@@ -200,6 +206,20 @@ class _Output(torch.autograd.Function):
         grad_gated, grad_matrix = product_backward(grad, gated, matrix)
         grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad_gated)
         return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias, grad_matrix
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, *vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(y, r, k, v, g, *vectors)
+        return _gated(y, r, k, v, g, vectors)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> Tensors:
+        y, r, k, v, g, *vectors = ctx.saved_tensors
+        grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad)
+        return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias
 
 
 def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:

@@ -58,7 +58,7 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     config, out_dir = run.config, run.out_dir
     options = config.trainer
     precision = precision_for(options, device)
-    if options.malloc == "tuned":
+    if options.malloc == "tuned" and config.tune.method == "full":
         keep_large_blocks()
     divergence = Divergence(out_dir, options.log_every)
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)

@@ -138,7 +138,10 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
     torch.testing.assert_close(x.grad, layer.packed.dense().sum(0).expand_as(x))
 
 
-@pytest.mark.skipif(why_not("matvec", "c_v0") is not None, reason=str(why_not("matvec", "c_v0")))
+IN_BOTH = pytest.mark.skipif(bool(reason := why_not("matvec", "fbgemm") or why_not("matvec", "c_v0")), reason=str(reason))
+
+
+@IN_BOTH
 @given(st.integers(1, 16), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
 def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
     """A prompt's last words give what they would give behind a longer part, and a row what it gives among many."""
@@ -150,6 +153,7 @@ def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_
     assert torch.equal(layer(x.repeat(17, 1))[:R], by_fbgemm(x))
 
 
+@IN_BOTH
 def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
     """Of training alone FBGEMM's; of a text of a few words alone that row by row, whichever comes first."""
     weight = torch.randn(40, 64)
