@@ -8,7 +8,7 @@ which need not wait until the weights are in FBGEMM's order, and for all where t
 is computed in float32.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
@@ -26,6 +26,7 @@ from kernels.registry import load, why_not
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
+from rwkv.model.fused import product_dtype
 from rwkv.model.operators import matvec_for, why_no_int8
 
 IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
@@ -58,9 +59,7 @@ class Int8Linear(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_few"}
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        trained = torch.is_grad_enabled() and rows.requires_grad
-        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], self.out_features)
+        return _product(self, x.float())
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
@@ -101,6 +100,10 @@ class Int8Linear(nn.Module):
         """The weight row by row: a new copy where it is in FBGEMM's order alone."""
         return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The rounded weight, in one part."""
+        yield self.unordered().dense().to(dtype)
+
     def product(self, rows: Tensor) -> Tensor:
         """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
         if self._in_c and 0 < len(rows) <= MOST_ROWS:
@@ -109,17 +112,65 @@ class Int8Linear(nn.Module):
 
 
 class _WithGradient(torch.autograd.Function):
-    """layer.of_rows, with the gradient of the product with the rounded weight: the rounding of the input counts as none."""
+    """layer.of_rows, with the gradient of the product with the rounded weight: the rounding of the input counts as none.
+
+    It keeps nothing for the backward pass, which reads the weight W (N,K) a part of its rows at a time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, layer: Int8Linear) -> Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, rows: Tensor, layer: Any) -> Tensor:
+        ctx.layer, ctx.dtype = layer, rows.dtype
         return layer.of_rows(rows)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float() @ ctx.layer.unordered().dense(), None
+        total, first = None, 0
+        for part in ctx.layer.parts(grad.dtype):
+            of_part = grad[:, first:first + len(part)]
+            total = of_part @ part if total is None else total.addmm_(of_part, part)
+            first += len(part)
+        assert total is not None
+        return total.to(ctx.dtype), None
+
+
+def _product(layer: Any, x: Tensor) -> Tensor:
+    """layer.of_rows for x (...,K), differentiable in x."""
+    rows = x.reshape(-1, x.shape[-1])
+    trained = torch.is_grad_enabled() and rows.requires_grad
+    product: Tensor = _WithGradient.apply(rows, layer) if trained else layer.of_rows(rows)
+    return product.view(*x.shape[:-1], layer.out_features)
+
+
+class BFloat16Linear(nn.Linear):
+    """nn.Linear without a bias whose frozen weight (N,K) is kept in bfloat16: x (...,K) -> (...,N) in the dtype of x.
+
+    Products are in the dtype of x, or in autocast's; the weight is converted to it a part at a time.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight.detach().bfloat16(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(self, x.to(product_dtype(x)))
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """forward for rows (B,K)."""
+        return torch.cat([F.linear(rows, part) for part in self.parts(rows.dtype)], 1)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight, a part of its rows at a time."""
+        return (part.to(dtype) for part in self.weight.split(max(1, UNPACKED // self.in_features)))
+
+
+@torch.no_grad()
+def to_bfloat16(model: M) -> M:
+    """Keeps every matrix of a frozen model, and its embedding, in bfloat16; what a matrix multiplies stays as it is."""
+    for name in _linears(model):
+        model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
+    _halve_embeddings(model)
+    return model
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
@@ -173,22 +224,28 @@ class Int4Linear(nn.Module):
         self.packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
+        return _product(self, x)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
-        part = max(1, UNPACKED // self.in_features)
-        parts = [self.packed.map(itemgetter(slice(start, start + part))) for start in range(0, self.out_features, part)]
-        outputs = [F.linear(x, self._matvec.dense(part, x.dtype)) for part in parts]
-        return torch.cat(outputs, dim=1).to(rows.dtype)
+        return torch.cat([F.linear(x, part) for part in self.parts(x.dtype)], dim=1).to(rows.dtype)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The rounded weight (N,K), a part of its rows at a time."""
+        unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        step = max(1, UNPACKED // self.in_features)
+        for start in range(0, self.out_features, step):
+            part = self.packed.map(itemgetter(slice(start, start + step)))
+            yield self._matvec.dense(part, unpacked).to(dtype)
 
 
 @torch.no_grad()
 def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
-            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
+            replaced: Callable[[str], Any] = lambda name: None) -> M:
     """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32.
 
     packed: by the name of the weight, matrices that are in int4 already, whatever the model has in their places. later: as in
@@ -197,10 +254,12 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
-        read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
-        weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
-        model.set_submodule(name, Int4Linear(weight))
-        del layer, read
+        if head or layer is not model.head:
+            read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
+            weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
+            model.set_submodule(name, Int4Linear(weight))
+            del layer, read, weight
+            replaced(name)
     _halve_embeddings(model)
     return model
 
