@@ -21,7 +21,7 @@ from rwkv.tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md",
-         *sorted((ROOT / "kernels").glob("**/README.md"))]
+         *sorted((ROOT / "kernels").glob("**/README.md")), ROOT / "rwkv" / "model" / "decoding" / "README.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCREENS, ROWS, COLUMNS = 3, 50, 132
 FIRST_WORDS = ("python", "python3", "make", "pip", "hf", "curl", "timemix")
