@@ -38,8 +38,8 @@ class Sample:
     """One generated text.
 
     prompt: the text to continue; empty where it was given as ids. text: the continuation of the prompt. finish_reason:
-    "length", "stop", "end_of_text", "cancelled", or "no_token" where the grammar, with the tokens that are banned, leaves no token
-    or has become too complex; None while the text is generated.
+    "length", "stop", "end_of_text", "cancelled", or "no_token" where the grammar, with the tokens that are banned, leaves no
+    token or has become too complex; None while the text is generated.
     tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested; of the
     tokens that the grammar allows, before all other options.
     """
@@ -57,7 +57,8 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
              cache: PrefixCache | None = None, grammar: Grammar | None = None, **sampling: Any) -> Iterator[str]:
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
-    sampling: the fields of rwkv.config.Sampling. grammar: what the text may be (rwkv/generation/grammar.py). context: the result of reading the text before the prompt.
+    sampling: the fields of rwkv.config.Sampling. grammar: what the text may be (rwkv/generation/grammar.py). context: the
+    result of reading the text before the prompt.
     Without a context and a prompt, generation starts from the end-of-text token, which also ends a text. Raises ValueError,
     before the first piece is requested, where an option is wrong, the prompt cannot be encoded or the tokenizer does not fit
     the model.

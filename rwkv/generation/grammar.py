@@ -11,11 +11,13 @@ llguidance to be imported.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
+from rwkv.io.utf8 import require_unicode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
@@ -61,9 +63,9 @@ class Grammar:
         return cls("@part0", (_schema_part(schema, where),))
 
     @classmethod
-    def json_object(cls) -> "Grammar":
+    def json_object(cls, where: str = "json_object") -> "Grammar":
         """Any JSON object."""
-        return cls.json_schema({"type": "object"}, "json_object")
+        return cls.json_schema({"type": "object"}, where)
 
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
@@ -73,6 +75,7 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
         """What a regular expression describes, in the syntax of Rust's regex crate; all of the text matches it."""
+        require_unicode(pattern)
         content = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls("@part0", (Part("lark_grammar", content, where),))
 
@@ -83,10 +86,11 @@ class Grammar:
         start: what a call begins with before its name, and what stands between that and the arguments, as in
         ChatTemplate.call_start. written: the beginning that the prompt already has.
         """
-        parts = tuple(_schema_part(parameters, where) for _, parameters, where in functions)
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
-        alternatives = [" ".join([*_literal(head[len(written):]), f"@part{i}", '"}"']) for i, head in enumerate(heads)
-                        if head.startswith(written)]
+        possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
+                    if head.startswith(written)]
+        parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
+        alternatives = [" ".join([*_literal(rest), f"@part{i}", '"}"']) for i, (rest, _, _) in enumerate(possible)]
         return cls(" | ".join(alternatives), parts)
 
     def or_else(self, other: "Grammar") -> "Grammar":
@@ -147,11 +151,27 @@ class _Described:
         self.eos_token_id, self.bos_token_id = tokenizer.end_of_text, None
         self.tokens, self.special_token_ids = tokens, special
         self._tokenizer = tokenizer
+        self._ids = {token: index for index, token in reversed([*enumerate(tokens)]) if token}
+        self._longest = max(map(len, self._ids))
 
-    def __call__(self, text: str) -> list[int]:
-        if isinstance(text, bytes):      # it asks whether bytes can be encoded
-            raise TypeError("texts are encoded alone")
-        return self._tokenizer.encode(text)
+    def __call__(self, text: bytes) -> list[int]:
+        """The ids of a text to which the grammar leaves no choice: as the tokenizer has them, or else longest matches."""
+        with suppress(ValueError):
+            ids = self._tokenizer.encode_within([text.decode()])[0]
+            if b"".join(self.tokens[index] for index in ids) == text:
+                return ids
+        return self._longest_matches(text)
+
+    def _longest_matches(self, text: bytes) -> list[int]:
+        """The ids of the longest tokens, up to where there is none."""
+        ids: list[int] = []
+        while text:
+            token = next((text[:n] for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ids), None)
+            if token is None:
+                break
+            ids.append(self._ids[token])
+            text = text[len(token):]
+        return ids
 
 
 class Matcher:
@@ -224,7 +244,10 @@ def _sentence(message: str) -> str:
 
 
 def _schema_part(schema: Schema, where: str) -> Part:
-    return Part("json_schema", json.dumps({**_without_effect(schema), "x-guidance": JSON_FORM}), where)
+    try:
+        return Part("json_schema", json.dumps({**_without_effect(schema), "x-guidance": JSON_FORM}), where)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply") from None
 
 
 def _without_effect(schema: Any) -> Any:

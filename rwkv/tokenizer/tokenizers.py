@@ -116,7 +116,7 @@ class Tokenizer(ABC):
         return self._new_decoder().names(tokens, before)
 
     def tokens_as_bytes(self) -> list[bytes]:
-        """The bytes that each token adds to a text, none for special tokens. Raises UserError where other tokens change them."""
+        """What each token adds to a text, nothing for special tokens. Raises UserError where that depends on other tokens."""
         table = self._bytes              # type: ignore[attr-defined]
         return list(table)
 
@@ -319,8 +319,8 @@ class JsonTokenizer(Tokenizer):
         decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
         kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
         if not {*kinds} <= {*JOINING}:
-            raise UserError(f"the tokenizer's decoder ({', '.join(kinds)}) makes a text of tokens that have no bytes of their own: "
-                            "no grammar can hold such a text")
+            raise UserError(f"the tokenizer's decoder ({', '.join(kinds)}) makes a text of tokens that have no bytes of their "
+                            "own: no grammar can hold such a text")
         names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
         bytes_of = [BYTE_TOKEN.fullmatch(name) for name in names]
         plain = next((index for index, byte in enumerate(bytes_of) if not byte and index not in self._skipped), None)
