@@ -43,7 +43,8 @@ TOOLS: list[dict[str, Any]] = [
 ]
 # As JSON-Schema-Test-Suite has them, one keyword or two at a time
 KEYWORDS: list[dict[str, Any]] = [
-    {**OBJECT, "properties": {"a": INTEGER, "b": SHORT}, "maxProperties": 3, "additionalProperties": INTEGER},
+    {**OBJECT, "properties": {"a": INTEGER, "b": SHORT}, "required": ["a", "b"], "maxProperties": 3,
+     "additionalProperties": INTEGER},
     {"type": "array", "prefixItems": [INTEGER, SHORT], "items": False},
     {"type": "array", "prefixItems": [INTEGER], "items": {"type": "boolean"}, "maxItems": 4},
     {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 5, "uniqueItems": False},
@@ -69,15 +70,15 @@ SCHEMAS = TOOLS + KEYWORDS
 
 def drawn(random: random.Random, depth: int = 0) -> dict[str, Any]:
     """A schema of up to three levels."""
-    kinds = ["string", "integer", "number", "enum", "pattern", "format", "boolean"] + ["object", "array", "anyOf"] * 2 * (depth < 2)
-    kind = random.choice(kinds)
+    nested = ["object", "array", "anyOf"] * 2 if depth < 2 else []
+    kind = random.choice(["string", "integer", "number", "enum", "pattern", "format", "boolean", *nested])
     if kind == "object" or depth == 0:
         names = random.sample(["id", "name", "a b", "ключ", "x-y", "n/m", "q\"", "kind"], random.randint(0, 4))
         properties = {name: drawn(random, depth + 1) for name in names}
         more = random.choice([False, False, {"type": "integer", "maximum": 99, "minimum": 0}])
         found = {"type": "object", "properties": properties, "additionalProperties": more,
                  "required": random.sample(names, random.randint(0, len(names)))}
-        return found if more is False else {**found, "maxProperties": len(names) + 2}
+        return found if more is False else {**found, "required": names, "maxProperties": len(names) + 2}
     if kind == "array":
         least = random.randint(0, 2)
         return {"type": "array", "items": drawn(random, depth + 1), "minItems": least, "maxItems": least + random.randint(0, 2)}

@@ -10,6 +10,7 @@ llguidance to be imported.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from rwkv.io.utf8 import require_unicode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
-# One way to write each string, so that no key is an escaped form of another one: "\/" and "\u0041" are not written.
-JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrt"\\'}
+# One way to write each string without control characters, so that no key is another one escaped: "\/" is not written.
+JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
 SPACE = 'SPACE: /[ \\n]/'                # before the answer, after a template's "Assistant:" or after thoughts
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
 # Where a schema has other schemas: in a mapping by names, in a list, or alone.
@@ -31,6 +32,7 @@ IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
+CONTROL = re.compile("[\x00-\x1f\x7f]")
 COMPILED = 32                            # grammars that are kept compiled
 
 Schema = Mapping[str, Any]
@@ -48,7 +50,8 @@ class Part(NamedTuple):
 class Grammar:
     """What a text may be. start: what Lark's rule `start` is, in which @part0 stands for the first of `parts`.
 
-    Equal grammars have equal hashes, and they can be sent to other processes. Nothing is checked before check() or matcher().
+    Equal grammars have equal hashes, and they can be sent to other processes. check() and matcher() find what llguidance
+    refuses.
     """
 
     start: str
@@ -57,7 +60,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
-        """JSON that is valid by a schema. Raises UserError where it is no object."""
+        """JSON that is valid by a schema. Raises UserError where it is no object, and where keys could be mistaken."""
         if not isinstance(schema, Mapping):
             raise UserError(f"{where} is a JSON schema, an object; got {json.dumps(schema, default=repr)[:60]}")
         return cls("@part0", (_schema_part(schema, where),))
@@ -245,6 +248,7 @@ def _sentence(message: str) -> str:
 
 def _schema_part(schema: Schema, where: str) -> Part:
     try:
+        _check_keys(schema, where)
         return Part("json_schema", json.dumps({**_without_effect(schema), "x-guidance": JSON_FORM}), where)
     except RecursionError:
         raise UserError(f"{where} is nested too deeply") from None
@@ -281,21 +285,23 @@ def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _check_schema(schema: Schema, where: str) -> None:
-    _check_least(schema, where)
     reason = _schema_error(schema)
     if reason:
         raise UserError(f"{_place(schema, schema, reason, where)}: {reason}")
 
 
-def _check_least(schema: Any, where: str) -> None:
-    """Raises UserError for minProperties that a key written twice would seem to fulfil."""
+def _check_keys(schema: Any, where: str) -> None:
+    """Raises UserError for what a key would seem to fulfil that is written twice, or in another way, as other keys may be."""
     if not isinstance(schema, Mapping):
         return
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
         raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
+    names, more = schema.get("properties"), schema.get("additionalProperties", True)
+    if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
+        raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
     for place, sub in _inside(schema):
-        _check_least(sub, _named(where, place))
+        _check_keys(sub, _named(where, place))
 
 
 def _place(schema: Any, root: Schema, reason: str, where: str) -> str:

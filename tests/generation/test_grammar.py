@@ -60,8 +60,9 @@ def test_every_finished_text_of_many_schemas_is_valid(temperature: float) -> Non
 
 
 def each_tokenizer() -> list[Any]:
-    made = {"char": CharTokenizer('{}": ,nameabc0123456789'), "bpe": JsonTokenizer.train(['{"name": "abc", "n": 12}'] * 5, 270),
-            "sentencepiece": JsonTokenizer(tokenizer_files.sentencepiece_bpe()), "chatml": JsonTokenizer(tokenizer_files.chatml())}
+    made = {"char": CharTokenizer('{}": ,nameabc0123456789'), "chatml": JsonTokenizer(tokenizer_files.chatml()),
+            "bpe": JsonTokenizer.train(['{"name": "abc", "n": 12}'] * 5, 270),
+            "sentencepiece": JsonTokenizer(tokenizer_files.sentencepiece_bpe())}
     return [pytest.param(tokenizer, id=name) for name, tokenizer in made.items()]
 
 
@@ -114,23 +115,22 @@ def test_the_end_comes_where_the_grammar_accepts() -> None:
 
 
 def test_thoughts_are_free() -> None:
-    model = saying(">Hm, {9} x</think>\n")
-    text = "".join(generate(model, BYTES, ">", 60, temperature=0, grammar=Grammar.json_schema(NAMED).after_thoughts()))
+    model = saying("!Hm,{9}x</think>\n")
+    text = "".join(generate(model, BYTES, "!", 500, temperature=0, grammar=Grammar.json_schema(NAMED).after_thoughts()))
     thoughts, _, answer = text.partition("</think>")
-    assert thoughts == "Hm, {9} x"
+    assert thoughts == "Hm,{9}x"
     jsonschema_rs.validator_for(NAMED).validate(json.loads(answer))
 
 
 def test_what_is_banned_may_leave_no_token() -> None:
-    sample, other = generate_batch(MODEL, BYTES, ["", ""], 20, grammar=Grammar.regex("ab*c"), banned=[*b"b", *b"c"], seeds=[0, 1])
-    assert (sample.text, sample.finish_reason) == (other.text, other.finish_reason) == ("a", NO_TOKEN)
+    for sample in texts(Grammar.regex("ab*c"), banned=[*b"bc"]):
+        assert (sample.text, sample.finish_reason) == ("a", NO_TOKEN)
 
 
 @pytest.mark.parametrize(("grammar", "place"), [
     (Grammar.json_schema({"properties": {"a": {"items": {"type": "strin"}}}}), "json_schema.properties.a.items:"),
     (Grammar.json_schema({"$ref": "#/$defs/X", "$defs": {"X": {"not": {}}}}), "json_schema.$defs.X:"),
     (Grammar.json_schema({"anyOf": [{"type": "string"}, {"pattern": "(?=a)b", "type": "string"}]}), "json_schema.anyOf[1]:"),
-    (Grammar.json_schema({"properties": {"a": {"minProperties": 4}}}), "json_schema.properties.a:"),
     (Grammar.json_schema({"$ref": "http://example.com/schema"}), "json_schema:"),
     (Grammar.json_schema({"x-guidance": {"lenient": True}, "uniqueItems": True}), "json_schema:"),
     (Grammar.json_schema({"enum": ["\ud800"]}), "json_schema:"),
@@ -142,8 +142,9 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, pla
         assert str(error.value).startswith(place)
 
 
-@pytest.mark.parametrize("schema", [[], None, True, "text"])
-def test_a_schema_is_an_object(schema: Any) -> None:
+@pytest.mark.parametrize("schema", [
+    [], None, True, "text", {"properties": {"a": {"minProperties": 4}}}, {"properties": {"\n": {"type": "integer"}}}])
+def test_what_is_no_schema_or_has_mistakable_keys_is_refused(schema: Any) -> None:
     with pytest.raises(UserError):
         Grammar.json_schema(schema)
 
