@@ -29,7 +29,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 CANCELLED, NO_TOKEN = "cancelled", "no_token"            # finish reasons
-BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).bool()         # (256,8): those of each byte, the lowest first
+# Of each byte its 8 bits, the lowest first, as bools that are True where the bit is 0; 8 bools are one int64, (256) in all.
+ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
 AT_ONCE = 64                             # random numbers of a row that are made together
 
 
@@ -303,13 +304,11 @@ class Engine:
 
     def _of_grammars(self, logits: Tensor) -> Tensor:
         """The logits with -inf for each token that a row's grammar forbids; those given stay as they are."""
-        held = [(position, row.allowed) for position, row in enumerate(self._rows) if row.allowed is not None]
-        if not held:
-            return logits
-        positions = torch.tensor([position for position, _ in held], device=logits.device)
-        masks = torch.stack([allowed for _, allowed in held]).to(logits.device)
-        logits = logits.clone()
-        logits[positions] = logits[positions].masked_fill(~masks, -torch.inf)
+        held = [(position, row.forbidden) for position, row in enumerate(self._rows) if row.forbidden is not None]
+        if held:
+            logits = logits.clone()
+        for position, forbidden in held:
+            logits[position].masked_fill_(forbidden.to(logits.device), -torch.inf)
         return logits
 
     def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
@@ -364,7 +363,7 @@ class Row:
 
     sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
     result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. before: the last
-    ids that were read before the prompt. allowed: the tokens (V) bool that its grammar allows next; None without a grammar.
+    ids that were read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without a grammar.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
@@ -382,7 +381,7 @@ class Row:
         self._stopping = stopping
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
-        self.allowed: Tensor | None = None
+        self.forbidden: Tensor | None = None
         self._random = _uniform(sample.seed)
         self._before = [*before, *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
         self._text_decoder = tokenizer.decoder(self._before)
@@ -424,12 +423,12 @@ class Row:
         mask = self._matcher.allowed()
         if mask is None:
             return False
-        self.allowed = BITS[torch.frombuffer(mask, dtype=torch.uint8).int()].flatten()[:self._vocab_size]
+        self.forbidden = ZEROS[torch.frombuffer(mask, dtype=torch.uint8).int()].view(torch.bool)[:self._vocab_size]
         if not self.sampling.banned:
             return True
-        left = self.allowed.clone()
-        left[list(self.sampling.banned)] = False
-        return bool(left.any())
+        left_out = self.forbidden.clone()
+        left_out[list(self.sampling.banned)] = True
+        return not bool(left_out.all())
 
     def end_without_token(self) -> str:
         """Ends the text where no token may follow; returns the text that was held back."""
