@@ -363,7 +363,7 @@ class Row:
 
     sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
     result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. before: the last
-    ids that were read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without a grammar.
+    ids that were read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,

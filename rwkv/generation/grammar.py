@@ -25,6 +25,7 @@ MISSING = 'grammars and schemas need llguidance, which is not installed: pip ins
 # One way to write each string without control characters, so that no key is another one escaped: "\/" is not written.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
 SPACE = 'SPACE: /[ \\n]/'                # before the answer, after a template's "Assistant:" or after thoughts
+REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
 # Where a schema has other schemas: in a mapping by names, in a list, or alone.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -33,6 +34,7 @@ ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then"
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
 CONTROL = re.compile("[\x00-\x1f\x7f]")
+TRIES = 500                              # schemas within one, to find the place of an error
 COMPILED = 32                            # grammars that are kept compiled
 
 Schema = Mapping[str, Any]
@@ -83,18 +85,21 @@ class Grammar:
         return cls("@part0", (Part("lark_grammar", content, where),))
 
     @classmethod
-    def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], written: str = "") -> "Grammar":
+    def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
+              written: str = "") -> "Grammar":
         """One call of one of the functions: (name, the schema of its arguments, where that stands in errors).
 
         start: what a call begins with before its name, and what stands between that and the arguments, as in
-        ChatTemplate.call_start. written: the beginning that the prompt already has.
+        ChatTemplate.call_start. closing: what may end the call. written: the beginning that the prompt already has; with it
+        closing is to be a stop string, and since the text is cut there, tokens may hold more than it.
         """
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
         possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
                     if head.startswith(written)]
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
-        alternatives = [" ".join([*_literal(rest), f"@part{i}", '"}"']) for i, (rest, _, _) in enumerate(possible)]
-        return cls(" | ".join(alternatives), parts)
+        end = f'"}}" ({_literal(closing)[0]} {"REST?" if written else ""})?'
+        alternatives = [" ".join([*_literal(rest), f"@part{i}", end]) for i, (rest, _, _) in enumerate(possible)]
+        return cls(" | ".join(alternatives), parts, (REST,) if written else ())
 
     def or_else(self, other: "Grammar") -> "Grammar":
         """What either allows."""
@@ -287,7 +292,7 @@ def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 def _check_schema(schema: Schema, where: str) -> None:
     reason = _schema_error(schema)
     if reason:
-        raise UserError(f"{_place(schema, schema, reason, where)}: {reason}")
+        raise UserError(f"{_place(schema, reason, where)}: {reason}")
 
 
 def _check_keys(schema: Any, where: str) -> None:
@@ -304,13 +309,19 @@ def _check_keys(schema: Any, where: str) -> None:
         _check_keys(sub, _named(where, place))
 
 
-def _place(schema: Any, root: Schema, reason: str, where: str) -> str:
-    """Where the innermost schema is that alone has this error."""
-    for place, sub in _inside(schema):
-        if isinstance(sub, Mapping):
-            alone = {**{key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}, **sub}
-            if _schema_error(alone) == reason:
-                return _place(sub, root, reason, _named(where, place))
+def _place(schema: Schema, reason: str, where: str) -> str:
+    """Where the innermost schema is that alone has this error, as far as TRIES schemas lead to it."""
+    left, found, root = TRIES, True, schema
+    while found:
+        found = False
+        for place, sub in _inside(schema):
+            left -= 1
+            if left < 0:
+                return where
+            definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
+            if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
+                schema, where, found = sub, _named(where, place), True
+                break
     return where
 
 

@@ -288,14 +288,19 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
                      for i, function in enumerate(tool.function for tool in body.tools or ())]
         if call_start:
-            return Grammar.calls(form, functions, call_start)
-        calls = Grammar.calls((form[0].lstrip(), form[1]), functions)
+            return Grammar.calls(form, functions, _closing(call_start), call_start)
+        calls = Grammar.calls((form[0].lstrip(), form[1]), functions, _closing(form[0]))
         answer = answer.or_else(calls) if answer else None
     if answer is None:
         return None
     if prompt.rstrip().endswith((THINK, f"{THINK}>")):
         return answer.after_thoughts()
     return answer.after_thoughts(THINK) if body.think else answer.after_space()
+
+
+def _closing(call_start: str) -> str:
+    """What ends a call, at a line of its own."""
+    return f"\n{stop_of(call_start).lstrip()}"
 
 
 async def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:

@@ -34,7 +34,8 @@ TEMPLATE = """\
 {%- endfor %}
 {% endfor %}"""
 TOOLS: list[Any] = [{"type": "function", "function": {
-    "name": name, "description": "It tells.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    "name": name, "description": "It tells.",
+    "parameters": {"type": "object", "properties": {"city": {"type": ["string", "null"]}}}}}
     for name in ("weather", "time_of_day")]
 WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
 # What the model writes after a question, or after the beginning of a call, in tokens of its own. Each comes once.
