@@ -163,7 +163,10 @@ class _Described:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The ids of a text to which the grammar leaves no choice: as the tokenizer has them, or else longest matches."""
+        """The ids of a text to which the grammar leaves no choice: as the tokenizer has them, or else longest matches.
+
+        The mask allows these tokens alone there, but at the end of such a text, where a longer token may go on.
+        """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
             if b"".join(self.tokens[index] for index in ids) == text:

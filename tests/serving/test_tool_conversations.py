@@ -78,7 +78,8 @@ TALKS = {
     "brackets in prose": Talk(" Take [1], {x} and `{\"name\"}`, or <tool>.", "Take [1], {x} and `{\"name\"}`, or <tool>."),
     "the function is named": Talk('{"city":"Oslo"}}\n```\n\nMore.', "", [WEATHER], options={"tool_choice": NAMED},
                                   given=' ```json\n{"name":"weather","arguments":'),
-    "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [DAY], options={"tool_choice": "required"},
+    "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [("time_of_day", {"city": "Oslo"})],
+                               options={"tool_choice": "required"},
                                given=' ```json\n{"name":"'),
     "no wish for calls": Talk(f" ```json\n{TIME}\n```.", f"```json\n{TIME}\n```.", options={"tool_choice": "none"}),
 }
