@@ -15,7 +15,7 @@ GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan,c_v0
 
-.PHONY: llama-server bench-peers train test quick soak lint bench peers parity native gpu-check clean
+.PHONY: llama-server bench-peers train test quick soak lint bench peers parity files native gpu-check clean
 
 train: $(INSTALLED)                      ## train the default model and print a sample; options: make train ARGS="model=small"
 	$(BIN)/python train.py $(ARGS)
@@ -27,7 +27,7 @@ quick: $(READY_TO_TEST)                  ## the tests without whole programs, co
 	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 lint: $(READY_TO_TEST)
 	$(BIN)/ruff check .
@@ -55,6 +55,10 @@ llama-server: $(LLAMA)/llama-server      ## llama.cpp's own server, for benchmar
 
 parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
+
+files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## every kind of file; RWKV_LM=FOLDER adds its demo of RWKV-7a
+	PYTHONPATH=tests $(BIN)/python -m parity.files --page --json benchmarks/results/files.json \
+		$(if $(RWKV_LM),--rwkv-lm $(RWKV_LM))
 
 native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every system, into kernels/native/lib: zig's clang from PyPI
 	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python
@@ -100,6 +104,10 @@ $(LLAMA)/llama-server: $(LLAMA)/installed        # from the same source, without
 $(PEERS)/installed: constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch rwkv transformers peft
+	touch $@
+
+$(PEERS)/files: $(PEERS)/installed       # fla is imported with Triton, though it runs none of its kernels here
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt rwkv7-hf flash-linear-attention triton
 	touch $@
 
 $(ZIG)/installed: kernels/native/build.py        # 411 MB, for those who change C

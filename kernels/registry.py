@@ -21,6 +21,7 @@ COMPOSED = {"wkv4": "timex"}             # operators that can also be computed f
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # names of before, by operator, which configurations of runs may have
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
+FBGEMM = ("x86", "fbgemm")               # the engines of torch that have it
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -51,7 +52,8 @@ class Requires:
     T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop. native: whether it is C of the library kernels/native.
+    torch.jit.script does, which torch means to drop. native: whether it is C of the library kernels/native. fbgemm: whether
+    torch must have FBGEMM.
     """
 
     packages: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ class Requires:
     compiled: bool = False
     scripted: bool = False
     native: bool = False
+    fbgemm: bool = False
 
 
 @cache
@@ -119,7 +122,7 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
-    return reason or _library_missing(name, requires)
+    return reason or _fbgemm_missing(name, requires) or _library_missing(name, requires)
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
@@ -175,6 +178,14 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     if not requires.compiled or compiler is None:
         return None
     return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
+
+
+def _fbgemm_missing(name: str, requires: Requires) -> str | None:
+    import torch
+
+    if not requires.fbgemm or torch.backends.quantized.engine in FBGEMM:
+        return None
+    return f"{name} needs a torch with FBGEMM, which is there for x86 CPUs (use another kernel)"
 
 
 def _library_missing(name: str, requires: Requires) -> str | None:

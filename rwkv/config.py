@@ -22,6 +22,7 @@ ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 
 
+THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
 GRAMMAR = "grammar"                                      # of Hydra, in which all other options are written
 
@@ -127,6 +128,8 @@ class ModelConfig:
     a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1, only="rwkv7")
     v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1, only="rwkv7")
     gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1, only="rwkv7")
+    deep_embed_dim: int | None = option(None, "width of DeepEmbed's matrix of each token, 32 in RWKV-7a; null: none (rwkv7)",
+                                        least=1, only="rwkv7")
     ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:
@@ -143,7 +146,7 @@ class DataConfig:
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
-    template: str | None = option(None, "of conversations: world, g1 or a jinja2 file; null: by the name of init_from's file",
+    template: str | None = option(None, "of conversations: world, g1, flower or a jinja2 file; null: by init_from's file",
                                   verbatim=PATH, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
                            needs=("data.name", "chat"))
@@ -233,8 +236,8 @@ class TrainerConfig:
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
-    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory (Linux); default: it does not",
-                         one_of=("tuned", "default"))
+    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster; small: it returns "
+                         "them (Linux); default: as the C library does", one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
@@ -284,8 +287,8 @@ class TuneConfig:
     dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0, needs=LORA)
     modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)",
                                 verbatim=GRAMMAR, needs=LORA)
-    base: str = option("float32", "dtype of the frozen weights: float32, or int8 for the blocks' matrices, on a CPU",
-                       one_of=("float32", "int8"))
+    base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
+                       one_of=("float32", "bfloat16", "int8", "int4"))
 
     def __post_init__(self) -> None:
         check_options(self, "tune.")
@@ -572,17 +575,19 @@ class GenerateConfig(SavedModelConfig):
 @dataclass
 @with_sampling
 class ChatConfig(SavedModelConfig):
-    template: str | None = option(None, "world, g1 or a jinja2 file; null: the one of the run's data, else by the file's name",
-                                  verbatim=PATH, heading="Conversation")
+    template: str | None = option(None, "world, g1, flower or a jinja2 file; null: the one of the run's data, else the "
+                                  "checkpoint's, else by its name", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
     state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
                                verbatim=PATH)
-    think: bool = option(False, "true: answers begin with thoughts (template g1)")
+    think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (templates g1, flower)",
+                        one_of=THINK)
     seed: int = option(0, "seed of the first answer; the next has the next seed", least=0)
     max_new_tokens: int = option(500, "largest number of tokens in an answer", least=1)
     sampling: str = preset_option("chat")
 
     def __post_init__(self) -> None:
+        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
         check_options(self)
         Sampling.of(self)
 
@@ -591,8 +596,8 @@ class ChatConfig(SavedModelConfig):
 class EvaluateDataConfig:
     path: str | None = option(None, 'a text in UTF-8, or FILE.jsonl with {"text": "..."} on each line', verbatim=PATH,
                               heading="Evaluation")
-    template: str | None = option(None, "FILE.jsonl holds conversations, rendered by this chat template: world, g1 or a jinja2 "
-                                  "file", verbatim=PATH)
+    template: str | None = option(None, "chat template of conversations in FILE.jsonl: world, g1, flower or a jinja2 file; "
+                                  "null: the one of the run's data, else the checkpoint's, else by its name", verbatim=PATH)
 
 
 @dataclass
@@ -611,8 +616,8 @@ class EvaluateConfig(SavedModelConfig):
 @with_sampling
 class ServeConfig(SavedModelConfig):
     model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name")
-    template: str | None = option(None, "chat template: world, g1 or a jinja2 file; null: the one of the run's data, else by "
-                                  "the file's name", verbatim=PATH)
+    template: str | None = option(None, "chat template: world, g1, flower or a jinja2 file; null: the one of the run's data, "
+                                  "else the checkpoint's, else by its name", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: a free one", least=0)
     api_key: str | None = option(None, "key that clients must send; null: none", filled=True)

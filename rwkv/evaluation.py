@@ -16,6 +16,7 @@ Legend: B rows, T positions, C channels, N predictions, V vocabulary.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 from rwkv.chat.rendered import encode, for_tokenizer, written
-from rwkv.chat.templates import ChatTemplate
-from rwkv.data.sources.chat import parts_of
+from rwkv.chat.template import ChatTemplate
+from rwkv.data.sources.chat import holds_conversations, parts_of
 from rwkv.data.sources.files import chunks, open_file
 from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
@@ -183,6 +184,14 @@ def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, c
         nats, right = score_batch(model, [word.scored() for word in batch], chunk_len)
         whole = torch.tensor([word.lost.bytes == 0 for word in batch])
         yield WordScore(len(nats), int((right & whole).sum()), nats.sum().item(), sum((word.lost for word in batch), NOTHING))
+
+
+def holds_answers(path: Path) -> bool:
+    """Whether read_answers is for this file; not where its first line is wrong, which read_last_words says."""
+    _require_file(path)
+    with suppress(UserError):
+        return path.suffix == ".jsonl" and holds_conversations(path)
+    return False
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:

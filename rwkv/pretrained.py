@@ -6,17 +6,28 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kernels.machine.cpu import why_slow
-from rwkv.chat.templates import default_template
-from rwkv.checkpoint.files import Checkpoint, checkpoint_of, read_checkpoint, require_tokenizer, write_checkpoint
+from kernels.matvec import pack
+from rwkv.chat.names import Choice, Length, choose_template, trained_length
+from rwkv.chat.stated import sampling_in
+from rwkv.checkpoint.files import (
+    DEFAULT_CTX_LEN,
+    Checkpoint,
+    assumed_tokenizer,
+    checkpoint_of,
+    read_checkpoint,
+    require_tokenizer,
+    write_checkpoint,
+)
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import MATRICES, Model, fingerprint, generation
+from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
 QUANTISED = ("int8", "int4")             # its matrices, on a CPU
+ROUNDED_AGAIN = "blocks.0.att.key.weight"        # of which the error of a second rounding is measured
 
 
 class RWKV(Model):
@@ -53,6 +64,7 @@ class RWKV(Model):
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
             model.fingerprint_before = checkpoint.fingerprint
+            model.merge()
         if checkpoint.time_states:
             model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
         return model.requires_grad_(False).eval()
@@ -70,7 +82,7 @@ class RWKV(Model):
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
-                 if name != "emb.weight" and name not in packed and group(name) in MATRICES and not tensor.mapped}
+                 if name not in packed and of_linear_layer(name, group(name)) and not tensor.mapped}
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
                    (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in stored.items()}
@@ -78,6 +90,7 @@ class RWKV(Model):
         model.fingerprint_before = checkpoint.fingerprint
         if later and checkpoint.fingerprint is None:
             model.fingerprint_before = fingerprint(generation(checkpoint.config), checkpoint.weights)
+        model.merge()
         return to_int8(model, later=later) if dtype == "int8" else to_int4(model, packed, later)
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
@@ -101,19 +114,33 @@ class RWKV(Model):
 
 
 class OpenCheckpoint(NamedTuple):
-    """A checkpoint that has been read and checked, before its model is made."""
+    """A checkpoint that has been read and checked, before its model is made.
+
+    assumed: the tokenizer's name where neither the file nor the user names one.
+    """
 
     checkpoint: Checkpoint
     wkv: Any
     tokenizer: Tokenizer
     device: str
     dtype: str
+    assumed: str | None = None
 
     @property
     def slow(self) -> str | None:
         """A warning where the device computes products in `dtype` slowly; None where it does not."""
         slow = why_slow(computed_in(self.dtype), torch.device(self.device))
         return slow and f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What to say of the checkpoint, each with a word before it: where its tokenizer is not plain, and what ends a text; of
+        its weights, and of its author's sampling."""
+        end = self.tokenizer.end_line()
+        assumed = f"{self.assumed}, for the file carries none and its vocabulary is as large as that of the World models"
+        texts = [*([("tokenizer", assumed)] if self.assumed else []), *([("texts", f"end with {end}")] if end else [])]
+        return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)] + [
+            ("sampling", line) for line in stated_sampling(self.checkpoint)]
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
@@ -125,7 +152,24 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     checkpoint = read_checkpoint(config.checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype)
+    assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype, assumed)
+
+
+def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
+    """A line with the error of rounding a matrix to `dtype` that the file holds in blocks already; none for other files."""
+    stored = checkpoint.weights.stored[ROUNDED_AGAIN]
+    if dtype not in QUANTISED or stored.blocks is None:
+        return []
+    exact = stored.get().float()
+    error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
+    return [f"{dtype} rounds the file's {stored.blocks} once more, which changes {ROUNDED_AGAIN} by {error:.1%}"]
+
+
+def stated_sampling(checkpoint: Checkpoint) -> list[str]:
+    """A line with the options of sampling that a directory's generation_config.json states; none where it states none."""
+    stated = " ".join(f"{name}={value:g}" for name, value in sampling_in(checkpoint.path).items())
+    return [f"generation_config.json has {stated}, which are used where they are given as options"] if stated else []
 
 
 def computed_in(dtype: str) -> torch.dtype:
@@ -133,12 +177,11 @@ def computed_in(dtype: str) -> torch.dtype:
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
 
 
-SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)",
-             65536: "world (a vocabulary of 65536 is that of the World models)"}
+SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 
 
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint.
+    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
 
     end_of_text: the text of the token that ends a text; None: as the checkpoint has it, or else the file. Raises UserError
     where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
@@ -148,6 +191,8 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         described = f"tokenizer={name}"
     elif checkpoint.tokenizer is not None:
         tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text), "the tokenizer in the file"
+    elif assumed := assumed_tokenizer(checkpoint):
+        tokenizer, described = Tokenizer.named(assumed, end_of_text=end_of_text), f"tokenizer={assumed}"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")
@@ -156,6 +201,18 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
 
 def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, by default that of the data the run has learnt, or else by default_template."""
-    learnt = (checkpoint.run or {}).get("data", {}).get("template")
-    return name or learnt or default_template(str(checkpoint.path))
+    """The chat template's name: `name`, or else by `template_choice`."""
+    return template_choice(checkpoint, name).template
+
+
+def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
+    return choose_template(name, str(checkpoint.path), checkpoint.run)
+
+
+def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
+    """For people: the chat template, the length of text that the model was trained with, and what says so."""
+    length, stated = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from")), checkpoint.config.ctx_len
+    if stated not in (length.tokens, DEFAULT_CTX_LEN):       # which stands in files that nobody told
+        length = Length(stated, "the file says so")
+    trained = f"; trained with texts of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
+    return f"{choice.template} ({choice.why}){trained}"

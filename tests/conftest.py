@@ -39,6 +39,7 @@ if importlib.util.find_spec("hypothesis"):               # machines with GPUs ar
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the tests of kernels run on")
+    parser.addoption("--chroot", metavar="FOLDER", help="a root folder of Debian, made there where it is empty; else a new one")
     parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
 
 
@@ -68,6 +69,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_compiled(requires: "Requires") -> bool:
     return requires.compiled or bool(requires.packages)
+
+
+@pytest.fixture
+def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch has no products in int8, as on ARM."""
+    import torch
+
+    from kernels.registry import why_not
+    from rwkv.model.operators import matvec_for
+
+    monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
+    why_not.cache_clear()
+    matvec_for.cache_clear()
+    yield
+    monkeypatch.undo()
+    why_not.cache_clear()
+    matvec_for.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,23 @@ def rewritten(source: Path, target: Path, kind: str | None = None, metadata: dic
     return target
 
 
+def in_parts(source: Path, folder: Path, most_tensors: int, **options: Any) -> list[Path]:
+    """The file as several, by the package's writer, in a new folder."""
+    folder.mkdir(parents=True)
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(folder / source.name, "rwkv7", split_max_tensors=most_tensors, **options)
+    for name, held in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
 def official_weights(path: Path) -> dict[str, ndarray]:
     """The file's weights by official names, by the package's reader and nothing of rwkv/."""
     reader = gguf.GGUFReader(path)

@@ -33,10 +33,11 @@ class NumpyRWKV7:
         self.H, self.N = weights["blocks.0.att.r_k"].shape
 
     def __call__(self, tokens: ndarray, state: list[LayerState] | None = None) -> tuple[ndarray, list[LayerState]]:
-        x = self.norm("blocks.0.ln0", self.weights["emb.weight"][tokens])
+        x = embedded = self.norm("blocks.0.ln0", self.weights["emb.weight"][tokens])
         v_first, after = None, []
         for layer, before in enumerate(state or self.empty_state(len(tokens))):
-            x, v_first, layer_state = self.block(f"blocks.{layer}", x, v_first, before)
+            deep = self.deep_matrices(f"blocks.{layer}.ffn", tokens, embedded)
+            x, v_first, layer_state = self.block(f"blocks.{layer}", x, v_first, before, deep)
             after.append(layer_state)
         return self.norm("ln_out", x) @ self.weights["head.weight"].T, after
 
@@ -44,14 +45,26 @@ class NumpyRWKV7:
         x = np.zeros((B, self.H * self.N))
         return [LayerState(x, np.zeros((B, self.H, self.N, self.N)), x)] * self.n_layer
 
-    def block(self, name: str, x: ndarray, v_first: ndarray | None,
-              state: LayerState) -> tuple[ndarray, ndarray, LayerState]:
+    def deep_matrices(self, name: str, tokens: ndarray, embedded: ndarray) -> ndarray | None:
+        """RWKV-7a's matrix (R,R) of each token."""
+        if f"{name}.s_emb.weight" not in self.weights:
+            return None
+        rows = self.weights[f"{name}.s_emb.weight"][tokens] + embedded @ self.weights[f"{name}.s_emb_x.weight"].T
+        R = self.weights[f"{name}.s1"].shape[1]
+        return rows.reshape(*tokens.shape, R, R)
+
+    def block(self, name: str, x: ndarray, v_first: ndarray | None, state: LayerState,
+              deep: ndarray | None = None) -> tuple[ndarray, ndarray, LayerState]:
         att_x = self.norm(f"{name}.ln1", x)
         mixed, v_first, S = self.time_mixing(f"{name}.att", att_x, v_first, state)
         x = x + mixed
         ffn_x = self.norm(f"{name}.ln2", x)
         hidden = np.maximum(self.mix(f"{name}.ffn.x_k", ffn_x, state.ffn_x) @ self.weights[f"{name}.ffn.key.weight"].T, 0)
-        x = x + hidden ** 2 @ self.weights[f"{name}.ffn.value.weight"].T
+        hidden = hidden ** 2
+        if deep is not None:
+            s0, s1, s2 = (self.weights[f"{name}.ffn.s{number}"] for number in range(3))
+            hidden = hidden * (np.einsum("btr,btrs->bts", ffn_x @ s1, deep) @ s2 + s0)
+        x = x + hidden @ self.weights[f"{name}.ffn.value.weight"].T
         return x, v_first, LayerState(att_x[:, -1], S, ffn_x[:, -1])
 
     def norm(self, name: str, x: ndarray, epsilon: float = 1e-5) -> ndarray:

@@ -287,7 +287,8 @@ def _cache() -> dict[str, Any]:
     """The arguments of ti.init for the cache of compiled kernels on the disk.
 
     If Taichi's cache folder does not exist and cannot be created, Taichi ends the process with a segmentation fault at exit,
-    even with the cache off. Where the folder cannot be written, the cache is off and its folder is one that always exists.
+    even with the cache off; where a file of the cache cannot be opened, it aborts, or waits for ever. Where the folder or such
+    a file cannot be written, the cache is off and its folder is one that always exists.
     """
     wanted = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
     if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(wanted).absolute()):
@@ -301,9 +302,10 @@ def _can_write(folder: Path) -> bool:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(TRIED))
             file.flush()
+        files = [file for pattern in ("ticache.*", "*.tic") for file in folder.glob(pattern)]
+        return all(file.is_file() and os.access(file, os.R_OK | os.W_OK) for file in files)
     except (OSError, ValueError):        # ValueError: a name with a zero byte
         return False
-    return True
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ class Int4(Packed):
         shift = torch.empty_like(scale)
         for start in range(0, N, PACKED_ROWS):
             rows = slice(start, start + PACKED_ROWS)
-            exact = pad(weight[rows].detach().float(), (0, GROUP * G - K)).view(-1, G, GROUP)
+            exact = pad(weight[rows].detach().float(), (0, GROUP * G - K)).unflatten(1, (G, GROUP))
             found, scale[rows], shift[rows] = _rounded_groups(exact, symmetric)
             q[rows] = found[:, :, :GROUP // 2] | found[:, :, GROUP // 2:] << 4
         return cls.of_groups((q, scale, shift), K)
@@ -192,13 +192,13 @@ class Int4(Packed):
         N, G, _ = groups[0].shape
         missing = groups_of(K) - G
         words = pad(groups[0].contiguous().view(torch.int16), (0, 0, 0, missing))
-        weight = words.view(N, -1, TOGETHER, GROUP // 4).transpose(2, 3).contiguous()
+        weight = words.view(N, groups_of(K) // TOGETHER, TOGETHER, GROUP // 4).transpose(2, 3).contiguous()
         scale, shift = (pad(part, (0, missing)) for part in groups[1:])
         return cls(weight, scale, shift, K)
 
     def groups(self) -> Groups:
         """One group after the other: q (N,K/32,16) uint8, two in a byte, scale and shift (N,K/32); K/32 is rounded up."""
-        words, G = self.weight.transpose(2, 3).reshape(len(self.weight), -1, GROUP // 4), -(-self.K // GROUP)
+        words, G = self.weight.transpose(2, 3).flatten(1, 2), -(-self.K // GROUP)
         return words[:, :G].contiguous().view(torch.uint8), self.scale[:, :G], self.shift[:, :G]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,6 +219,7 @@ class Int4(Packed):
 
 
 FORMS: dict[str, type[Packed]] = {kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}
+KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # in products.h; of 1, x is not rounded
 
 
 class MatVec(Operator):

@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rwkv.chat.templates import END, ROLES, ChatTemplate, Message, Part, check_messages
+from rwkv.chat.jinja import JinjaTemplate
+from rwkv.chat.messages import ROLES, Message, check_messages
+from rwkv.chat.template import END, ChatTemplate, Part
+from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -25,7 +28,12 @@ ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
 def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template, whose texts have marks for `encode` where that tokenizer has special tokens."""
+    """The template, whose texts have marks for `encode` where that tokenizer has special tokens.
+
+    With World's tokenizer a jinja2 template's bos_token is end_of_text: in World's files one token is both.
+    """
+    if tokenizer.kind == "world" and isinstance(template, JinjaTemplate):
+        template.begin_with_end_of_text()
     return MarkingTemplate(template, tokenizer) if tokenizer.special else template
 
 
@@ -126,21 +134,22 @@ class MarkingTemplate(ChatTemplate):
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.name, self.definition, self.stop = template.name, template.definition, template.stop
         self.supports_tools, self.call_start = template.supports_tools, template.call_start
+        self.thinks = template.thinks
         self._template, self._tokenizer = template, tokenizer
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
-               tools: Sequence[Mapping[str, Any]] | None = None, think: bool = False) -> str:
+               tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
         messages = check_messages(messages)              # whose errors show what was typed
         with _errors_without_marks():
             return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
-                                         marked(self._tokenizer, tools), think)
+                                         marked(self._tokenizer, tools), think, effort)
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
         messages = check_messages(messages)
         with _errors_without_marks():
             return self._template.parts(marked(self._tokenizer, messages), marked(self._tokenizer, tools))
 
-    def answer_start(self, think: bool = False) -> str:
+    def answer_start(self, think: Think = False) -> str:
         return self._template.answer_start(think)
 
 

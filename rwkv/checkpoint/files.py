@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.matvec import Int4
+from rwkv.chat.names import trained_length
 from rwkv.checkpoint import formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
@@ -22,7 +23,8 @@ from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.model.base import fingerprint, generation
 
 MOST_SPARE_ROWS = 255                    # of an embedding whose vocabulary was rounded up to a multiple, such as 256
-DEFAULT_CTX_LEN = 1024                   # for files that do not state it; no weight depends on it
+WORLD_VOCABULARY = 65536
+DEFAULT_CTX_LEN = 1024                   # where neither the file nor its name states it; no weight depends on it
 
 
 class Weights(Mapping[str, Tensor]):
@@ -186,6 +188,11 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None
                               "not the tokenizer that the weights were trained with: name that one")
 
 
+def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:
+    """world for weights that carry no tokenizer and have as many tokens as the World models; None for other weights."""
+    return "world" if checkpoint.tokenizer is None and checkpoint.vocab_size == WORLD_VOCABULARY else None
+
+
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:
     if tokenizer.vocab_size > checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
@@ -220,7 +227,8 @@ def _understand(content: Content) -> Checkpoint:
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
         tensors.setdefault("head.weight", tensors["emb.weight"].renamed("head.weight"))
-    config, vocab_size = config_of(path, module, tensors, content.declared.get("ctx_len", DEFAULT_CTX_LEN))
+    length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
+    config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
     weights = Weights(fit(path, module, tensors, config, vocab_size))
     packed = {name: read for name, read in content.packed.items() if name in weights}

@@ -105,7 +105,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         return tensors[name].shape
 
     n_layer = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
-    sizes = {"n_layer": n_layer, **generation.widths(matrix), "ctx_len": ctx_len}
+    sizes = {"n_layer": n_layer, **generation.widths(matrix, tensors), "ctx_len": ctx_len}
     try:
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
         generation.model.resolved(config)        # refuses sizes that do not go together

@@ -4,7 +4,7 @@ Official names and shapes are those of rwkv/model/rwkv4.py. GGUF has no RWKV-4: 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
             **HUGGING_FACE_CONSTANTS}
 
 
-def widths(matrix: Callable[[str], tuple[int, ...]]) -> dict[str, int]:
+def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
     """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name."""
     return {"n_embd": matrix("emb.weight")[1], "n_att": matrix("blocks.0.att.key.weight")[0],
             "n_ffn": matrix("blocks.0.ffn.key.weight")[0]}

@@ -7,6 +7,9 @@ Official names and shapes are those of rwkv/model/rwkv7.py. What other formats d
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
+RWKV-7a's tensors, DeepEmbed, are in files by official names alone; where s_emb_x is missing it has been merged into s_emb, and
+is read as zeros. A Hugging Face directory's use_deep_embed means another thing: a table outside of the file, by RWKV-8.
+
 Layer 0's v0, v1 and v2 are never read by any program, and each wants something else of them. The official trainer loads no file
 without them: .pth, .ckpt and .safetensors have them, and so has transformers' form. fla has no such parameters, and rwkv.cpp
 aborts on them: fla's directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1, and its converter
@@ -23,7 +26,7 @@ src/llama-quant.cpp.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -31,17 +34,18 @@ import torch
 
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
+from rwkv.errors import UserError
 from rwkv.model import rwkv7 as model
 from rwkv.model.rwkv7_fused import EPS
 
 # Later versions, which have r_k as well, and the names of tensors that only they and those before them in this list have
-EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*",
-              "RWKV-7a (DeepEmbed)": r".*\.(s_emb\w*|s[012])(\.weight)?"}
+EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
+EMBED, EMBED_X = ".ffn.s_emb.weight", ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # of every released model
 JOINED = "x_rwkvag"
 TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
-VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a)"
+VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a|s0)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
 HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of rwkv7-hf, with fla's tensors
@@ -53,8 +57,9 @@ HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "
                       **{name: name for name in RANKS}}
 HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "layer_norm_epsilon": 1e-5}
 GROUP_NORM = "group_norm_epsilon"        # in config.json; by default head_dim norm_eps
-HUGGING_FACE_FEATURES = {"use_deep_embed": "DeepEmbed", "embedding_layer_norm_fused": "an embedding that ln0 is merged into",
-                         "attn": "layers of softmax attention"}      # keys of config.json that are set for them
+HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
+                         # keys of config.json that are set for these
+                         "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
                 "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight"}
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
@@ -147,7 +152,7 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
             found[name] = _in_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
     if joined:
         found = {name: tensor for name, tensor in found.items() if name not in model.UNUSED}
-    return _with_receptance(found | _unused(found, declared), factor)
+    return _with_receptance(found | _unused(found, declared) | _merged(found), factor)
 
 
 def _with_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
@@ -186,10 +191,25 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
             for name, shape in shapes.items() if name not in tensors}
 
 
+def _merged(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Zeros for each s_emb_x that is missing beside its s_emb: the embedding has been merged into that."""
+    found: dict[str, Stored] = {}
+    embedding = tensors.get("emb.weight")
+    for name, table in tensors.items():
+        other = name.removesuffix(EMBED) + EMBED_X
+        if name.endswith(EMBED) and other not in tensors and len(table.shape) == 2 and embedding is not None:
+            shape = (table.shape[1], embedding.shape[-1])
+            found[other] = Stored(other, table.source, shape, table.dtype, lambda shape=shape: torch.zeros(shape))  # type: ignore
+    return found
+
+
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
-    """The tensors by the names, and in the arrangement, that `format` gives them."""
+    """The tensors by the names, and in the arrangement, that `format` gives them. Raises UserError for DeepEmbed where the
+    format, or the form of a Hugging Face directory, has no place for it."""
     arrange = {"huggingface": _laid_out_for_hugging_face, "official": _laid_out_as_official, "ggmf": _laid_out_for_ggmf,
                "gguf": _laid_out_for_gguf}.get(format)
+    if arrange and any(name.endswith(EMBED) for name in tensors):
+        raise UserError("RWKV-7a (DeepEmbed) has a form in .pth, .ckpt and .safetensors alone: choose one of these")
     laid = arrange(tensors) if arrange else dict(tensors)
     return {name: tensor.renamed(name) for name, tensor in laid.items()}
 
@@ -275,9 +295,13 @@ def gguf_sizes(config: ModelConfig) -> dict[str, int]:
     return {key: getattr(config, name) for key, name in GGUF_SIZES.items()}
 
 
-def widths(matrix: Callable[[str], tuple[int, ...]]) -> dict[str, int]:
-    """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name."""
-    return {"n_embd": matrix("emb.weight")[1], "n_ffn": matrix("blocks.0.ffn.key.weight")[0],
+def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
+    """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name.
+
+    names: of all tensors.
+    """
+    deep = {"deep_embed_dim": matrix("blocks.0.ffn.s1")[1]} if any(name.endswith(EMBED) for name in names) else {}
+    return {**deep, "n_embd": matrix("emb.weight")[1], "n_ffn": matrix("blocks.0.ffn.key.weight")[0],
             "head_size": matrix("blocks.0.att.r_k")[1],
             **{size: matrix(f"blocks.0.att.{name}")[1] for size, name in RANKS.items()}}
 

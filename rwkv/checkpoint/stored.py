@@ -33,7 +33,7 @@ class Lending:
 class Stored:
     """The tensor `name` in the file `source`: data() reads it as the file has it, get() gives it in `shape` and `dtype`.
 
-    mapped: data() is a view of the file, not a copy.
+    mapped: data() is a view of the file, not a copy. blocks: the name of the type of quantised blocks that the file has it in.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Stored:
     data: Callable[[], Tensor]
     mapped: bool = False
     lending: Lending = field(default_factory=Lending)
+    blocks: str | None = None
 
     @classmethod
     def of(cls, name: str, source: str, tensor: Tensor, mapped: bool = False) -> "Stored":
@@ -123,7 +124,7 @@ class Stored:
             release(held)
 
     def _require_finite(self, held: Tensor, result: Tensor) -> None:
-        if _finite(result):
+        if _finite(min(result, held, key=Tensor.element_size)):          # a wider dtype holds all that the other has
             return
         if _finite(held):
             raise CheckpointError(f"{self.source}: {self.name} reaches {held.abs().max().item():g}, more than {result.dtype} "

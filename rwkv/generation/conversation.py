@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv.chat.messages import Message, check_messages
 from rwkv.chat.rendered import encode, for_tokenizer, marked
-from rwkv.chat.templates import ChatTemplate, Message, check_messages
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import Think, answer_message
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
@@ -38,7 +40,8 @@ class Stats:
 class Chat:
     """messages: the conversation so far. context: what was read before it, as of a state file; None for nothing.
 
-    think: answers begin with thoughts, where the template has them.
+    think: how answers begin, as in thoughts.py. Thoughts are in the message, as reasoning_content, and later turns show
+    them where the template shows those of earlier ones.
     """
 
     model: Model
@@ -47,7 +50,7 @@ class Chat:
     sampling: Sampling
     max_new_tokens: int
     seed: int = 0
-    think: bool = False
+    think: Think = False
     context: PrefillResult | None = None
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
@@ -120,7 +123,7 @@ class Chat:
         return engine, prompt, started
 
     def _answer(self, engine: Engine, prompt: str, started: float) -> Iterator[str]:
-        sample, stats = engine.samples[0], self.stats
+        sample, stats, think = engine.samples[0], self.stats, self.think
         before = engine.context().last_ids
         begun = False
         try:
@@ -132,8 +135,10 @@ class Chat:
         finally:
             answer = self.tokenizer.decode(sample.tokens, before)
             self._keep(prompt + marked(self.tokenizer, answer), engine.context())
-            content = f"{self.template.answer_start(self.think)}{sample.text}".strip()
-            self.messages.append({"role": "assistant", "content": content})
+            if self.template.thinks:
+                self.messages.append(answer_message(self.template.answer_start(think), sample.text))
+            else:
+                self.messages.append({"role": "assistant", "content": sample.text.strip()})
             stats.written, stats.all_s = len(sample.tokens), time.perf_counter() - started
 
     def _keep(self, text: str, result: PrefillResult) -> None:

@@ -112,6 +112,10 @@ class Grammar:
         """The same, perhaps after a space or a line end."""
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
+    def after(self, text: str) -> "Grammar":
+        """The same after this text."""
+        return replace(self, start=f"{_literal(text)[0]} ({self.start})")
+
     def after_thoughts(self, opening: str = "") -> "Grammar":
         """The same after any text up to </think>. opening: what that text begins with; without it there are no thoughts."""
         head = f"({_literal(opening)[0]} thoughts SPACE?)?" if opening else "thoughts SPACE?"

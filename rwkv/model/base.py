@@ -12,9 +12,12 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
     LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
     Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
-    NON_NEGATIVE                   linear layers whose inputs are never negative (int8)
+    c_model(model, builder)        what the step in C reads (decoding/c_step.py)
+    non_negative(config)           linear layers whose inputs are never negative (int8)
+    add_deep_embed(model), merge(model), first_carry(tokens)       where ModelConfig may have a deep_embed_dim: adds the tables
+                                   of a new model; merges what is apart for training alone; what the first block is handed
     UNUSED                         tensors of its files that nothing reads, and some files lack
-    operator_work(config), kept_for_backward(config, half)         for estimates of memory
+    operator_work(config), kept_for_backward(config, half), kept_when_frugal(config, half)       for estimates of memory
 
 Each block has its operator as block.att.wkv.
 """
@@ -32,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.machine.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
-from rwkv.model.derived import Bfloat16Copies
+from rwkv.model.derived import Kept
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
@@ -58,6 +61,11 @@ def state_nbytes(config: ModelConfig) -> int:
     return state.nbytes()
 
 
+def of_linear_layer(name: str, group: str) -> bool:
+    """Whether the tensor, of this group, is the weight of a linear layer; embeddings are in such groups too."""
+    return group in MATRICES and not name.endswith("emb.weight")
+
+
 def fingerprint(generation: ModuleType, weights: Mapping[str, Tensor]) -> str:
     """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
 
@@ -74,8 +82,8 @@ def fingerprint(generation: ModuleType, weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Tensor | None, before: Iterable[Any],
-             packing: Packing | None = None) -> tuple[Tensor, Tensor | None, list[Any]]:
+def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any],
+             packing: Packing | None = None) -> tuple[Tensor, Any, list[Any]]:
     """x and carry after these blocks, and the state of each after the last token."""
     after = []
     for block, layer_state in zip(blocks, before, strict=True):
@@ -99,10 +107,12 @@ class Model(nn.Module):
         super().__init__()
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
-        self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised
-        self.bfloat16_copies = Bfloat16Copies()          # of its matrices, for decoding
+        self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged
+        self.kept = Kept()                               # what its decoding in C has made of its weights
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
+        if config.deep_embed_dim:
+            self.generation.add_deep_embed(self)
         self.ln_out = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
 
@@ -137,24 +147,25 @@ class Model(nn.Module):
 
     def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         """The head's input (B,T,C) and the state of each layer after the last token."""
-        x, before = self._embedded(tokens, state)
-        x, _, after = _through(self.blocks, x, None, before, packing)
+        x, before, carry = self._embedded(tokens, state)
+        x, _, after = _through(self.blocks, x, carry, before, packing)
         return self.ln_out(x), after
 
-    def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any]]:
-        """The first block's input and the state of each layer, None for empty ones."""
+    def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any], Any]:
+        """The first block's input, the state of each layer, None for empty ones, and what the first block is handed."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
-        return self.emb(tokens).to(self.ln_out.weight.dtype), before
+        carry = self.generation.first_carry(tokens) if self.config.deep_embed_dim else None
+        return self.emb(tokens).to(self.ln_out.weight.dtype), before, carry
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
         """hidden(), a part of the blocks at a time: None after each of n_parts but the last, which gives the result."""
-        x, before = self._embedded(tokens, state)
-        carry, after, L = None, [], len(self.blocks)
+        x, before, carry = self._embedded(tokens, state)
+        after, L = [], len(self.blocks)
         for part in range(n_parts):
             layers = slice(L * part // n_parts, L * (part + 1) // n_parts)
             x, carry, of_part = _through(self.blocks[layers], x, carry, before[layers])
@@ -192,6 +203,13 @@ class Model(nn.Module):
         self.generation.init_weights(self)
         return self
 
+    def merge(self) -> Self:
+        """Merges the weights that are apart for training alone, where the generation has such: the model computes the same."""
+        if self.config.deep_embed_dim:
+            self.fingerprint_before = self.fingerprint()
+            self.generation.merge(self)
+        return self
+
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
@@ -202,7 +220,7 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Identifies the model: see fingerprint. A quantised model keeps the one that it had before."""
+        """Identifies the model: see fingerprint. A quantised or merged model keeps the one that it had before."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         return fingerprint(self.generation, self.state_dict())

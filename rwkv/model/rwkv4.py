@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from kernels.wkv4 import WKV4, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
-from rwkv.model.decoding.rwkv4_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv4_c import c_model as c_model
 from rwkv.model.decoding.rwkv4_step import Step as Step
 from rwkv.model.packing import Packing
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
-NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
 UNUSED = ()                              # tensors of its files that nothing reads
 KEPT_FLOAT32 = ("time_decay", "time_first")      # in half precision too: a decay rounded to bfloat16 is another decay
@@ -61,6 +60,11 @@ def resolved(config: ModelConfig) -> ModelConfig:
     return replace(config, n_att=A, n_ffn=F)
 
 
+def non_negative(config: ModelConfig) -> tuple[str, ...]:
+    """The layers whose inputs are squares of a ReLU."""
+    return ("ffn.value",)
+
+
 def operator_work(config: ModelConfig) -> int:
     """How many float32 values per token the operator of one layer works with at its peak: kernels/wkv4/README.md."""
     return 8 * sizes(config)[1]
@@ -70,6 +74,12 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision."""
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
+
+
+def kept_when_frugal(config: ModelConfig, half: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained."""
+    C, A, F = sizes(config)
+    return 2 * C + (3 * C + 6 * A + F) / (2 if half else 1)
 
 
 def group(name: str) -> str:
@@ -162,7 +172,7 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
             mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             relu_k = torch.relu(self.key(mix_k))
-            return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), fused.last(x)
+            return torch.sigmoid(self.receptance(mix_r)) * fused.of_square(self.value, relu_k), fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x)
 

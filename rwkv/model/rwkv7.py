@@ -8,11 +8,17 @@ Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r 
     kk = k k_k, each head divided by its norm                     k = k (1 + (rate - 1) k_a)
     y = wkv7(r, log_w, k, v, -kk, kk rate)                        out = O ((GroupNorm(y) + (sum over the head of r k r_k) v) g)
 
-Channel mixing, the feed-forward half, is V relu(K m_k)^2 (after ln2).
+Channel mixing, the feed-forward half, is V relu(K m_k)^2 (after ln2). RWKV-7a has DeepEmbed beside it: in every layer each
+token of the vocabulary has a matrix E of R x R numbers, and channel mixing of x_t is
 
-V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers
+    V (relu(K m_k)^2 (((x_t s1) E) s2 + s0))                      E = s_emb[token] + s_emb_x ln0(emb[token])
+
+The second summand of E depends on the token alone. For training it is computed; for inference it is merged into s_emb.
+
+V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers, R deep_embed_dim
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; names, initialisation and optimiser groups are those of
-RWKV-LM, RWKV-v7/train_temp/src/model.py. Layer 0's v0, v1 and v2 are in its files, and nothing reads them.
+RWKV-LM, RWKV-v7/train_temp/src/model.py. Layer 0's v0, v1 and v2 are in its files, and nothing reads them. DeepEmbed:
+RWKV-LM, RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
 """
 
 import math
@@ -21,26 +27,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import layer_norm, linear, normalize
+from torch.utils.checkpoint import checkpoint
 
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
-from rwkv.model.decoding.rwkv7_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv7_c import c_model as c_model
 from rwkv.model.decoding.rwkv7_step import Step as Step
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 
 NAME = "RWKV-7"
 OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
-NON_NEGATIVE = ("ffn.value",)            # layers whose inputs are squares of a ReLU
 KEPT_FLOAT32 = ("w0",)                   # in half precision too: a decay rounded to bfloat16 is another decay
 LR_SCALES = {"w0": "time_decay_lr_scale"}        # the names of parameters that begin so, and the option with their factor
 MIXES = "rwkvag"
 LOW_RANK = "wavg"
 RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
+DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # of a block's ffn
+MERGED_ROWS = 4096                       # of s_emb that are merged at once
 UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
 Shape = tuple[int, ...]
 
@@ -85,6 +93,9 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
         block |= {f"att.{name}.weight": (C, C) for name in ("receptance", "key", "value", "output")}
         block |= {"att.ln_x.weight": (C,), "att.ln_x.bias": (C,)}
         block |= {"ffn.x_k": (1, 1, C), "ffn.key.weight": (F, C), "ffn.value.weight": (C, F)}
+        if R := config.deep_embed_dim:
+            deep = (V, R * R), (R * R, C), (C, R), (R, F), (1, 1, F)
+            block |= {f"ffn.{name}": shape for name, shape in zip(DEEP_EMBED, deep, strict=True)}
         found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
     return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
@@ -107,18 +118,36 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     The operator keeps its inputs, one of them float32 in any case, and up to two tensors of its own in float32.
     """
     C, _, _, F, ranks = sizes(config)
-    d = sum(ranks.values())
-    return 15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F
+    d, R = sum(ranks.values()), config.deep_embed_dim or 0
+    deep = R and 2 * R * R + 2 * R + 3 * F
+    return (15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F) + deep
+
+
+def kept_when_frugal(config: ModelConfig, half: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained.
+
+    Two inputs of normalisations in float32; r, k, v, an input of the output matrix or its like, the low-rank gates' hidden
+    layers, and the root of the square.
+    """
+    C, _, _, F, ranks = sizes(config)
+    return 2 * C + (4 * C + sum(ranks.values()) + F) / (2 if half else 1)
 
 
 def group(name: str) -> str:
     """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head), "low rank" or
     "vector". Weight decay is for the first three."""
-    if name in ("emb.weight", "head.weight"):
+    if name in ("emb.weight", "head.weight") or name.endswith("ffn.s_emb.weight"):
         return "embedding"
+    if name.endswith(tuple(f"ffn.{part}" for part in DEEP_EMBED)):
+        return "vector" if name.endswith("s0") else "low rank"
     if name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
         return "gate" if name.endswith("receptance.weight") else "matrix"
     return "low rank" if name.endswith(tuple(f".{gate}{part}" for gate in LOW_RANK for part in "12")) else "vector"
+
+
+def non_negative(config: ModelConfig) -> tuple[str, ...]:
+    """The layers whose inputs are squares of a ReLU, which DeepEmbed multiplies by numbers of either sign."""
+    return () if config.deep_embed_dim else ("ffn.value",)
 
 
 class _Tensors(NamedTuple):
@@ -189,10 +218,12 @@ class TimeMix(nn.Module):
         """With a packing, every text is read from the empty state, and there is no state after the row."""
         before = self._initial(len(x)) if before is None else before
         if packing is not None:
-            out, after, v_first = self._plain_mix(x, None, None, v_first, packing)
+            last_x = before = None
+        if packing is None and self._can_fuse():
+            out, after, v_first = self._fused_mix(x, last_x, before, v_first)
         else:
-            mix = self._fused_mix if self._can_fuse() else self._plain_mix
-            out, after, v_first = mix(x, last_x, before, v_first)
+            mix = self._frugal_mix if self._can_be_frugal() else self._plain_mix
+            out, after, v_first = mix(x, last_x, before, v_first, packing)
         return out, fused.last(x), after, v_first
 
     def _can_fuse(self) -> bool:
@@ -201,6 +232,10 @@ class TimeMix(nn.Module):
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
+
+    def _can_be_frugal(self) -> bool:
+        """Whether gradients are wanted, and nothing has to see the formulas."""
+        return fused.can_use_functions() and torch.is_grad_enabled() and untouched(self.ln_x)
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -239,6 +274,34 @@ class TimeMix(nn.Module):
         out = rwkv7_fused.output(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias,
                                  self.output.weight)
         return out, after, v if v_first is None else v_first
+
+    def _frugal_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The same with any layers and packings; what is between the large products is computed again for the backward pass.
+
+        So r, k, v, the hidden layers of the gates and the operator's state are kept, and the inputs of what is trained.
+        """
+        past = [1 - mu for mu in self._mixes()]
+        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
+        r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
+        hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
+        mixed, after = checkpoint(self._between, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
+                                  preserve_rng_state=False, determinism_check="none")
+        return self.output(mixed), after, v if v_first is None else v_first
+
+    def _between(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor, v_first: Tensor | None,
+                 *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The input of O, and the operator's state, from the other products."""
+        of_v = "" if v_first is None else "v"
+        biases = [getattr(self, f"{name}0") for name in f"wa{of_v}"]
+        second = [getattr(self, f"{name}2") for name in f"wag{of_v}"]
+        # products in int8 are float32 under autocast too, and then so is everything here
+        with torch.autocast(k.device.type, enabled=False):
+            hidden = tuple(part.to(k.dtype) for part in hidden)
+            gates = rwkv7_fused.gates(k, v, v_first, hidden, self.N, (self.k_k, self.k_a, *biases), tuple(second))
+            y, after = self._wkv(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before, packing)
+            mixed = rwkv7_fused.gated(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias)
+        return mixed, after
 
     def _initial(self, B: int) -> Tensor | None:
         """The operator's state before the first token, for B rows; None for zeros."""
@@ -279,8 +342,76 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.value):
             (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
             relu = torch.relu(self.key(mixed))
-            return self.value(relu * relu), fused.last(x)
+            return fused.of_square(self.value, relu), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
+
+
+class Carry(NamedTuple):
+    """What a block hands on to the next beside x: v_first (B,T,C), None before layer 0; and for DeepEmbed the tokens (B,T) and
+    ln0(emb[token]) (B,T,C), both None in a model without."""
+
+    v_first: Tensor | None = None
+    tokens: Tensor | None = None
+    embedded: Tensor | None = None
+
+
+def first_carry(tokens: Tensor) -> Carry:
+    """What the first block of a model with DeepEmbed is handed."""
+    return Carry(tokens=tokens)
+
+
+class DeepEmbedChannelMix(ChannelMix):
+    """ChannelMix with DeepEmbed, of R = deep_embed_dim: it needs the tokens, and their embeddings until merge()."""
+
+    def __init__(self, n_embd: int, n_ffn: int, vocab_size: int, R: int) -> None:
+        super().__init__(n_embd, n_ffn)
+        self.R = R
+        self.s_emb = nn.Embedding(vocab_size, R * R)
+        self.s_emb_x: nn.Linear | None = nn.Linear(n_embd, R * R, bias=False)
+        self.s1 = nn.Parameter(torch.zeros(n_embd, R))
+        self.s2 = nn.Parameter(torch.zeros(R, n_ffn))
+        self.s0 = nn.Parameter(torch.ones(1, 1, n_ffn))
+
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None,
+                carry: Carry = Carry()) -> tuple[Tensor, Tensor]:        # noqa: B008  it cannot be changed
+        (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
+        relu = torch.relu(self.key(mixed))
+        inner = (x @ self.s1).unsqueeze(-2) @ self._matrices(x, carry)           # (B,T,1,R)
+        return self.value(relu * relu * (inner.squeeze(-2) @ self.s2 + self.s0)), fused.last(x)
+
+    def _matrices(self, x: Tensor, carry: Carry) -> Tensor:
+        """E (B,T,R,R)."""
+        rows = self.s_emb(carry.tokens).to(x.dtype)
+        if self.s_emb_x is not None:
+            rows = rows + self.s_emb_x(carry.embedded)
+        return rows.unflatten(-1, (self.R, self.R))
+
+    @torch.no_grad()
+    def merge(self, embedding: Tensor, norm: nn.LayerNorm) -> None:
+        """Adds s_emb_x ln0(emb[token]) to each row of s_emb, computed in float32, and drops s_emb_x."""
+        assert self.s_emb_x is not None
+        merged = torch.empty_like(self.s_emb.weight)
+        weight, bias, matrix = norm.weight.float(), norm.bias.float(), self.s_emb_x.weight.float()
+        for start in range(0, len(merged), MERGED_ROWS):
+            rows = slice(start, start + MERGED_ROWS)
+            normal = layer_norm(embedding[rows].float(), norm.normalized_shape, weight, bias, norm.eps)
+            merged[rows] = linear(normal, matrix).add_(self.s_emb.weight[rows])
+        self.s_emb.weight = nn.Parameter(merged, requires_grad=self.s_emb.weight.requires_grad)
+        self.s_emb_x = None
+
+
+def add_deep_embed(model: Any) -> None:
+    """Gives each block of a new model its table, which has a row for each token."""
+    C, _, _, F, _ = sizes(model.config)
+    for block in model.blocks:
+        block.ffn = DeepEmbedChannelMix(C, F, model.vocab_size, model.config.deep_embed_dim)
+
+
+def merge(model: Any) -> None:
+    """Merges the embedding into every layer's s_emb, where that is still to be done."""
+    for block in model.blocks:
+        if block.ffn.s_emb_x is not None:
+            block.ffn.merge(model.emb.weight, model.blocks[0].ln0)
 
 
 class Block(nn.Module):
@@ -297,17 +428,22 @@ class Block(nn.Module):
         self.att = TimeMix(config, layer, wkv)
         self.ffn = ChannelMix(C, F)
 
-    def forward(self, x: Tensor, before: State | None, carry: Tensor | None = None,
-                packing: Packing | None = None) -> tuple[Tensor, State | None, Tensor]:
-        """(x (B,T,C), this layer's state before x, None for the empty one, v_first) -> (x, the state after x, v_first).
+    def forward(self, x: Tensor, before: State | None, carry: Carry | None = None,
+                packing: Packing | None = None) -> tuple[Tensor, State | None, Carry]:
+        """(x (B,T,C), this layer's state before x, None for the empty one, carry) -> (x, the state after x, carry).
 
         packing: of rows of several texts, each from the empty state; None is the state after them.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
-        mixed, att_x, wkv, carry = self.att(self.ln1(x), att_x, wkv, carry, packing)
+        carry = carry or Carry()
+        if self.first and carry.tokens is not None:
+            carry = carry._replace(embedded=x)
+        mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, carry.v_first, packing)
+        carry = carry._replace(v_first=v_first)
         x = x + mixed
-        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing)
+        deep = () if carry.tokens is None else (carry,)
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, *deep)
         return x + mixed, None if wkv is None else State(att_x, wkv, ffn_x), carry
 
 
@@ -357,3 +493,15 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
     ffn.x_k.copy_(1 - (torch.arange(C) / C) ** ((1 - layer / L) ** 4))
     nn.init.orthogonal_(ffn.key.weight)
     nn.init.zeros_(ffn.value.weight)
+    if isinstance(ffn, DeepEmbedChannelMix):
+        _init_deep_embed(ffn)
+
+
+def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
+    """Ours: the model begins as one without DeepEmbed, and s_emb and s_emb_x learn from the first step on."""
+    assert ffn.s_emb_x is not None
+    nn.init.zeros_(ffn.s_emb.weight)
+    nn.init.zeros_(ffn.s_emb_x.weight)
+    nn.init.orthogonal_(ffn.s1)
+    nn.init.orthogonal_(ffn.s2, gain=0.1)
+    nn.init.ones_(ffn.s0)

@@ -1,7 +1,7 @@
 """Talks with a checkpoint in the terminal.
 
   python chat.py                                        the latest run
-  python chat.py checkpoint=rwkv7-g1-0.4b.pth tokenizer=world dtype=int8
+  python chat.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
   python chat.py checkpoint=FILE state=state.safetensors think=true
   python chat.py < turns.txt                            a turn on each line
 
@@ -12,12 +12,16 @@ Commands:
   /retry              answers again
   /stats              tokens and times of the last answer
   /save FILE, /load FILE                 the conversation, as a line of JSON
+  /think HOW          true, false or fake: how answers begin from now on; alone
+                      it changes between true and false
   /set NAME=VALUE     max_new_tokens, think, seed, sampling (a preset), or an
                       option of sampling, as on the command line
   /quit               ends; so does Ctrl-D
 
 Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
-line. The state is carried: each turn reads its new words alone.
+line. The state is carried: each turn reads its new words alone. The template and
+the kind of file decide how the model is spoken to; a line says which they are.
+Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
 """
 
 import json
@@ -29,8 +33,10 @@ from typing import Any
 
 import yaml
 
+from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
+from rwkv.chat.thoughts import Think, ThoughtParser, think_of
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
@@ -42,6 +48,7 @@ SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # o
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
+    _say(f"loading {config.checkpoint}")
     talk = _open(config)
     session = Terminal(talk)
     typed, failed = sys.stdin.isatty(), False
@@ -60,25 +67,27 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.states import load_context
-    from rwkv.model.decoding.program import decoding_line
-    from rwkv.pretrained import open_checkpoint, template_of
+    from rwkv.model.decoding.c_step import decoding_line
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line
 
     sampling = Sampling.of(config)
     opened = open_checkpoint(config)
-    template = chat_template(template_of(opened.checkpoint, config.template))
-    if end := opened.tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
+    choice = template_choice(opened.checkpoint, config.template)
+    template = chat_template(choice.template)
+    think = think_of(config.think)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
-    template.answer_start(config.think)          # refused before the model is loaded
-    print(f"chat template: {template.name}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
+    template.answer_start(think)          # refused before the model is loaded
+    print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
     print(f"sampling {config.sampling}: {sampling}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
-    talk = Chat(model, opened.tokenizer, template, sampling, config.max_new_tokens, config.seed, config.think, context)
+    talk = Chat(model, opened.tokenizer, template, sampling, config.max_new_tokens, config.seed, think, context)
     if config.system:
         talk.reset(config.system)
     return talk
@@ -91,8 +100,8 @@ class Terminal:
         self.talk = talk
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self._system,
-            "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "set": self._set,
-            "stats": self._stats}
+            "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
+            "set": self._set, "stats": self._stats}
 
     def turn(self, text: str) -> bool:
         """A command or a turn of the user. A mistake is one sentence on standard error, and False comes back."""
@@ -118,16 +127,20 @@ class Terminal:
         from rwkv.io.signals import StopRequest
 
         with StopRequest((signal.SIGINT,), every_signal=True) as stop:
-            prompted = self.talk.template.answer_start(self.talk.think)
-            print(prompted, end="", flush=True)
-            begun = bool(prompted)
+            answer = _Answer(self.talk.template, self.talk.think)
             for piece in pieces:
-                print(piece if begun else piece.lstrip(), end="", flush=True)
-                begun = begun or bool(piece.strip())
+                answer.show(piece)
                 if stop.requested:
                     break
             pieces.close()               # type: ignore[attr-defined]
+            answer.show("", last=True)
         print(flush=True)
+        if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
+            _say(f"the thoughts were cut by max_new_tokens={self.talk.max_new_tokens}: /set max_new_tokens=NUMBER")
+
+    def _think(self, text: str) -> None:
+        self._set(f"think={text or str(self.talk.think is not True).lower()}")
+        _say(f"think={str(self.talk.think).lower()}")
 
     def _system(self, text: str) -> None:
         self.talk.reset(text)
@@ -136,7 +149,7 @@ class Terminal:
         if not path:
             raise UserError("/save needs the name of a file")
         try:
-            with Path(path).open("w", encoding="utf-8") as file:
+            with Path(from_home(path)).open("w", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
@@ -144,6 +157,7 @@ class Terminal:
     def _load(self, path: str) -> None:
         from rwkv.io.json_lines import parse
 
+        path = from_home(path)
         if not Path(path).is_file():
             raise UserError(f"no conversation at {path or 'no name'}: /load needs the name of a file that /save wrote")
         try:
@@ -162,13 +176,15 @@ class Terminal:
             _say(f"sampling {value}: {self.talk.sampling}")
         elif name in OF_SAMPLING:
             self.talk.sampling = replace(self.talk.sampling, **{name: _of_sampling(name, value)})
+        elif name == "think":
+            think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # which checks it, as below
+            self.talk.template.answer_start(think)
+            self.talk.think = think
         else:
             number = _from_yaml(name, value)
             if type(number) is not type(getattr(self.talk, name)):
-                raise UserError(f"{name} is {'true or false' if name == 'think' else 'a whole number'}; got {value!r}")
-            ChatConfig(**{name: number})                 # which checks its range
-            if name == "think":
-                self.talk.template.answer_start(number)
+                raise UserError(f"{name} is a whole number; got {value!r}")
+            ChatConfig(**{name: number})
             setattr(self.talk, name, number)
 
     def _stats(self, _: str) -> None:
@@ -176,6 +192,29 @@ class Terminal:
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
         _say(f"read {stats.read} tokens; first token after {stats.first_s:.2f} s; wrote {stats.written} tokens, "
              f"{rate:.0f} a second")
+
+
+class _Answer:
+    """Shows an answer as it comes. in_thoughts: so far there are thoughts alone."""
+
+    def __init__(self, template: Any, think: Think) -> None:
+        self._parser = ThoughtParser(template.answer_start(think), template.thinks)
+        dim, normal = "\033[2m", "\033[0m"
+        terminal = sys.stdout.isatty()
+        self._marks = (dim, f"{normal}\n") if terminal else ("<think>\n", "\n</think>\n")
+        self._cut = normal if terminal else ""           # after thoughts that have no end
+        self.in_thoughts = False
+
+    def show(self, piece: str, last: bool = False) -> None:
+        thoughts, text = self._parser.push(piece, last)
+        before = self._marks[0] if thoughts and not self.in_thoughts else ""
+        self.in_thoughts = self.in_thoughts or bool(thoughts)
+        after = self._marks[1] if self.in_thoughts and text else ""
+        if text:
+            self.in_thoughts = False
+        if last and self.in_thoughts:
+            after = self._cut if self._parser.thinking else self._marks[1].rstrip("\n")
+        print(f"{before}{thoughts}{after}{text}", end="", flush=True)
 
 
 def _of_sampling(name: str, text: str) -> Any:

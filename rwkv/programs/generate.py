@@ -28,7 +28,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     model, tokenizer, prompts, context = _open(config)
 
     from rwkv.generation.output import run_generation
-    from rwkv.model.decoding.program import decoding_line
+    from rwkv.model.decoding.c_step import decoding_line
 
     files = config.out or config.save_state
     output = unread(sys.stdout) if files else sys.stdout         # the files are to be whole, whoever reads
@@ -57,10 +57,10 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     check_config(config)
     prompts = prompts_from(config)
     opened = open_checkpoint(config)
-    if end := opened.tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context

@@ -1,7 +1,7 @@
 """Serves a checkpoint over HTTP, with OpenAI's interface, to many clients at once.
 
   python serve.py                                       the latest run
-  python serve.py checkpoint=FILE.pth tokenizer=world dtype=int8 port=8080
+  python serve.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
   python serve.py checkpoint=DIRECTORY api_key=KEY host=0.0.0.0
 
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
@@ -13,18 +13,22 @@ may have tools and tool_choice. A call that the model writes, {"name": ...,
 tool_calls. A tool_choice of required or of one function begins the answer with
 a call; the arguments are not held to a schema.
 
+Thoughts come back as reasoning_content beside content. chat_template_kwargs with
+think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
+low, medium, high) say how an answer begins.
+
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
-import sys
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
+from rwkv.serving.log import say
 
 if TYPE_CHECKING:
     from rwkv.serving.worker import Loaded
@@ -33,11 +37,10 @@ MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
+    say("loading", config.checkpoint)
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        if sys.platform == "win32":
-            raise UserError("serving needs uvloop, which Windows lacks: serve from Linux, as in WSL, or from macOS") from None
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     server.serve(config, load)
 
@@ -48,30 +51,30 @@ def load(config: ServeConfig) -> "Loaded":
 
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.decoding.program import decodes_by_program, decoding_line, matrix_copies, program_of
-    from rwkv.pretrained import BITS, open_checkpoint, template_of
+    from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
+    from rwkv.pretrained import BITS, open_checkpoint, template_choice, template_line
     from rwkv.serving.worker import Loaded
 
     opened = open_checkpoint(config)
-    template = template_of(opened.checkpoint, config.template)
-    chat_template(template)              # refused before the model is loaded
+    choice = template_choice(opened.checkpoint, config.template)
+    chat_template(choice.template)       # refused before the model is loaded
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
-    program = program_of(model) if decodes_by_program(model) else None
-    copies = matrix_copies(model, program) if program else None
-    weights += sum(copy.nbytes for copy in copies or ())
-    decoding, end = decoding_line(model), opened.tokenizer.end_line()
+    if why_not(model) is None:
+        weights += sum(tensor.nbytes for tensor in step_of(model).own)
+    decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *([("WARNING", opened.slow)] if opened.slow else []),
+            *opened.notes,
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
-            *([("texts", f"end with {end}")] if end else []),
+            ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes")]
-    return Loaded(model, opened.tokenizer, template, plan)
+    return Loaded(model, opened.tokenizer, choice.template, plan)
 
 
 def main() -> None:

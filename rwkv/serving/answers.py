@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rwkv.chat.calls import CallParser
+from rwkv.chat.thoughts import ThoughtParser
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.logprobs import UNKNOWN, ShownTokens
 from rwkv.serving.messages import Event
@@ -29,6 +30,7 @@ class Shape:
 
     n: texts of each prompt, one after the other. tokenizer: for the places of tokens in a text. functions: those that the
     answer may call. call_start: the beginning of a call that the model was given. most_calls: those that an answer shows.
+    thinks: answers may begin with thoughts, of which `before` is the beginning.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -42,6 +44,7 @@ class Shape:
     functions: Sequence[str] = ()
     call_start: str = ""
     most_calls: int | None = None
+    thinks: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -137,9 +140,10 @@ class _Text:
 
     def __init__(self, shape: Shape, number: int, prompt: Sequence[int]) -> None:
         self._shape, self._number, self._prompt = shape, number, prompt
-        self._content, self._logprobs = shape.before[number], list[dict[str, Any]]()
-        self._strip = shape.chat and not shape.before[number]       # a template's space before the answer
-        self._skipped, self._written = 0, 0      # characters of that space, and of all that came
+        self._content, self._logprobs = "" if shape.chat else shape.before[number], list[dict[str, Any]]()
+        self._thoughts = ""
+        self._answer = ThoughtParser(shape.before[number], shape.thinks) if shape.chat else None
+        self._written = 0                # characters
         self._tokens = ShownTokens(shape.tokenizer.decoder(prompt)) if shape.logprobs else None
         self._parser = CallParser(shape.functions, shape.call_start, shape.most_calls) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
@@ -148,7 +152,8 @@ class _Text:
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        text, calls, logprobs = self._parsed(event)
+        thoughts, text, calls, logprobs = self._parsed(event)
+        self._thoughts += thoughts
         self._content += text
         self._calls += calls
         self._logprobs += logprobs
@@ -160,6 +165,8 @@ class _Text:
         logprobs = self._logprobs_of(self._logprobs)
         if self._shape.chat:
             message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
+            if self._thoughts:
+                message |= {"reasoning_content": self._thoughts}
             if self._calls:
                 message |= {"content": self._content or None, "tool_calls": self._calls}
             return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -180,8 +187,10 @@ class _Text:
             self.add(event)
             return [self._choice(self._content, self._logprobs_of(self._logprobs), self._reason(event))] if finished else []
         before = self._parser.found if self._parser else 0
-        text, calls, logprobs = self._parsed(event)
+        thoughts, text, calls, logprobs = self._parsed(event)
         found = []
+        if thoughts:
+            found.append(self._choice({"reasoning_content": thoughts}, None, None))
         if text or logprobs:
             found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(logprobs), None))
         if calls:
@@ -192,15 +201,22 @@ class _Text:
             found.append(self._choice({} if self._shape.chat else "", None, self._reason(event)))
         return found
 
-    def _parsed(self, event: Event) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-        """What is new of the text as it is shown, of the calls, and of the log-probabilities of that text."""
-        text, calls = self._shown(event.text), list[dict[str, Any]]()
-        spans, decided = [(self._written - len(text), self._written)], self._written
+    def _parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
+        """What is new of the thoughts, of the text as it is shown, of the calls, and of that text's log-probabilities."""
+        last = event.finish_reason is not None
+        self._written += len(event.text)
+        thoughts, text, calls = "", event.text, list[dict[str, Any]]()
+        place = 0                        # of the text after the thoughts
+        decided = self._written
+        if self._answer:
+            thoughts, text = self._answer.push(event.text, last)
+            place, decided = self._answer.text_place, self._answer.decided
+        spans = [(self._written - len(text), self._written)]
         if self._parser:
-            text, calls = self._parser.push(text, event.finish_reason is not None)
-            spans = [(start + self._skipped, end + self._skipped) for start, end in self._parser.spans]
-            decided = self._parser.decided + self._skipped
-        return text, calls, self._logprobs_within(event, spans, decided)
+            text, calls = self._parser.push(text, last)
+            spans = [(start + place, end + place) for start, end in self._parser.spans]
+            decided = min(decided, self._parser.decided + place)
+        return thoughts, text, calls, self._logprobs_within(event, spans, decided)
 
     def _logprobs_within(self, event: Event, spans: list[tuple[int, int]], decided: int) -> list[dict[str, Any]]:
         if self._tokens is None:
@@ -218,14 +234,6 @@ class _Text:
     def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,
                 "finish_reason": reason}
-
-    def _shown(self, text: str) -> str:
-        self._written += len(text)
-        if self._strip:
-            text = text.lstrip()
-            self._strip = not text
-            self._skipped = self._written - len(text)
-        return text
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self._shape.logprobs:

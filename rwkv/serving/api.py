@@ -21,7 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.rendered import encode
-from rwkv.chat.templates import THINK, ChatTemplate
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import START as START_OF_THOUGHTS
+from rwkv.chat.thoughts import begun_by, end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
@@ -39,6 +41,7 @@ from rwkv.serving.schema import (
     CompletionRequest,
     DetokenizeRequest,
     Options,
+    Thinking,
     TokenizeRequest,
     Tool,
     read,
@@ -203,12 +206,14 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-    answer_start = _answer_start(service, body)
     tools, call_start = _tools(service, body)
-    think = body.think
-    if call_start:                       # which stands where thoughts would begin
-        think, answer_start = False, service.template.answer_start(False)
-    prompt = service.template.render(body.messages, tools=tools, think=think) + call_start
+    thinking = _thinking(service, body, bool(call_start))
+    answer_start = service.template.answer_start(thinking.think)
+    prompt = service.template.render(body.messages, tools=tools, think=thinking.think, effort=thinking.effort)
+    if call_start and answer_start:      # thoughts, which end before the call
+        end = end_of(answer_start)
+        prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
+    prompt += call_start
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
@@ -217,22 +222,31 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     stops, n = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
-    grammar = _grammar(service, body, bool(tools), call_start, prompt)
+    begun = answer_start or begun_by(prompt)
+    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
-                  most_calls=1 if one_call else None)
+                  most_calls=1 if one_call else None, thinks=service.template.thinks)
     return texts, shape, body
 
 
-def _answer_start(service: Service, body: ChatRequest) -> str:
+def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
+    """How the answer is to begin. calls: with a call, before which there are no thoughts.
+
+    Raises ApiError where the template cannot ask for that; a wish that it has no form for is left out.
+    """
+    thinking = body.thinking(service.template.thinks)
     try:
-        return service.template.answer_start(body.think)
-    except UserError:
-        field = "enable_thinking" if body.enable_thinking else "chat_template_kwargs.enable_thinking"
-        raise ApiError(400, f"{field} is false with the chat template {service.template.name}: it has no thoughts",
-                       field) from None
+        service.template.answer_start(thinking.think)
+        if calls and thinking.think is True:
+            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+    except UserError as error:
+        if thinking.wish:
+            return thinking._replace(think=False)
+        raise ApiError(400, f"{thinking.field}: {str(error).partition(': ')[2]}", thinking.field) from None
+    return thinking
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
@@ -274,28 +288,32 @@ def _for_template(tool: Tool) -> dict[str, Any]:
     return shown
 
 
-def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, prompt: str) -> Grammar | None:
-    """What the answer to this prompt may be, None for any text. tools: whether it may call some. call_start: as of _tools.
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
+    """What the answer may be, None for any text. tools: whether it may call some. call_start: as of _tools. begun: the thoughts
+    that the prompt has begun. think: whether the answer may begin with thoughts.
 
     Raises ApiError where the form of a call is not known.
     """
-    template, answer = service.template, body.answer_grammar()
-    form = template.call_start
+    answer = body.answer_grammar()
     if tools and (call_start or answer):
-        if form is None:
-            raise ApiError(400, f"response_format and grammar do not go with tools and the chat template {template.name}, of "
-                                "which it is not known how a call begins: send tool_choice=none", "tools")
+        if service.template.call_start is None:
+            raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
+                                f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
+                           "tools")
+        form = service.template.call_start[0].lstrip(), service.template.call_start[1]
         functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
                      for i, function in enumerate(tool.function for tool in body.tools or ())]
+        calls = Grammar.calls(form, functions, _closing(form[0]), call_start.lstrip())
         if call_start:
-            return Grammar.calls(form, functions, _closing(call_start), call_start)
-        calls = Grammar.calls((form[0].lstrip(), form[1]), functions, _closing(form[0]))
+            return calls
         answer = answer.or_else(calls) if answer else None
     if answer is None:
         return None
-    if prompt.rstrip().endswith((THINK, f"{THINK}>")):
+    if "</think" in begun:               # an empty thought, whose end may lack its last character
+        return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if begun:
         return answer.after_thoughts()
-    return answer.after_thoughts(THINK) if body.think else answer.after_space()
+    return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
 
 
 def _closing(call_start: str) -> str:

@@ -8,10 +8,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from itertools import combinations
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from rwkv.chat.thoughts import Think, think_of
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
 from rwkv.serving.errors import ApiError
@@ -24,6 +26,9 @@ MOST_TOOLS = 128                         # of one request
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 Body = TypeVar("Body")
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,8 +149,14 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
 
 
+OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}          # the other efforts ask for thoughts
+HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
+    think: bool | Literal["true", "false", "fake"] | None = None         # as think= of chat.py
+    reasoning_effort: Effort | None = None       # vLLM's clients have it here, too
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -169,6 +180,15 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     function: FunctionName
 
 
+class Thinking(NamedTuple):
+    """think, effort: as of ChatTemplate.render. field: what asked for it, "" for nothing. wish: that is an effort alone."""
+
+    think: Think
+    effort: str | None
+    field: str
+    wish: bool
+
+
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     most_stops: ClassVar[int] = 4
 
@@ -181,9 +201,9 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients have it here, others in chat_template_kwargs
+    reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Any = None         # ignored, as the next two: wishes about style and speed
-    verbosity: Any = None
+    verbosity: Any = None                # ignored, as the next: wishes about style and speed
     prediction: Any = None
     functions: None = None               # not supported, as those below
     function_call: None = None
@@ -191,11 +211,25 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     web_search_options: None = None
     moderation: None = None
 
-    @property
-    def think(self) -> bool:
-        if self.enable_thinking is not None:
-            return self.enable_thinking
-        return bool(self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking)
+    def thinking(self, thinks: bool) -> Thinking:
+        """How the answer is to begin. thinks: whether the template has thoughts; an effort is without effect where it has none.
+
+        Raises ApiError where fields contradict each other.
+        """
+        kwargs = self.chat_template_kwargs or TemplateOptions()
+        switches = {"chat_template_kwargs.think": None if kwargs.think is None else think_of(str(kwargs.think).lower()),
+                    "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking}
+        efforts = {"reasoning_effort": self.reasoning_effort, "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}
+        asked: dict[str, Think] = {field: think for field, think in switches.items() if think is not None}
+        by_effort, effort = next(((field, effort) for field, effort in efforts.items() if effort and thinks), ("", None))
+        if effort:
+            asked[by_effort] = OF_EFFORT.get(effort, True)
+        for one, other in combinations(asked, 2):
+            if {asked[one], asked[other]} == {True, False}:
+                raise ApiError(400, f"{one} and {other} contradict each other: one asks for thoughts, the other for none; send "
+                                    "one of them", other)
+        field = next(iter(asked), "")
+        return Thinking(asked.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):

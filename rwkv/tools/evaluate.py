@@ -3,13 +3,14 @@
   python -m rwkv.tools.evaluate data.path=FILE.txt
   python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
-  python -m rwkv.tools.evaluate data.path=TALKS.jsonl data.template=world
+  python -m rwkv.tools.evaluate data.path=TALKS.jsonl
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
-of each, as in LAMBADA. With data.template=, lines of conversations as for
-data=chat of train.py: loss and perplexity of the answers alone. Any other file:
-loss in nats per token, perplexity per token and bits per byte of its text, with
-the state carried along. Where the tokenizer loses more than 1 % of the text,
+of each, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
+loss and perplexity of the answers alone, by the checkpoint's chat template
+unless data.template= names another. Any other file: loss in nats per token,
+perplexity per token and bits per byte of its text, with the state carried
+along. Where the tokenizer loses more than 1 % of the text,
 numbers per byte and per word are null. The last line of standard output is the
 result as JSON, which out=FILE gets too. Texts and paths are taken verbatim:
 commas, quotes and equals signs need no escaping.
@@ -26,7 +27,8 @@ from typing import Any
 from tqdm import tqdm
 
 from rwkv import cli
-from rwkv.chat.templates import ChatTemplate, chat_template
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.templates import chat_template
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import (
@@ -34,6 +36,7 @@ from rwkv.evaluation import (
     TextScore,
     WordScore,
     count_tokens,
+    holds_answers,
     read_answers,
     read_last_words,
     score_answers,
@@ -42,7 +45,7 @@ from rwkv.evaluation import (
 )
 from rwkv.io.output_file import require_writable
 from rwkv.model.base import Model
-from rwkv.pretrained import open_checkpoint
+from rwkv.pretrained import open_checkpoint, template_choice, template_line
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -51,15 +54,21 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
-    if end := tokenizer.end_line():
-        print(f"texts end with {end}", file=sys.stderr)
     if opened.slow:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
+    for word, note in opened.notes:
+        print(f"{word}: {note}", file=sys.stderr)
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
-    if config.data.template:
-        template = chat_template(config.data.template)
-        score = evaluate_answers(path, tokenizer, template, config.batch_size, config.chunk_len, opened.model)
+    if config.data.template or holds_answers(path):
+        choice = template_choice(opened.checkpoint, config.data.template)
+        template = chat_template(choice.template)
+
+        def load() -> Model:
+            print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
+            return opened.model()
+
+        score = evaluate_answers(path, tokenizer, template, config.batch_size, config.chunk_len, load)
     elif path.suffix == ".jsonl":
         score = evaluate_last_words(path, tokenizer, start, config.batch_size, config.chunk_len, opened.model)
     else:

@@ -7,9 +7,10 @@ Options of the command line that contradict the checkpoint are refused; those of
 from collections.abc import Collection
 from dataclasses import replace
 
-from rwkv.chat.templates import default_template
-from rwkv.checkpoint.files import Checkpoint, read_checkpoint, require_tokenizer
+from rwkv.chat.names import choose_template
+from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint, require_tokenizer
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
+from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
@@ -28,7 +29,7 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     checkpoint = read_checkpoint(str(config.init_from))
     model = replace(checkpoint.config, ctx_len=config.model.ctx_len)
     _require_sizes(config.model, model, given, checkpoint)
-    template = config.data.template or default_template(config.init_from)
+    template = choose_template(config.data.template, str(config.init_from), checkpoint.run).template
     data = replace(config.data, template=template) if config.data.name == "chat" else config.data
     config = replace(config, model=model, data=data)
     if config.tune.method != "full":     # the run's checkpoints name the file, from whatever folder they are read
@@ -63,6 +64,10 @@ def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint)
     if checkpoint.tokenizer is not None and "data.tokenizer" not in given:
         tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, data.end_of_text, "data.end_of_text")
         name = "the tokenizer in the file"
+    elif "data.tokenizer" not in given and (assumed := assumed_tokenizer(checkpoint)):
+        tokenizer = Tokenizer.named(assumed, "data.tokenizer", end_of_text=data.end_of_text)
+        name = f"data.tokenizer={assumed}"
+        log(f"tokenizer  {assumed}: {checkpoint.path} carries none, and its vocabulary is as large as that of the World models")
     elif data.tokenizer in MADE_FROM_DATA:
         remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "

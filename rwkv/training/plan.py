@@ -13,6 +13,7 @@ import torch
 from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
+from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
@@ -93,6 +94,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "streams", documents.describe(config, data)
     elif data.conversations:
         yield "rows", _rows(config, data).describe()
+    if data.conversations:
+        yield "chat", f"template {_template(run)}"
     yield "model", (f"{generation(config.model).NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
@@ -102,6 +105,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
                          f"{config.tune.base}")
     if run.tuning_defaults:
         yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
+    for line in run.saved_memory:
+        yield "memory", line
     yield "blocks", _blocks(config, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
@@ -120,13 +125,23 @@ def _orthogonal(name: str, device: torch.device) -> str:
     return f"{name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
 
 
+def _template(run: Run) -> str:
+    """The chat template of the conversations, and what it was chosen by."""
+    given, base = run.config.data.template, run.init_checkpoint
+    choice = Choice("world", "that of a new model")
+    if base is not None:
+        choice = choose_template(None, str(run.config.init_from), base.run)
+    return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
+
+
 def _blocks(config: TrainConfig, conversations: bool) -> str:
     """Which of its forms a block trains in; fused.can_fuse chooses it."""
-    plain = {f"tune={config.tune.method} freezes weights": config.tune.method != "full",
-             "rows of conversations are read text by text": conversations,
-             "trainer.compile=true fuses them": config.trainer.compile}
-    why = next((reason for reason, holds in plain.items() if holds), None)
-    return "fused, with gradients of their own" if why is None else f"plain formulas: {why}"
+    if config.trainer.compile:
+        return "plain formulas: trainer.compile=true fuses them"
+    reasons = {f"tune={config.tune.method} freezes weights": config.tune.method != "full",
+               "rows of conversations are read text by text": conversations}
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    return "fused, with gradients of their own" + ("" if why is None else f", and what is between the products twice: {why}")
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

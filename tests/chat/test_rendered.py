@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
+from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.rendered import encode, for_tokenizer, marked, shown, without_marks
-from rwkv.chat.templates import ChatTemplate, JinjaTemplate, chat_template
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.lost import LossCounter
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer

@@ -8,16 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rwkv.chat.jinja import JinjaTemplate
+from rwkv.chat.messages import check_messages, is_learnt
 from rwkv.chat.rendered import encode
-from rwkv.chat.templates import (
-    END,
-    ChatTemplate,
-    JinjaTemplate,
-    chat_template,
-    check_messages,
-    default_template,
-    is_learnt,
-)
+from rwkv.chat.template import END, ChatTemplate
+from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -342,13 +337,6 @@ def test_thoughts_are_of_g1_alone() -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(UserError, match="world, g1 or a jinja2 file; there is no file chatgpt"):
+    with pytest.raises(UserError, match="world, g1, flower or a jinja2 file; there is no file chatgpt"):
         chat_template("chatgpt")
 
-
-@pytest.mark.parametrize(("name", "template"), [
-    ("models/rwkv7-g1b-1.5b-20251202-ctx8192.pth", "g1"), ("RWKV7-G1a3-0.4B.pth", "g1"), ("rwkv7-g0a.safetensors", "g1"),
-    ("RWKV-x070-World-0.1B-v2.8.pth", "world"), ("runs/g1/last.ckpt", "world"), ("big1.pth", "world"),
-])
-def test_the_default_goes_by_the_name(name: str, template: str) -> None:
-    assert default_template(name, None) == template

@@ -14,7 +14,7 @@ from numpy_rwkv7 import NumpyRWKV7
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError
 from rwkv.model.rwkv7 import UNUSED
-from rwkv.pretrained import RWKV
+from rwkv.pretrained import RWKV, second_rounding
 
 WRITTEN = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 WIDTH = 256                              # of a block of the k-quants
@@ -144,3 +144,19 @@ def test_what_a_block_cannot_hold_is_refused(tmp_path: Path, dtype: str) -> None
     with pytest.raises(CheckpointError, match=r"^[^\n]*channel_mix_key[^\n]*1e\+07[^\n]*$"):
         model.save_pretrained(tmp_path / "model.gguf", dtype=dtype)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "dtype", "least", "most"), [("Q4_K", "int4", 0.003, 0.1), ("Q6_K", "int4", 0.03, 0.1),
+                                                             ("Q4_K", "int8", 0.003, 0.01)])
+def test_the_error_of_a_second_rounding_is_measured_and_said(plain: Path, tmp_path: Path, kind: str, dtype: str, least: float,
+                                                             most: float) -> None:
+    file = rewritten(plain, tmp_path / "model.gguf", kind)
+    (line,) = second_rounding(read_checkpoint(file), dtype)
+    assert kind in line
+    assert dtype in line
+    assert least < float(line.split()[-1].rstrip("%")) / 100 < most
+
+
+def test_files_in_numbers_are_rounded_once(plain: Path, tmp_path: Path) -> None:
+    assert second_rounding(read_checkpoint(plain), "int4") == []
+    assert second_rounding(read_checkpoint(rewritten(plain, tmp_path / "model.gguf", "Q4_K")), "bfloat16") == []

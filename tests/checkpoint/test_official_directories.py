@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError, UserError
-from rwkv.pretrained import RWKV, template_of
+from rwkv.pretrained import RWKV, stated_sampling, template_of
 from rwkv.tokenizer import world_json
 from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
 from rwkv.tools import convert
@@ -136,7 +136,7 @@ def test_an_earlier_branchs_keys_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "said"), [
-    ({"use_deep_embed": True}, "DeepEmbed"), ({"embedding_layer_norm_fused": True}, "ln0"),
+    ({"use_deep_embed": True}, "RWKV-8"), ({"embedding_layer_norm_fused": True}, "ln0"),
     ({"attn": {"layers": [1]}}, "attention"), ({"attention_hidden_size": 512}, "attention_hidden_size"),
     ({"head_dim": 32}, "head_size"), ({"norm_eps": 1e-3}, "norm_eps"), ({"group_norm_epsilon": "x"}, "group_norm_epsilon"),
     ({"decay_low_rank_dim": 7}, "decay_low_rank_dim")])
@@ -145,10 +145,10 @@ def test_what_is_not_supported_is_named(tmp_path: Path, config: dict[str, Any], 
     refuses(tmp_path / "model", "model", said)
 
 
-def test_deep_embeddings_in_a_directory_are_named(tmp_path: Path) -> None:
+def test_a_part_of_deep_embeddings_in_a_directory_is_refused(tmp_path: Path) -> None:
     tensors = theirs(tmp_path / "model", model_of())
     save_file(tensors | {"rwkv7.blocks.0.ffn.s_emb.weight": torch.zeros(3, 4)}, tmp_path / "model" / "model.safetensors")
-    refuses(tmp_path / "model", "RWKV-7a (DeepEmbed)", "s_emb")
+    refuses(tmp_path / "model", "s1")
 
 
 def test_rwkv7_hfs_directory_is_read(tmp_path: Path) -> None:
@@ -246,3 +246,12 @@ def test_the_directorys_chat_template_is_the_default(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert template_of(read_checkpoint(folder)) == str(folder / "chat_template.jinja")
     assert template_of(read_checkpoint(folder), "world") == "world"
+
+
+def test_the_directorys_options_of_sampling_are_said(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(read_checkpoint(saved(tmp_path)), folder, form="official")
+    assert stated_sampling(read_checkpoint(folder)) == []
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.8, "top_p": 0.5}))
+    (line,) = stated_sampling(read_checkpoint(folder))
+    assert "temperature=0.8 top_p=0.5" in line

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
+from gguf_files import in_parts
 from models import small_model, tokens
 from safetensors.torch import save_file
 from tokenizer_files import chatml
@@ -112,7 +113,6 @@ def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
 
 
 @pytest.mark.parametrize(("version", "name"), [
-    ("RWKV-7a (DeepEmbed)", "blocks.1.ffn.s_emb.weight"), ("RWKV-7a", "blocks.1.ffn.s1"),
     ("RWKV-7b (DEA)", "blocks.0.qkv.k_emb.weight"),
     ("RWKV-8", "blocks.0.ffn.enn.weight"), ("RWKV-8", "blocks.0.ffn.ennk"), ("RWKV-8", "blocks.0.rosa.x_q"),
     ("RWKV-8", "blocks.0.rosa_qkv.weight")])
@@ -229,7 +229,37 @@ def test_a_merged_file_is_whole_and_a_part_is_not(model: RWKV, tmp_path: Path) -
     rewrite(tmp_path / "model.gguf", tmp_path / "merged.gguf", "split.count", 0, gguf.GGUFValueType.UINT16)
     assert read_checkpoint(tmp_path / "merged.gguf").config == read_checkpoint(tmp_path / "model.gguf").config
     rewrite(tmp_path / "model.gguf", tmp_path / "part.gguf", "split.count", 2, gguf.GGUFValueType.UINT16)
-    refuses(tmp_path / "part.gguf", "2 parts", "--merge")
+    refuses(tmp_path / "part.gguf", "2 parts", "00002.gguf")
+
+
+@pytest.mark.parametrize("options", [{}, {"small_first_shard": True}])
+def test_a_model_in_parts_is_read_from_any_of_them(model: RWKV, tmp_path: Path, options: dict[str, Any]) -> None:
+    model.save_pretrained(tmp_path / "model.gguf", dtype="q8_0")
+    whole = read_checkpoint(tmp_path / "model.gguf")
+    parts = in_parts(tmp_path / "model.gguf", tmp_path / "parts", 40, **options)
+    assert len(parts) > 2
+    for part in parts:
+        found = read_checkpoint(part)
+        assert found.config == whole.config
+        assert all(torch.equal(found.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model.gguf")
+    parts = in_parts(tmp_path / "model.gguf", tmp_path / "parts", 40)
+    other = in_parts(tmp_path / "model.gguf", tmp_path / "other", 20)
+    kept = parts[1].read_bytes()
+    parts[1].write_bytes(other[1].read_bytes())
+    assert len(other) != len(parts)
+    refuses(parts[1], f"{len(other)} parts")
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="belong together"):
+        read_checkpoint(parts[0])
+    parts[1].write_bytes(kept)
+    parts[2].rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(CheckpointError, match=parts[2].name):
+        read_checkpoint(parts[0])
+    refuses(tmp_path / "elsewhere.gguf", f"{len(parts)} parts")
 
 
 def test_an_architecture_that_is_no_text_is_refused(model: RWKV, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from models import each_generation, following, small_model
-from programs import Run, caller
+from programs import Run, caller, one_sentence
 from tokenizer_files import chatml, sentencepiece_bpe
 
 from rwkv.chat.rendered import encode
@@ -22,7 +22,7 @@ from rwkv.generation.engine import Engine, generate
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
 from rwkv.programs.chat import Terminal
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, WorldTokenizer
 
 TURNS = ("Hi", "Who are you?", "And then?")
 
@@ -181,8 +181,8 @@ def test_thoughts_are_shown_from_their_beginning(capsys: pytest.CaptureFixture[s
     chat.think = True
     assert Terminal(chat).turn("Hi")
     shown = capsys.readouterr().out
-    assert shown.startswith("<think")
-    assert shown.strip() == chat.messages[-1]["content"]
+    assert shown == f"<think>\n{chat.messages[-1]['reasoning_content']}\n"
+    assert chat.messages[-1]["content"] == "", "max_new_tokens cut the thoughts"
 
 
 @pytest.mark.parametrize(("setting", "said"), [
@@ -258,6 +258,72 @@ def test_a_full_disk_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> N
         abandon(full)
 
 
+def thinker(template: str, *rows: list[bytes]) -> Chat:
+    """It writes after each token of a row the next one. Each token of a row comes once."""
+    singles = [bytes([value]) for value in range(256)]
+    words = sorted({token for row in rows for token in row} - {*singles})
+    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
+    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
+    numbers = [[*(ids[token] for token in row), tokenizer.end_of_text] for row in rows]
+    model = following(tokenizer.vocab_size, *numbers, n_embd=64)
+    return Chat(model, tokenizer, chat_template(template), Sampling(temperature=0), 60)
+
+
+def test_thoughts_are_apart_in_the_history_and_are_read_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The template shows them as the model writes them, so the next turn reads its new words alone."""
+    chat = thinker("g1", [b":", b" Yes"], [b"k", b">\nHm", b". So</thi", b"nk>", b"\nNo", b"\n\nUser:"])
+    terminal = Terminal(chat)
+    assert terminal.turn("/think")
+    for text in ("Hi", "And?"):
+        assert terminal.turn(text)
+        assert capsys.readouterr().out == "<think>\nHm. So\n</think>\nNo\n"
+        assert chat.messages[-1] == {"role": "assistant", "reasoning_content": "Hm. So", "content": "No"}
+    assert terminal.turn("/think false")
+    assert terminal.turn("Well?")
+    assert capsys.readouterr().out == "Yes\n"
+    assert chat.messages[-1] == {"role": "assistant", "content": "Yes"}
+    assert len(chat.messages) == 6
+
+
+@pytest.mark.parametrize("template", ["g1", "flower"])
+def test_a_turn_with_thoughts_reads_its_new_words_alone(template: str) -> None:
+    end = b"\n\nUser:" if template == "g1" else "✿".encode()
+    chat = thinker(template, [b"k", b">\nHm.", b"\n</think>\n", b"No", end])
+    chat.think = True
+    for text in ("Hi", "And?"):
+        assert "".join(chat.say(text)) == ">\nHm.\n</think>\nNo"
+        read = chat.stats.read
+    new = " And?\n\nAssistant: <think" if template == "g1" else "\nUser✿And?✿\nBot✿<think"
+    assert read <= 1 + len(chat.tokenizer.encode(new)), "beside the last token, which was only drawn"
+
+
+def test_thoughts_that_are_cut_or_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = thinker("g1", [b":", b" <think></think>", b"\n4"], [b"k", b">\nHm.", b" So", b" on"])
+    chat.max_new_tokens = 3
+    terminal = Terminal(chat)
+    terminal.turn("Hi")
+    assert capsys.readouterr() == ("4\n", "")
+    assert chat.messages[-1] == {"role": "assistant", "content": "4"}
+    terminal.turn("/think true")
+    terminal.turn("Hi")
+    shown = capsys.readouterr()
+    assert shown.out == "<think>\nHm. So on\n"
+    assert "max_new_tokens=3" in shown.err
+    assert chat.messages[-1] == {"role": "assistant", "reasoning_content": "Hm. So on", "content": ""}
+
+
+def test_think_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = thinker("g1", [b"k", b">", b"\n4"])
+    terminal = Terminal(chat)
+    assert terminal.turn("/think fake")
+    assert terminal.turn("Hi")
+    assert (chat.think, capsys.readouterr().out) == ("fake", "4\n")
+    assert not terminal.turn("/think maybe")
+    assert not terminal.turn("/set think=3")
+    assert chat.think == "fake"
+    assert not Terminal(talk(template="world")).turn("/think fake")
+
+
 @pytest.mark.programs
 def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,3 +343,22 @@ def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, output, error = run("chat", "checkpoint=model.safetensors", "think=true", "device=cpu")
     assert (status, output) == (2, "")
     assert error == "error: think: the chat template world has no thoughts; g1 has\n"
+    one_sentence(run("chat", "checkpoint=model.safetensors", "think=maybe", "device=cpu"), "think", "fake")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("think", ["false", "true", "fake"])
+def test_a_released_model_needs_no_other_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str], think: str) -> None:
+    run: Run = caller(monkeypatch, capsys)
+    monkeypatch.chdir(tmp_path)
+    name = "rwkv7-g1k-1.5b-20260930-ctx25600.safetensors"
+    chat = thinker("g1", [b":", b" Yes", b"."], [b"k", b">\n", b"Hm", b"</think>", b"No", b"!"])
+    chat.model.save_pretrained(name, chat.tokenizer)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi")))
+    shown = {"false": "Yes.\n", "true": "<think>\nHm\n</think>\nNo!\n", "fake": "Hm</think>No!\n"}[think]
+    options = [] if think == "false" else [f"think={think}"]
+    status, output, error = run("chat", f"checkpoint={name}", "temperature=0", *options)
+    assert (status, output) == (0, shown)
+    line = next(line for line in error.splitlines() if line.startswith("chat template: g1 "))
+    assert "G1k" in line

@@ -21,7 +21,7 @@ from kernels.matvec import cases as matvec_cases
 from kernels.operator import Operator
 from kernels.pad import BrickPadding
 from kernels.pad import cases as pad_cases
-from kernels.registry import KernelUnavailable, UnknownKernel, names, operators
+from kernels.registry import KernelUnavailable, UnknownKernel, load, names, operators
 from kernels.select import select, selectable
 from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
@@ -188,6 +188,9 @@ class OfMatVec(OfTimeX):
     kind, reference, file = MatVec, "reference", "torch_linear"
     differentiable = False
     shapes, empty_shapes, medium, time = matvec_cases.SHAPES, matvec_cases.EMPTY_SHAPES, (3, 20, 63), ()
+
+    def names(self) -> Iterable[str]:
+        return [name for name in names("matvec") if "float32" in load("matvec", name).REQUIRES.forms]
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
         x, packed = matvec_cases.inputs(*shape, dtype=dtype, device=device, seed=seed)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_taichis_variables_change_nothing(variables: dict[str, str]) -> None:
 def test_a_cache_folder_that_cannot_be_written_is_not_used(folder: str) -> None:
     assert softmax(TI_OFFLINE_CACHE_FILE_PATH=folder) == ""
     assert softmax(HOME=folder, XDG_CACHE_HOME=folder) == ""
+
+
+def folder_with_a_file(path: Path) -> None:
+    path.mkdir()
+    (path / "file").touch()
+
+
+@pytest.mark.parametrize("make", [folder_with_a_file, lambda path: path.symlink_to("/no/such/file"), os.mkfifo],
+                         ids=["folder", "dangling", "fifo"])
+def test_a_cache_whose_list_is_no_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Taichi would abort, or wait for ever."""
+    make(tmp_path / "ticache.tcb")
+    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path)) == ""
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_process_without_a_home_has_no_crash() -> None:

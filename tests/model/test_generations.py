@@ -13,7 +13,7 @@ from rwkv.model.base import generation
 RWKV = Path(__file__).parent.parent.parent / "rwkv"
 NAMES = sorted(path.stem for path in (RWKV / "model").glob("rwkv*.py") if re.fullmatch(r"rwkv\d+", path.stem))
 OFFERS = ("NAME", "OPERATOR", "shapes", "resolved", "Block", "State", "empty_state", "init_weights", "group", "KEPT_FLOAT32",
-          "Step", "PLAIN", "NON_NEGATIVE", "LR_SCALES", "UNUSED", "operator_work", "kept_for_backward")
+          "Step", "PLAIN", "non_negative", "LR_SCALES", "UNUSED", "operator_work", "kept_for_backward")
 READS = ("model", "recognises", "official_name", "arranged", "laid_out", "widths", "has_many_forms", "HUGGING_FACE_TYPE",
          "HUGGING_FACE_SIZES", "HUGGING_FACE_CONSTANTS", "hugging_face_config", "EXTENSIONS", "GGUF_ARCHITECTURE")
 

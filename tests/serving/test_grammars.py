@@ -92,11 +92,13 @@ def test_parse_with_pydantic(asking: "openai.OpenAI") -> None:
 
 
 def test_thoughts_come_before(asking: "openai.OpenAI") -> None:
-    text = ask(asking, response_format=form(CITY), extra_body={"enable_thinking": True}, max_tokens=2000, temperature=0.3,
-               logit_bias={str(byte): 8 for byte in b"</think>"}).choices[0].message.content
-    assert text.startswith("<think")
-    if "</think>" in text:
-        assert_valid(CITY, text.partition("</think>")[2])
+    for think in ("true", "fake"):
+        message = ask(asking, response_format=form(CITY), max_tokens=2000, temperature=0.3,
+                      extra_body={"chat_template_kwargs": {"think": think}},
+                      logit_bias={str(byte): 8 for byte in b"</think>"}).choices[0].message
+        assert think == "true" or message.content
+        if message.content:              # the thoughts have ended
+            assert_valid(CITY, message.content)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -33,8 +33,8 @@ DEEP = {"city": "}]\"```", "at": [{"x": [1, {"y": None}]}, {"z": "</tool_call>\n
 class Talk(NamedTuple):
     """written: what the model answers. content, calls: what the client gets of it. options: of the request.
 
-    reason: the finish reason, "" for tool_calls where there are calls, else stop. given: the beginning of a call that ends the
-    prompt.
+    reason: the finish reason, "" for tool_calls where there are calls, else stop. given: the beginning of the answer that the
+    prompt has. thoughts: reasoning_content.
     """
 
     written: str
@@ -43,6 +43,7 @@ class Talk(NamedTuple):
     reason: str = ""
     options: Mapping[str, Any] = MappingProxyType({})
     given: str = ""
+    thoughts: str = ""
 
 
 TALKS = {
@@ -81,6 +82,11 @@ TALKS = {
     "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [("time_of_day", {"city": "Oslo"})],
                                options={"tool_choice": "required"},
                                given=' ```json\n{"name":"'),
+    "thoughts before a call": Talk(f" <think>\nDo I say {OSLO} now?\n</think>\n```json\n{TIME}\n```", "", [DAY],
+                                   thoughts=f"Do I say {OSLO} now?"),
+    "thoughts that are asked for": Talk(f">\nOr {TIME}?\n</think>\n{OSLO}", "", [WEATHER], given=" <think",
+                                        thoughts=f"Or {TIME}?", options={"extra_body": {"enable_thinking": True}}),
+    "thoughts that do not end": Talk(f" <think>\nIs it {OSLO}", "", reason="length", thoughts=f"Is it {OSLO}"),
     "no wish for calls": Talk(f" ```json\n{TIME}\n```.", f"```json\n{TIME}\n```.", options={"tool_choice": "none"}),
 }
 NAMES = [*TALKS]
@@ -146,7 +152,7 @@ def asked(name: str) -> dict[str, Any]:
             "max_tokens": length + (TALKS[name].reason != "length"), **TALKS[name].options}
 
 
-Outcome = tuple[str, list[tuple[str, str]], str]         # the content, names and arguments of calls, the finish reason
+Outcome = tuple[str, str, list[tuple[str, str]], str]    # thoughts, content, names and arguments of calls, the finish reason
 
 
 def whole(client: "openai.OpenAI", **request: Any) -> Outcome:
@@ -155,14 +161,15 @@ def whole(client: "openai.OpenAI", **request: Any) -> Outcome:
     assert len({call.id for call in calls}) == len(calls)
     assert all(call.type == "function" for call in calls)
     assert (choice.message.content is None) == (bool(calls) and not choice.message.content)
-    return (choice.message.content or "", [(call.function.name, call.function.arguments) for call in calls],
-            choice.finish_reason)
+    return (getattr(choice.message, "reasoning_content", ""), choice.message.content or "",
+            [(call.function.name, call.function.arguments) for call in calls], choice.finish_reason)
 
 
 def streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
-    content, calls, reason = "", list[tuple[str, str]](), ""
+    thoughts, content, calls, reason = "", "", list[tuple[str, str]](), ""
     for chunk in client.chat.completions.create(**request, stream=True):
         choice, = chunk.choices
+        thoughts += getattr(choice.delta, "reasoning_content", "")
         content += choice.delta.content or ""
         reason = choice.finish_reason or reason
         for part in choice.delta.tool_calls or []:
@@ -172,18 +179,18 @@ def streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
                 calls.append(("", ""))
             name, arguments = calls[part.index]
             calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
-    return content, calls, reason
+    return thoughts, content, calls, reason
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -> None:
     talk, request = TALKS[name], asked(name)
-    content, calls, reason = whole(client, **request)
-    assert content == talk.content
+    thoughts, content, calls, reason = whole(client, **request)
+    assert (thoughts, content) == (talk.thoughts, talk.content)
     assert [(function, json.loads(arguments)) for function, arguments in calls] == [*talk.calls]
     assert reason == (talk.reason or ("tool_calls" if talk.calls else "stop"))
-    assert streamed(client, **request) == (content, calls, reason)
+    assert streamed(client, **request) == (thoughts, content, calls, reason)
 
 
 @pytest.mark.programs
@@ -192,4 +199,4 @@ def test_a_conversation_goes_on_with_what_a_tool_gave(client: "openai.OpenAI") -
     first = client.chat.completions.create(**request).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": RESULT}
     request["messages"] += [first.model_dump(exclude_none=True), result]
-    assert whole(client, **request) == streamed(client, **request) == (LAST.strip(), [], "stop")
+    assert whole(client, **request) == streamed(client, **request) == ("", LAST.strip(), [], "stop")

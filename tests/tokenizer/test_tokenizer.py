@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from rwkv.checkpoint.files import describe, read_checkpoint
 from rwkv.config import OptimConfig
 from rwkv.errors import UserError
-from rwkv.pretrained import template_of, tokenizer_of
+from rwkv.pretrained import template_choice, template_line, template_of, tokenizer_of
 from rwkv.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 from rwkv.training.task import LanguageModel
 
@@ -331,7 +331,7 @@ def test_the_chat_template_is_the_one_named_or_that_of_the_run_or_the_file_s(tmp
     assert (template_of(checkpoint), template_of(checkpoint, "world")) == ("chatml.jinja", "world")
 
 
-@pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (65536, "world"), (256, "FILE.json")])
+@pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (256, "FILE.json")])
 def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: int, suggested: str) -> None:
     small_model("conv1d", vocab_size, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
     checkpoint = read_checkpoint(tmp_path / "bare.pth")
@@ -344,6 +344,24 @@ def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: 
             tokenizer_of(checkpoint, "byte")
     else:
         assert tokenizer_of(checkpoint, "byte").hash == ByteTokenizer().hash
+
+
+def test_a_line_says_how_a_checkpoint_is_spoken_to_and_how_long_its_texts_were(tmp_path: Path) -> None:
+    model = small_model("conv1d", 256, n_layer=1, n_embd=2)
+    for name, said in (("rwkv7-g1k-0.1b-ctx25600.pth", "25,600"), ("bare.pth", None), ("rwkv7-g1k.safetensors", "32")):
+        model.save_pretrained(tmp_path / name)           # with the configuration in the last one alone
+        checkpoint = read_checkpoint(tmp_path / name)
+        line = template_line(checkpoint, template_choice(checkpoint))
+        assert line.startswith("g1 (" if "g1k" in name else "world (")
+        assert f"up to {said} tokens" in line if said else "tokens" not in line
+
+
+def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path) -> None:
+    small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
+    checkpoint = read_checkpoint(tmp_path / "bare.pth")
+    assert tokenizer_of(checkpoint).hash == Tokenizer.named("world").hash
+    with pytest.raises(UserError, match=r"tokenizer=byte"):
+        tokenizer_of(checkpoint, "byte")
 
 
 def test_a_run_does_not_go_on_with_another_tokenizer() -> None:

@@ -357,6 +357,19 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.programs
+def test_conversations_are_known_and_rendered_as_the_checkpoint_says(run: Run) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
+    Path("talks.jsonl").write_text(json.dumps({"messages": talk}))
+    model = small_model(generation="rwkv7", vocab_size=256)
+    for name, answer in (("rwkv7-g1k-0.1b.safetensors", " <think>\nc\n</think>\nb\n\n"), ("other.safetensors", " b\n\n")):
+        model.save_pretrained(name, ByteTokenizer())
+        status, output, error = run("evaluate", f"checkpoint={name}", "data.path=talks.jsonl", "device=cpu")
+        result = json.loads(output)
+        assert (status, result["task"], result["tokens"]) == (0, "answers", len(answer) + 1)
+        assert error.count("chat template: ") == 1
+
+
+@pytest.mark.programs
 def test_the_program_evaluates_conversations(run: Run) -> None:
     small_model(generation="rwkv7", vocab_size=256).save_pretrained("talker.safetensors", ByteTokenizer())
     Path("talks.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))

@@ -12,8 +12,11 @@ from programs import Run, one_sentence
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import DataConfig, TrainConfig
+from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.training.init_from import open_init_checkpoint
 from rwkv.training.setup import new_model
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
@@ -83,6 +86,18 @@ def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenize
             weight.zero_()
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert torch.equal(checkpoint.weights["emb.weight"], model.emb.weight)
+
+
+def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path) -> None:
+    """Its weights alone, by their number of tokens and their name."""
+    path = tmp_path / "rwkv7-g1k-0.1b-20260930-ctx25600.pth"
+    small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(path)
+    config = TrainConfig(init_from=str(path), data=DataConfig(name="chat"))
+    sized, checkpoint, tokenizer = open_init_checkpoint(config, [])
+    assert (sized.data.template, tokenizer.kind, checkpoint.config.ctx_len) == ("g1", "world", 25600)
+    assert sized.model.ctx_len == config.model.ctx_len
+    with pytest.raises(CheckpointError, match=r"data\.tokenizer=bpe"):
+        open_init_checkpoint(config, ["data.tokenizer"])
 
 
 @pytest.mark.parametrize(("arguments", "named"), [

@@ -16,17 +16,17 @@ from kernels.matvec import GROUP, Groups, Int4
 from rwkv.checkpoint.content import Outgoing
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
-from rwkv.model.base import MATRICES, generation
+from rwkv.model.base import generation, of_linear_layer
 
-EMBEDDING = "emb.weight"
+EMBEDDING = "emb.weight"                 # ends the names of embeddings
 PARTS = {"": torch.uint8, ".scale": torch.bfloat16, ".shift": torch.bfloat16}       # by the end of the name
 
 
 def outgoing(given: Outgoing) -> tuple[list[Stored], list[Stored]]:
     """The tensors to write: floating-point ones, and the parts of each matrix one after another."""
     group = generation(given.config).group
-    matrices = [name for name in given.tensors if name != EMBEDDING and group(name) in MATRICES]
-    floats = [tensor.cast(torch.bfloat16 if name == EMBEDDING else torch.float32)
+    matrices = [name for name in given.tensors if of_linear_layer(name, group(name))]
+    floats = [tensor.cast(torch.bfloat16 if name.endswith(EMBEDDING) else torch.float32)
               for name, tensor in given.tensors.items() if name not in matrices]
 
     @lru_cache(maxsize=1)                # the parts of a matrix are read one after another

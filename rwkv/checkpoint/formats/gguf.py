@@ -4,9 +4,10 @@ that it quantises, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0; with the tokenizer and our e
 Names and arrangement are those of rwkv/checkpoint/rwkv7.py. As llama.cpp's converter has it, vectors and a few small matrices
 are F32 whatever the dtype. As its quantizer has it, blocks leave vectors and low-rank matrices as they are, a matrix whose rows
 are no multiple of 32 is F16, and the head beside 4 and 5 bits is finer: Q8_0 here, for the package cannot write its Q6_K.
-context_length is the converter's, for no RWKV has a limit; our entry keeps ctx_len. Blocks are read as float32.
+context_length is the converter's, for no RWKV has a limit; our entry keeps ctx_len. Blocks are read as float32. A model in
+several files, as llama-gguf-split leaves it, is read from any of them.
 
-Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp and src/models/rwkv7.cpp; ggml, docs/gguf.md.
+Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cpp and tools/gguf-split; ggml, docs/gguf.md.
 """
 
 import json
@@ -22,13 +23,14 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _gguf_tokenizer, first_bytes
-from rwkv.checkpoint.formats._gguf_header import MAGIC, Described, read_header
+from rwkv.checkpoint.formats._gguf_header import Described, read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
 from rwkv.checkpoint.generations import generation_of, generations
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
+from rwkv.io.gguf import MAGIC, SPLIT_COUNT, parts_of
 
 SUFFIXES = (".gguf",)
 QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
@@ -40,6 +42,7 @@ BLOCK = 32
 HEAD, HEAD_TYPE = "output.weight", "Q8_0"
 STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # times float16's largest: what a block can hold
 CONTEXT_LENGTH = 1 << 20
+SPLIT_NUMBER, SPLIT_TENSORS = "split.no", "split.tensors.count"
 LAYER_NORM_EPSILON = 1e-5
 
 
@@ -48,6 +51,28 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
+    """The model in a file, or in several of which `path` is any one: the first has the metadata."""
+    parts = parts_of(path)
+    metadata, tensors = _read_part(parts[0])
+    for number, part in enumerate(parts[1:], start=1):
+        of_part, more = _read_part(part)
+        if of_part.get(SPLIT_COUNT) != len(parts) or of_part.get(SPLIT_NUMBER) != number:
+            raise CheckpointError(f"{part} says that it is part {of_part.get(SPLIT_NUMBER)} of {of_part.get(SPLIT_COUNT)}, "
+                                  f"expected {number} of {len(parts)}, counted from 0: the files do not belong together")
+        if twice := sorted(tensors.keys() & more.keys()):
+            raise CheckpointError(f"{part} holds the tensor {twice[0]}, which another part holds too: the files do not belong "
+                                  "together")
+        tensors |= more
+    stated = metadata.get(SPLIT_TENSORS, len(tensors))
+    if len(parts) > 1 and stated != len(tensors):
+        raise CheckpointError(f"{parts[0]} and its other parts hold {len(tensors)} tensors, and the first one says {stated}: "
+                              "they do not belong together")
+    tokenizer = _gguf_tokenizer.tokenizer_in(parts[0], metadata)
+    return Content(path, tensors, _entry(parts[0], metadata), _declared(parts[0], metadata), tokenizer)
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """The metadata of one file, and its tensors."""
     bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     metadata, described = read_header(path, bytes_.numpy().data)
     tensors: dict[str, Stored] = {}
@@ -55,27 +80,24 @@ def read(path: Path) -> Content:
         if each.name in tensors:
             raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is damaged")
         tensors[each.name] = _stored(path, each, bytes_[each.start:each.end])
-    tokenizer = _gguf_tokenizer.tokenizer_in(path, metadata)
-    return Content(path, tensors, _entry(path, metadata), _declared(path, metadata), tokenizer)
+    return metadata, tensors
 
 
 def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
     if described.type in DTYPES:
         dtype = DTYPES[described.type]
         return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
-    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_))
+    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_),
+                  blocks=described.type)
 
 
 def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that the metadata state. Raises CheckpointError for a file of another architecture, or part of one."""
+    """The sizes that the metadata state. Raises CheckpointError for a file of another architecture."""
     architecture = metadata.get("general.architecture")
     known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
                               f"{' and '.join(known)} from GGUF")
-    if metadata.get("split.count", 1) not in (0, 1):         # 0 is what --merge writes
-        raise CheckpointError(f"{path} is one of {metadata['split.count']} parts of a model: put them together with "
-                              "llama.cpp's llama-gguf-split --merge")
     epsilon = metadata.get(f"{architecture}.attention.layer_norm_epsilon", LAYER_NORM_EPSILON)
     if not isinstance(epsilon, float) or abs(epsilon / LAYER_NORM_EPSILON - 1) > 1e-6:
         raise CheckpointError(f"{path} has the layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which "

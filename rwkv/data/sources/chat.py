@@ -9,7 +9,7 @@ The list is also called conversation, items or interactions, and its fields may 
 of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction are for
-validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/chat/templates.py), or "label": false
+validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/chat/messages.py), or "label": false
 beside prompt and completion (KTO, in TRL): the answer is context and is not learnt. A conversation none of whose answers is
 learnt is left out, and counted. The answers in a list `prompt` are context too, as TRL reads them.
 """
@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv.chat.templates import EMPTY, END, ChatTemplate, Part, chat_template
+from rwkv.chat.messages import EMPTY
+from rwkv.chat.template import END, ChatTemplate, Part
+from rwkv.chat.templates import chat_template
 from rwkv.config import DataConfig
 from rwkv.data.sources.files import contents, matching
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
@@ -103,6 +105,13 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None) -> I
         more = f" with an answer to learn, and {others} without" if others else ""
         raise UserError(f"data.path={config.path} has {learnt} conversations{more}: training needs at least two, one of them "
                         "for validation")
+
+
+def holds_conversations(path: Path) -> bool:
+    """Whether the first entry of a file has the fields of a conversation, and no text. Raises UserError as entries() does."""
+    first = next((entry for entry, _, _ in entries(path)), {})
+    given = {field for field, value in first.items() if value is not None}
+    return "text" not in given and (not given.isdisjoint(LISTS) or any(given.issuperset(pair) for pair in PAIRS))
 
 
 def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[Part]:

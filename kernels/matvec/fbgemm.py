@@ -1,0 +1,22 @@
+"""PyTorch's own products in int8 (kernels/backends/fbgemm.py)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from kernels.backends import fbgemm
+from kernels.matvec import Int8, Packed
+from kernels.registry import Requires
+
+REQUIRES = Requires(devices=("cpu",), forms=("int8",), fbgemm=True)
+
+
+def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
+    products = [_product(packed) for packed in weights if isinstance(packed, Int8)]
+    return lambda x: [product(rows) for product, rows in zip(products, x.unbind(), strict=True)]
+
+
+def _product(packed: Int8) -> Callable[[Tensor], Tensor]:
+    weight = fbgemm.ordered(packed.weight, packed.scale)
+    return partial(fbgemm.product, step=1.0, offset=packed.rounding.offset, weight=weight)

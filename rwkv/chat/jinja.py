@@ -1,0 +1,275 @@
+"""Chat templates in jinja2, with the conventions of the transformers library (apply_chat_template), rendered in a sandbox."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from rwkv.chat.messages import Message, check_messages, is_learnt
+from rwkv.chat.template import END, ChatTemplate, Part
+from rwkv.chat.thoughts import Think, begun_by, with_hint
+from rwkv.errors import UserError
+
+WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of Hugging Face directories of fla's form
+
+
+class Ending(NamedTuple):
+    """How a template ends an answer.
+
+    closed: what it writes after an answer at the end of a conversation. end: what it writes after an answer before the next
+    turn, whoever speaks. prompt: the prompt at the end of `closed`, where one is written whether or not it is asked for. stop:
+    as in ChatTemplate.
+    """
+
+    closed: str
+    end: str
+    prompt: str
+    stop: tuple[str, ...]
+
+
+class JinjaTemplate(ChatTemplate):
+    """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token and eos_token, with
+    enable_thinking for `think` and reasoning_effort where `effort` is given.
+
+    bos_token is empty, as no end_of_text stands before a prompt, unless begin_with_end_of_text is called. eos_token is END, and
+    so is the name of World's token 0, which some published templates write out.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        from jinja2 import TemplateError
+
+        self.name, self.definition = name, text
+        self.supports_tools = bool(re.search(r"\btools\b", text))
+        self.thinks = bool(re.search("<think|enable_thinking|reasoning_content", text))
+        self._bos_token = ""
+        try:
+            self._template = _sandbox().from_string(text.replace(WORLD_END, END))
+        except TemplateError as error:
+            raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
+        if not re.search(r"\bmessages\b", text):
+            raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
+                            "is it a jinja2 template?")
+        self._demanded: list[Message] = []               # before the first turn of the user
+        self._ending = self._find_ending()
+        self.stop = self._ending.stop
+        self.call_start = self._find_call_start() if self.supports_tools else None
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
+               tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
+        if tools and not self.supports_tools:
+            raise UserError(f"tools: the chat template {self.name} has no form for tools")
+        messages = check_messages(messages)
+        if think is not True:
+            effort = None
+        if effort and self._takes_hints:
+            messages = with_hint(messages, effort)
+        text = self._render(messages, add_generation_prompt, tools, think is True, effort)
+        return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
+
+    def begin_with_end_of_text(self) -> None:
+        """From now on bos_token is END: of a tokenizer with one token for the beginning and the end of a text."""
+        self._bos_token = END
+
+    def answer_start(self, think: Think = False) -> str:
+        start = begun_by(self._short_prompt(think is True))
+        closed = "</think" in start
+        if think == "fake" and not closed:
+            raise UserError(f"think=fake: the chat template {self.name} writes no empty thought; it has think=true and false")
+        if think is True and (closed or not self.thinks):
+            raise UserError(f"think: the chat template {self.name} has no thoughts")
+        return start
+
+    @cached_property
+    def _takes_hints(self) -> bool:
+        """Whether prompts for thoughts are those of g1 or flower, in another's hand."""
+        return bool(re.search(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z", self._short_prompt(True)))
+
+    def _short_prompt(self, think: bool) -> str:
+        return self._render([*self._demanded, {"role": "user", "content": "A question."}], True, None, think)
+
+    def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
+        """An answer is what the template adds to the prompt that stands before it, up to eos_token where the template has it.
+
+        What follows eos_token is not learnt: a model that has written it has ended its answer.
+        """
+        messages = check_messages(messages)
+        whole = self.render(messages, False, tools)
+        found: list[Part] = []
+        done = 0
+        for i, message in enumerate(messages):
+            if not is_learnt(message, f"messages[{i}]"):
+                continue
+            begin, end = self._place(whole, messages, i, tools)
+            if begin < done:
+                raise self._not_found(i)
+            ended = whole.rfind(END, begin, end)
+            end = end if ended < 0 else ended + len(END)
+            found += [(whole[done:begin], False), (whole[begin:end], True)]
+            done = end
+        return [part for part in [*found, (whole[done:], False)] if part[0]]
+
+    def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Any) -> tuple[int, int]:
+        """Where answer i begins and ends in the whole text. The prompt before it may be the one that asks for thoughts."""
+        after = whole
+        if i + 1 < len(messages):
+            alone = self._render(messages[:i + 1], False, tools)
+            followed = alone.removesuffix(self._ending.closed) + self._ending.end
+            after = followed if whole.startswith(followed) else alone
+        for think in (False, True):
+            before = self._render(messages[:i], True, tools, think)
+            if after.startswith(before) and whole.startswith(after):
+                return len(before), len(after)
+        raise self._not_found(i)
+
+    def _not_found(self, i: int) -> UserError:
+        return UserError(f"messages[{i}]: the chat template {self.name} does not write this answer after the prompt for it; "
+                         "what a model is to learn is found only where later messages leave earlier ones alone. An answer "
+                         'with "weight": 0 is not learnt, and need not be found')
+
+    def _render(self, messages: Sequence[Message], prompt: bool, tools: Any, think: bool = False,
+                effort: str | None = None) -> str:
+        from jinja2 import TemplateError
+
+        given = {"reasoning_effort": effort} if effort else {}
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=prompt, tools=tools or None,
+                                         bos_token=self._bos_token, eos_token=END, enable_thinking=think, **given)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # of the template's own, raise_exception among them
+            raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
+
+    def _find_ending(self) -> Ending:
+        try:
+            return self._ending_after([])
+        except UserError:
+            system = [{"role": "system", "content": "Answer."}]
+            with suppress(UserError):    # some templates demand a system prompt
+                ending = self._ending_after(system)
+                self._demanded = [*system]
+                return ending
+            raise
+
+    def _ending_after(self, talk: Sequence[Message]) -> Ending:
+        """From a small conversation: what follows its answer at its end, before a prompt, and before another question."""
+        answer, question = "An answer that no template contains.", "Another question."
+        talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        text = self._render(talk, False, None)
+        closed = text.partition(answer)[2]
+        prompted = between = ""
+        with suppress(UserError):        # of templates that allow no prompt after an answer
+            prompted = self._render(talk, True, None).partition(answer)[2]
+        with suppress(UserError):
+            longer = self._render([*talk, {"role": "user", "content": question}], False, None)
+            between = longer.partition(answer)[2].partition(question)[0]
+        end = _end(text, closed, prompted, between)
+        stop = _stop(end, between)
+        if end.startswith(closed) and not end.strip():
+            end = closed                 # a model that learns more white space here than at the end does not learn what follows
+        elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
+            stop = (*stop, *_stop(closed, ""))
+        last = closed.removeprefix(end) if closed.startswith(end) else ""
+        prompt = last if last != END and closed == prompted else ""
+        return Ending(closed, end, prompt, stop)
+
+    def _find_call_start(self) -> tuple[str, str] | None:
+        call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
+        tool = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
+        messages: list[Message] = [{"role": "user", "content": "A question."},
+                                   {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
+        try:
+            text = self._render(messages, False, [tool])
+        except UserError:
+            return None
+        found = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
+                          text)
+        return (found[1], found[2]) if found else None
+
+
+def _end(text: str, closed: str, prompted: str, between: str) -> str:
+    """What a template writes after an answer, whatever follows.
+
+    text: a conversation that ends in an answer. closed: what follows the answer there; prompted: with a prompt after it;
+    between: before a question of the user.
+    """
+    for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of the whole conversation
+        if end and between.startswith(end):
+            return end
+    if not between:
+        return closed
+    same = next((n for n, (one, other) in enumerate(zip(prompted, between, strict=False)) if one != other), None)
+    common = prompted[:same] if same is not None else min(prompted, between, key=len)
+    return common[:len(common) - _opening(common, text)]
+
+
+def _opening(common: str, text: str) -> int:
+    """How many of the last characters of `common` begin the next turn, whoever speaks, instead of ending the answer.
+
+    They are found in the text before the first end, and an end has no bracket that is not closed: "<|end|><|" ends with
+    "<|end|>". common: an end with what all turns begin with. White space is an end.
+    """
+    for n in range(len(common) - 1, 0, -1):
+        opening, end = text.find(common[-n:]), text.find(common[:-n])
+        if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
+            return n
+    unclosed = _unclosed(common)
+    if unclosed is not None:
+        return len(common) - unclosed
+    return len(common) if not common.isspace() and text.startswith(common) else 0
+
+
+def _unclosed(text: str) -> int | None:
+    """The place of the last bracket, if it is not closed."""
+    place = max(text.rfind("<"), text.rfind("["))
+    return None if place < 0 or re.search("[>\\]]", text[place:]) else place
+
+
+def _stop(end: str, between: str) -> tuple[str, ...]:
+    """The text that ends an answer while it is generated; none where eos_token alone does, which the sampler knows.
+
+    White space may stand inside an answer, so the beginning of the user's next turn belongs to the text then.
+    """
+    stop = end.partition(END)[0].strip()
+    if not stop and END not in end:
+        stop = between.partition(END)[0].rstrip() or between or end
+    return (stop,) if stop else ()
+
+
+def _sandbox() -> Any:
+    """transformers' environment: its functions, its whitespace, and a tojson that leaves letters and quotes as they are."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(x: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().astimezone().strftime(format)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[_generation_block(), "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment
+
+
+def _generation_block() -> type:
+    """{% generation %}, with which some templates mark answers; its content is rendered as it is."""
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+    class GenerationBlock(Extension):
+        tags = {"generation"}                                    # noqa: RUF012
+
+        def parse(self, parser: Parser) -> Node | list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationBlock

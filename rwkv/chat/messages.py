@@ -1,0 +1,132 @@
+"""Messages in OpenAI's form: what is one, and whether a model learns it.
+
+A conversation is a list of messages, {"role": "user", "content": "..."}; the roles are system, user, assistant and tool.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rwkv.errors import UserError
+
+ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer name, and its older one
+NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
+EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with such a value counts as missing
+LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
+
+Message = Mapping[str, Any]
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages, each with a string as its content. Raises UserError with the field's name, as messages[1].content.
+
+    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface. An answer's may be missing: its
+    refusal stands for it, or nothing. Fields that are null or empty are left out, because templates ask whether one is defined.
+    OpenAI's other names are known: the role developer for system, the role function for tool, function_call for tool_calls.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
+        raise UserError("messages is a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def is_learnt(message: Message, where: str) -> bool:
+    """Whether a model learns a message: an answer is learnt unless one of its fields says otherwise.
+
+    "weight": 0 is OpenAI's and Mistral's form, "loss": false that of ms-swift and XTuner, "train" or "training": false
+    axolotl's, "masked": true torchtune's. Raises UserError, with the field's name, for a part of a weight or of an answer.
+    """
+    answer = message["role"] == "assistant"
+    learnt = answer
+    for field in LEARNT:
+        value = message.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            raise UserError(f"{where}.{field} is 0 or 1 (false or true), because an answer is learnt or it is not; got "
+                            f"{_shown(value)}")
+        if not answer and value == 1 and field in ("train", "training", "trainable"):
+            raise UserError(f"{where}.{field}: the role is {message['role']}, and a model learns the assistant's answers alone")
+        learnt = learnt and bool(value) != (field == "masked")
+    for field in ("train_detail", "training_detail"):
+        if message.get(field):
+            raise UserError(f"{where}.{field} is for parts of a message, and an answer is learnt whole or not at all")
+    return learnt
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise UserError(f"{where} is an object with role and content; got {_shown(message)}")
+    role = message.get("role")
+    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if not isinstance(role, str) or role not in ROLES:
+        raise UserError(f"{where}.role is one of {', '.join(ROLES)}; got {_shown(role)}")
+    given = {field: value for field, value in message.items() if value not in EMPTY}
+    for field in ("tool_calls", "function_call", "reasoning_content"):
+        if field in given and role != "assistant":
+            raise UserError(f"{where}.{field} belongs to the assistant; the role is {role}")
+    if not isinstance(given.get("reasoning_content", ""), str):
+        raise UserError(f"{where}.reasoning_content is a string; got {_shown(given['reasoning_content'])}")
+    call = given.pop("function_call", None)
+    if call is not None and "tool_calls" not in given:
+        given["tool_calls"] = [{"type": "function", "function": call}]
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(given, where)
+    return {**given, "role": role, "content": _content(message.get("content"), given.get("refusal"), role, where)}
+
+
+def _tool_calls(message: Message, where: str) -> list[dict[str, Any]]:
+    """The calls with objects as arguments, which templates expect; OpenAI's interface has them as JSON in a string."""
+    calls = message["tool_calls"]
+    if not isinstance(calls, list):
+        raise UserError(f"{where}.tool_calls is a list; got {_shown(calls)}")
+    return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f'{where} is a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; got '
+                        f"{_shown(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _read_arguments(arguments)
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise UserError(f"{where}.function.arguments is a JSON object; got {_shown(arguments)}")
+    known = {**function, "arguments": arguments or {}}
+    return {**call, "function": known} if "function" in call else known
+
+
+def _read_arguments(written: str) -> Mapping[str, Any] | None:
+    """The arguments that a model wrote. What is no JSON object becomes the only argument, and the conversation can go on."""
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(written or "{}")
+        if arguments is None or isinstance(arguments, Mapping):
+            return arguments
+    return {"arguments": written}
+
+
+def _content(content: Any, refusal: Any, role: str, where: str) -> str:
+    if content is None and role == "assistant":
+        return refusal if isinstance(refusal, str) else ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError(f"{where}.content is a string, or a list of texts; got {_shown(content)}")
+    return "".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
+
+
+def _text(item: Any, role: str, where: str) -> str:
+    kinds = ("text", "refusal") if role == "assistant" else ("text",)
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    if kind in NO_TEXT:
+        raise UserError(f"{where} is {NO_TEXT[kind]}, and this model reads text alone")
+    if kind not in kinds or not isinstance(item.get(kind), str):
+        raise UserError(f'{where} is a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
+    text: str = item[kind]
+    return text
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=repr)[:60]

@@ -1,0 +1,136 @@
+"""What the name of a released model says: its series, with that the chat template, and the length of text it was trained with.
+
+    rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
+    rwkv-g1k-3b-temp-5441.pth                                                                   his weekly checkpoints
+    RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's on Hugging Face
+
+A file's own statements count before its name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rwkv.chat.stated import names_in, template_file
+
+GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # names that say nothing
+
+_SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
+_DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
+_CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
+FIRST_G1 = "20250307"                    # of rwkv7-g1-0.1b; what is older is of the World series, or of the Pile
+
+
+class Released(NamedTuple):
+    """A series from a letter and a day on, and the tokens of the longest texts it was trained with."""
+
+    letter: str
+    day: str
+    context: int
+
+
+SERIES = (Released("", FIRST_G1, 4096), Released("b", "20251202", 8192), Released("h", "20260701", 10240),
+          Released("i", "20260801", 16384), Released("k", "20260901", 25600))
+WORLD_CONTEXT = 4096
+
+
+class Choice(NamedTuple):
+    """template: a name for chat_template. why: what it was chosen by, for people."""
+
+    template: str
+    why: str
+
+
+class Length(NamedTuple):
+    """tokens: the longest texts of the training, where they are known. why: how they are known, for people."""
+
+    tokens: int | None
+    why: str
+
+
+def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
+    """The template that is asked for, or that of the conversations that a run has learnt, or the default of the checkpoint.
+
+    path, run: of the checkpoint, and the configuration of the run that made it.
+    """
+    if asked:
+        return Choice(asked, "as asked for")
+    run = run or {}
+    if learnt := run.get("data", {}).get("template"):
+        return Choice(learnt, "the run has learnt conversations in it")
+    return default_template(path, run.get("init_from"))
+
+
+def default_template(*names: str | None) -> Choice:
+    """The chat template of a checkpoint. names: its path, and other names that it has.
+
+    That is the one that the file or directory holds (stated.py). Without one, its name decides, or else a name inside it: g1
+    for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
+    """
+    for name in filter(None, names):
+        if found := template_file(Path(name)):
+            return Choice(str(found), "the checkpoint has it")
+    for said in (_said(names), _inside(names)):
+        for name in said:
+            if _SERIES.search(name.lower()):
+                return Choice("g1", f"{name} is of the series {_series_of(name)}")
+            if "world" in name.lower():
+                return Choice("world", f"{name} is of the World series")
+            if "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
+                return Choice("g1", f"{name} is of a day after the first model of the series G1")
+    return Choice("world", "no name tells another")
+
+
+def trained_length(*names: str | None) -> Length:
+    """The longest texts that a model was trained with, by its names, as for default_template."""
+    for said in (_said(names), _inside(names)):
+        for name in said:
+            length = _length_of(name)
+            if length is not None:
+                return length
+    return Length(None, "no name says it")
+
+
+def _length_of(name: str) -> Length | None:
+    if found := _CONTEXT.search(name.lower()):
+        return Length(int(found[1]), f"by the name {name}")
+    if found := _SERIES.search(name.lower()):
+        known = [series for series in SERIES if series.letter <= found[2]][-1]
+        return Length(known.context, f"as others of the series {_series_of(name)}")
+    if "world" in name.lower():
+        return Length(WORLD_CONTEXT, "as others of the World series")
+    day = _day_of(name)
+    if "pile" in name.lower() or day < FIRST_G1:
+        return None
+    return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
+
+
+def _said(names: tuple[str | None, ...]) -> Iterator[str]:
+    """The parts of the names that may tell something, the nearest first."""
+    for name in filter(None, names):
+        path = Path(name)
+        yield path.name
+        if GENERIC.match(path.name.lower()):             # a file in the directory of a model
+            yield path.parent.name
+        yield from (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))      # Hugging Face's cache
+        if path.is_symlink():
+            yield path.resolve().name
+
+
+def _inside(names: tuple[str | None, ...]) -> Iterator[str]:
+    """The names that the files themselves give their models, which is read where their own names say nothing."""
+    for name in filter(None, names):
+        yield from (said.rstrip("/").rpartition("/")[2] for said in names_in(Path(name)))
+
+
+def _series_of(name: str) -> str:
+    found = _SERIES.search(name.lower())
+    assert found is not None
+    return f"G{found[1]}{found[2]}"
+
+
+def _day_of(name: str) -> str:
+    """The day in the name of an RWKV-7, as 20260805; "" where there is none."""
+    found = _DATED.search(name.lower())
+    return "".join(found.groups()) if found else ""

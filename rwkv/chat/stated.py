@@ -1,0 +1,102 @@
+"""What a checkpoint says of chat beside its weights: its template, its name, and how its author samples.
+
+A template is a text in jinja2: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
+tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. Where several are named, it is that called
+default.
+
+llama.cpp's converter gives every RWKV the same one, whatever the model is, so that it says nothing of a model. It is known by
+what llama.cpp itself knows it by. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and
+src/llama-chat.cpp.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rwkv.errors import UserError
+from rwkv.io.gguf import MAGIC, metadata_in, parts_of
+from rwkv.io.utf8 import read_text
+
+JINJA, TOKENIZER_CONFIG, GENERATION_CONFIG = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
+CONFIG = "config.json"
+IN_GGUF, DEFAULT = "tokenizer.chat_template", "default"
+OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
+NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
+NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def template_file(checkpoint: Path) -> Path | None:
+    """The file that holds the checkpoint's own template, for template_in; None where it has none."""
+    if checkpoint.is_dir():
+        files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
+        return next((file for file in files if file.is_file() and template_in(file) is not None), None)
+    return checkpoint if _is_gguf(checkpoint) and template_in(checkpoint) is not None else None
+
+
+def template_in(file: Path) -> str | None:
+    """The template in a file of jinja2, a tokenizer_config.json or a GGUF file; None where one of the latter two has none.
+
+    Raises UserError for a file that cannot be read.
+    """
+    if _is_gguf(file):
+        return _chosen(_of_gguf(file).get(IN_GGUF))
+    if file.suffix == ".json":
+        return _chosen(_json(file).get("chat_template"))
+    return read_text(file, f"the chat template {file}")
+
+
+def names_in(checkpoint: Path) -> list[str]:
+    """The names that a GGUF file or a Hugging Face directory gives its model, whatever the file itself is called."""
+    if _is_gguf(checkpoint):
+        return _texts(_of_gguf(checkpoint), NAMES_IN_GGUF)
+    config = checkpoint / CONFIG
+    return _texts(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
+
+
+def sampling_in(checkpoint: Path) -> dict[str, float]:
+    """The options of sampling that a Hugging Face directory's generation_config.json states, by their names there.
+
+    Nothing where it does not say do_sample=true: transformers takes the likeliest token then, and uses none of them.
+    """
+    file = checkpoint / GENERATION_CONFIG
+    stated = _json(file) if file.is_file() else {}
+    if stated.get("do_sample") is not True:
+        return {}
+    return {name: stated[name] for name in SAMPLING
+            if isinstance(stated.get(name), int | float) and not isinstance(stated[name], bool)}
+
+
+def _chosen(stated: Any) -> str | None:
+    """One of what is stated: a text, a list of {name, template}, or texts by name."""
+    if isinstance(stated, list):
+        stated = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+    if isinstance(stated, dict):
+        stated = stated.get(DEFAULT)
+    if not isinstance(stated, str) or any(part in stated for part in OF_CONVERTER):
+        return None
+    return stated
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _of_gguf(path: Path) -> dict[str, Any]:
+    """The metadata of the model, which stand in the first of its files where there are several."""
+    return metadata_in(parts_of(path)[0])
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_text(file, str(file)))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON ({error}): the file is damaged or incomplete") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _texts(stated: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
+    return [stated[key] for key in keys if isinstance(stated.get(key), str) and stated[key]]

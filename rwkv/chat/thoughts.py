@@ -1,0 +1,141 @@
+r"""Thoughts before an answer: <think> ... </think>, then the answer.
+
+A prompt begins the answer in one of three ways, the author's own (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7):
+
+    false   nothing: the model answers at once
+    true    <think              without ">", for the model writes the tokens ">" or ">\n" itself
+    fake    <think></think      an empty thought: as fast as none, and the author calls its results nice
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rwkv.chat.messages import Message
+
+Think = bool | Literal["fake"]
+
+START, END = "<think>", "</think>"
+BEGUN: dict[Think, str] = {False: "", True: "<think", "fake": "<think></think"}
+HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"}         # the author's, after a user's text
+_AT_END = re.compile(r"<think>?(\s*</think>?)?\s*\Z")
+
+
+def think_of(option: str) -> Think:
+    """What the option think=, one of config.THINK, stands for."""
+    return "fake" if option == "fake" else option == "true"
+
+
+def begun_by(prompt: str) -> str:
+    """The beginning of thoughts, or a whole empty thought, at the end of a prompt; "" where there is none."""
+    found = _AT_END.search(prompt)
+    return found[0] if found else ""
+
+
+def end_of(start: str) -> str:
+    """What ends the thoughts that `start`, as of begun_by, has begun; the model writes it where nothing else is to follow."""
+    bracket = "" if start.rstrip().endswith(">") else ">"
+    return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
+
+
+def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
+    """The messages with the hint of `effort` after the last text of the user, unless that ends with one. None: as they are."""
+    changed = list(messages)
+    last = next((i for i in reversed(range(len(changed))) if changed[i]["role"] == "user"), None)
+    if effort is None or last is None:
+        return changed
+    text = changed[last]["content"].rstrip()
+    if not text.endswith(tuple(hint.strip() for hint in HINTS.values())):
+        changed[last] = {**changed[last], "content": text + HINTS[effort]}
+    return changed
+
+
+def answer_message(start: str, written: str) -> dict[str, Any]:
+    """The assistant's message of an answer that began with `start` in the prompt and was `written`, with its thoughts apart."""
+    thoughts, content = ThoughtParser(start).push(written, last=True)
+    return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}
+
+
+class ThoughtParser:
+    """Takes an answer in pieces, and parts its thoughts from the text after them, however it is cut into pieces.
+
+    Thoughts are what stands between <think>, where the answer begins with it, and </think>, or the answer's end. White space
+    around them is part of neither. start: the beginning of the answer that stands in the prompt, as begun_by gives it. thinks:
+    as of ChatTemplate; where it is False, all is text, after the white space before it.
+
+    thinking: the thoughts have begun, and not ended. text_place: where the text after them begins in what was pushed, or all of
+    that before it has begun. decided: the number of characters pushed of which it is known whether they are thoughts.
+    """
+
+    def __init__(self, start: str = "", thinks: bool = True) -> None:
+        begins, ends = start.startswith(BEGUN[True]), "</think" in start
+        self.thinking = begins and not ends
+        self._looking = thinks and not begins       # for <think>, before anything else
+        self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of a mark of the prompt
+        self._held = ""                  # of which it is not known where it belongs
+        self._shows = False              # whether the present part has had anything but white space
+        self._pushed = 0
+        self._text_place: int | None = None
+
+    @property
+    def text_place(self) -> int:
+        return self._pushed if self._text_place is None else self._text_place
+
+    @property
+    def decided(self) -> int:
+        return self._pushed - len(self._held) * (not self.thinking)
+
+    def push(self, piece: str, last: bool = False) -> tuple[str, str]:
+        """What can be shown now of the thoughts, and of the text after them. last: the answer ends."""
+        self._held += piece
+        self._pushed += len(piece)
+        if self._skips and self._held:
+            self._held = self._held.removeprefix(self._skips)
+            self._skips = ""
+        if self._looking and not self._found_beginning(last):
+            return "", ""
+        thoughts = self._take_thoughts(last) if self.thinking else ""
+        return thoughts, "" if self.thinking else self._take_text()
+
+    def _found_beginning(self, last: bool) -> bool:
+        """Whether it is known if the answer begins with thoughts."""
+        seen = self._held.lstrip()
+        if seen.startswith(START):
+            self._held = seen.removeprefix(START)
+            self.thinking = True
+        elif START.startswith(seen) and not last:
+            return False
+        self._looking = False
+        return True
+
+    def _take_thoughts(self, last: bool) -> str:
+        found, mark, rest = self._held.partition(END)
+        if mark:
+            self.thinking = False
+            self._held = rest
+        else:
+            certain = len(found) if last else len(found) - _beginning_of_end(found)
+            self._held = found[certain:]
+            found = found[:certain]
+        kept = found.rstrip()
+        if not (mark or last):           # white space within thoughts belongs to them, but nobody knows yet
+            self._held = found[len(kept):] + self._held
+        if not self._shows:
+            kept = kept.lstrip()
+        self._shows = bool(kept) or self._shows
+        if mark:
+            self._shows = False
+        return kept
+
+    def _take_text(self) -> str:
+        text = self._held if self._shows else self._held.lstrip()
+        self._held = ""
+        if text and not self._shows:
+            self._shows = True
+            self._text_place = self._pushed - len(text)
+        return text
+
+
+def _beginning_of_end(text: str) -> int:
+    """The length of the end of `text` that may be the beginning of </think>."""
+    return next((length for length in range(len(END) - 1, 0, -1) if text.endswith(END[:length])), 0)

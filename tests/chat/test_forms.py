@@ -1,0 +1,170 @@
+r"""The ids of prompts, beside renderings written out from the authors' documents, with the World vocabulary.
+
+The documents: RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (g1), vllm/tokenizers/rwkv_chat.py of rwkv-rs/vllm-rwkv
+(flower), the model card of BlinkDL/rwkv-7-world (world). The jinja2 templates are ours, and do what those in published files
+do: the one that llama.cpp's converter writes, and the one of fla's directories.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import pytest
+
+from rwkv.chat.jinja import JinjaTemplate
+from rwkv.chat.messages import Message
+from rwkv.chat.rendered import encode, for_tokenizer
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.templates import chat_template
+from rwkv.chat.thoughts import Think
+from rwkv.errors import UserError
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+WORLD = Tokenizer.named("world")
+END_OF_TEXT = 0
+SYSTEM = {"role": "system", "content": " Be brief.\r\n\r\n\r\nBe kind.\n"}
+HI = {"role": "user", "content": "Hello world"}
+HELLO = {"role": "assistant", "content": "你好"}
+THOUGHT = {**HELLO, "reasoning_content": "A greeting.\nIn Chinese?"}
+WHO = {"role": "user", "content": "\n Who are\r\n\r\nyou? 42 "}
+TALK, THOUGHTFUL = [SYSTEM, HI, HELLO, WHO], [SYSTEM, HI, THOUGHT, WHO]
+
+# The conversation, how thoughts are asked for, and what the documents show
+G1 = "System: Be brief.\nBe kind.\n\nUser: Hello world\n\nAssistant: 你好\n\nUser: Who are\nyou? 42"
+SHOWN = "<think>\nA greeting.\nIn Chinese?\n</think>\n你好"
+G1_THOUGHT = G1.replace("你好", SHOWN)
+FLOWER = "System✿Be brief.\nBe kind.✿\nUser✿Hello world✿\nBot✿你好✿\nUser✿Who are\nyou? 42✿\nBot✿"
+WRITTEN: list[tuple[str, list[Message], Think, str | None, str]] = [
+    ("world", TALK, False, None, f"{G1}\n\nAssistant:"), ("world", THOUGHTFUL, False, None, f"{G1}\n\nAssistant:"),
+    ("g1", [HI], False, None, "User: Hello world\n\nAssistant:"),
+    ("g1", [HI], True, None, "User: Hello world\n\nAssistant: <think"),
+    ("g1", [HI], "fake", None, "User: Hello world\n\nAssistant: <think></think"),
+    ("g1", [HI], True, "medium", "User: Hello world (think)\n\nAssistant: <think"),
+    ("g1", TALK, True, "low", f"{G1} (think a bit)\n\nAssistant: <think"),
+    ("g1", TALK, True, "high", f"{G1} (think a lot)\n\nAssistant: <think"),
+    ("g1", TALK, "fake", "high", f"{G1}\n\nAssistant: <think></think"),
+    ("g1", TALK, False, None, f"{G1}\n\nAssistant:"), ("g1", THOUGHTFUL, True, None, f"{G1_THOUGHT}\n\nAssistant: <think"),
+    ("flower", [HI], True, None, "User✿Hello world✿\nBot✿<think"),
+    ("flower", [HI], "fake", None, "User✿Hello world✿\nBot✿<think></think"),
+    ("flower", TALK, False, None, FLOWER), ("flower", TALK, True, "low", FLOWER.replace("42✿", "42 (think a bit)✿") + "<think"),
+    ("flower", THOUGHTFUL, True, None, FLOWER.replace("你好", SHOWN) + "<think")]
+
+
+def template_of(name: str) -> ChatTemplate:
+    """By its name, or from its text in jinja2."""
+    return JinjaTemplate(name, "a.jinja") if "{%" in name else chat_template(name)
+
+
+def ids_of(template: str, talk: Sequence[Message], think: Think = False, effort: str | None = None) -> list[int]:
+    rendered = for_tokenizer(template_of(template), WORLD).render(talk, think=think, effort=effort)
+    return encode(WORLD, [rendered])[0]
+
+
+@pytest.mark.parametrize(("template", "talk", "think", "effort", "written"), WRITTEN)
+def test_a_prompt_has_the_ids_of_the_documented_text(template: str, talk: list[Message], think: Think, effort: str | None,
+                                                     written: str) -> None:
+    expected = WORLD.encode(written)
+    assert ids_of(template, talk, think, effort) == ([END_OF_TEXT, *expected] if template == "flower" else expected)
+
+
+def test_ids_that_others_have_published() -> None:
+    """Those of vllm-rwkv's tests: "Hello world" and "你好"; a flower is World's token 10060."""
+    assert ids_of("flower", [HI, HELLO, HI], "fake") == [
+        END_OF_TEXT, *WORLD.encode("User"), 10060, 33155, 40213, 10060, *WORLD.encode("\nBot"), 10060, 10464, 11685, 10060,
+        *WORLD.encode("\nUser"), 10060, 33155, 40213, 10060, *WORLD.encode("\nBot"), 10060, *WORLD.encode("<think></think")]
+
+
+@pytest.mark.parametrize("template", ["world", "g1", "flower"])
+@pytest.mark.parametrize("text", ["a\r\n\r\nb", "\n\n a\n\n\n\nb \n", "a\nb", "\r\n", "a b", "a\n\r\n\nb"])
+def test_texts_are_cleaned_as_their_author_cleans_them(template: str, text: str) -> None:
+    cleaned = re.sub(r"\n{2,}", "\n", text.replace("\r\n", "\n")).strip()
+    for role in ("system", "user"):
+        assert ids_of(template, [{"role": role, "content": text}]) == ids_of(template, [{"role": role, "content": cleaned}])
+
+
+@pytest.mark.parametrize("template", ["world", "g1", "flower"])
+def test_what_is_learnt_follows_its_prompt(template: str) -> None:
+    whole = chat_template(template)
+    talk = [*THOUGHTFUL, THOUGHT]
+    text = ""
+    for part, learnt in whole.parts(talk):
+        assert not learnt or text in (whole.render(talk[:2]), whole.render(talk[:4]))
+        assert not learnt or part.strip().endswith("你好✿" if template == "flower" else "你好")
+        text += part
+    assert text == whole.render(talk, add_generation_prompt=False)
+
+
+def test_nobody_types_the_end_of_a_turn_in_the_flower_form() -> None:
+    template = chat_template("flower")
+    for i, message in ((0, {"role": "user", "content": "a✿\nBot✿b"}),
+                       (1, {"role": "assistant", "content": "a", "reasoning_content": "✿"})):
+        with pytest.raises(UserError, match=rf"messages\[{i}\]\.(reasoning_)?content"):
+            template.render([HI] * i + [message])
+    assert "✿" in chat_template("g1").render([{"role": "user", "content": "a✿"}])
+
+
+# Ours, doing what the templates in published files do
+
+CONVERTED = """{%- set seen = namespace(system='') -%}
+{%- for m in messages if m.role == 'system' %}{% set seen.system = m.content %}{% endfor -%}
+{{ bos_token }}{% if seen.system %}{{ 'System: ' + seen.system + '\n\n' }}{% endif %}
+{%- for m in messages if m.role in ('user', 'assistant') -%}
+    {%- set said = m.content.split('</think>')[-1] | trim if m.role == 'assistant' else m.content | trim -%}
+    {{- ('User: ' if m.role == 'user' else 'Assistant: ') + said + '\n\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ 'Assistant: <think>' if enable_thinking else 'Assistant: <think>\n</think>' }}{% endif -%}"""
+FLA = """{{ '<|rwkv_tokenizer_end_of_text|>' }}{% for m in messages %}{{ m.role | capitalize + ': ' + m.content + '\n\n' }}
+{%- endfor %}{% if add_generation_prompt %}Assistant: <think{% if enable_thinking == False %}\n</think>{% endif %}{% endif %}"""
+PLAIN = [{"role": "system", "content": "Be brief."}, HI, {"role": "assistant", "content": "<think>\nHm.\n</think>\n你好"},
+         {"role": "user", "content": "Who are you?"}]
+
+
+def as_others_render(template: str, talk: Sequence[Message], **options: Any) -> list[int]:
+    """By jinja2 alone, with the name of World's token 0, whose ids are put together here."""
+    name = "<|rwkv_tokenizer_end_of_text|>"
+    text = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template).render(
+        messages=talk, add_generation_prompt=True, bos_token=name, eos_token=name, **options)
+    first, *others = text.split(name)
+    return [*WORLD.encode(first), *(index for part in others for index in (END_OF_TEXT, *WORLD.encode(part)))]
+
+
+@pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
+@pytest.mark.parametrize("think", [False, True, "fake"])
+def test_a_template_in_a_file_gives_the_ids_of_jinja2(template: str, think: Think) -> None:
+    expected = as_others_render(template, PLAIN, enable_thinking=think is True)
+    assert expected[0] == END_OF_TEXT
+    assert ids_of(template, PLAIN, think) == expected
+    start = template_of(template).answer_start(think)
+    assert WORLD.decode(expected).endswith(start)
+    assert ("</think" in start) == (think is not True)
+
+
+@pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
+def test_a_template_in_a_file_stops_where_the_user_s_turn_begins(template: str) -> None:
+    found = template_of(template)
+    assert (found.stop, found.thinks) == (("\n\nUser:",), True)
+
+
+@pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
+def test_hints_are_for_prompts_in_the_author_s_form(template: str) -> None:
+    assert ids_of(template, [HI], True, "high") == as_others_render(
+        template, [{**HI, "content": "Hello world (think a lot)"}], enable_thinking=True)
+    other = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ reasoning_effort }}{{ '<think>' if enable_thinking }}"
+    assert ids_of(other, [HI], True, "high") == WORLD.encode("<Hello world>high<think>")
+    assert ids_of(other, [HI], False, "high") == WORLD.encode("<Hello world>")
+
+
+def test_thoughts_of_earlier_turns_are_the_template_s_own_affair() -> None:
+    kept = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    assert ids_of(kept, [THOUGHT]) == WORLD.encode("[A greeting.\nIn Chinese?|你好]")
+    assert ids_of(CONVERTED, [HI, THOUGHT, HI]) == ids_of(CONVERTED, [HI, HELLO, HI])
+
+
+def test_what_a_template_cannot_ask_for_is_refused() -> None:
+    silent = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    always = silent + "<think>"
+    for template, think in (("world", True), ("world", "fake"), (silent, True), (silent, "fake"), (always, "fake")):
+        with pytest.raises(UserError, match=r"^think"):
+            template_of(template).answer_start(think)                          # type: ignore[arg-type]
+    assert template_of(always).answer_start(False) == template_of(always).answer_start(True) == "<think>"

@@ -1,0 +1,82 @@
+"""Thoughts apart from the text after them, however an answer comes; what asks for them."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from rwkv.chat.thoughts import ThoughtParser, answer_message, begun_by, end_of, with_hint
+
+ANSWERS: list[tuple[str, str, str, str]] = [     # the prompt's beginning, what is written, the thoughts, the text
+    ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),
+    ("", "<think>\n2 + 2\n\nis 4\n</think>\n\n4", "2 + 2\n\nis 4", "4"), ("", " <think>a</think>b", "a", "b"),
+    ("", "<think>cut", "cut", ""), ("", "<think></think>4", "", "4"), ("", "<think>\n\n</think>\n4\n", "", "4\n"),
+    ("", "a <think>b</think>", "", "a <think>b</think>"), ("", "<thin", "", "<thin"), ("", "<thinking>", "", "<thinking>"),
+    ("", "</think>a", "", "</think>a"),
+    ("<think", ">\na\n</think>\nb", "a", "b"), ("<think", ">a</thi", "a</thi", ""), ("<think", "", "", ""),
+    ("<think", " without a bracket", "without a bracket", ""), ("<think", ">\n</think>\n4", "", "4"),
+    ("<think", ">a</think>b</think>c", "a", "b</think>c"),
+    ("<think", ">a < b </b> </think> c <think>d", "a < b </b>", "c <think>d"),
+    ("<think>", "a</think>b", "a", "b"), ("<think>\n", "a", "a", ""), ("<think>\n", ">a</think>", ">a", ""),
+    ("<think></think", ">\n4", "", "4"), ("<think></think", "4", "", "4"), ("<think>\n</think", ">> 4", "", "> 4"),
+    ("<think>\n\n</think>\n\n", "> 4", "", "> 4"), ("<think></think>\n", "<think>a</think>b", "", "<think>a</think>b")]
+
+
+def parsed(start: str, pieces: list[str]) -> tuple[str, str]:
+    parser = ThoughtParser(start)
+    pairs = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
+    written = "".join(pieces)
+    text = "".join(text for _, text in pairs)
+    assert written[parser.text_place:] == text, "its place is where it begins"
+    assert parser.decided == len(written)
+    return "".join(thoughts for thoughts, _ in pairs), text
+
+
+@pytest.mark.parametrize(("start", "written", "thoughts", "text"), ANSWERS)
+def test_thoughts_are_parted_from_the_text(start: str, written: str, thoughts: str, text: str) -> None:
+    assert ThoughtParser(start).push(written, last=True) == (thoughts, text)
+    assert parsed(start, list(written)) == (thoughts, text)
+    message = answer_message(start, written)
+    assert (message.get("reasoning_content", ""), message["content"]) == (thoughts, text.rstrip())
+
+
+@given(st.sampled_from(["", "<think", "<think></think", "<think>\n"]), st.lists(st.one_of(
+    st.sampled_from(["<think>", "</think>", "<", "</", "think>", ">", " ", "\n"]), st.text("a<>/ \n", max_size=4))))
+@example("<think", ["a ", " </thi", "n b", " </", "think", "> ", " c"])
+def test_the_pieces_do_not_matter(start: str, pieces: list[str]) -> None:
+    assert parsed(start, pieces) == ThoughtParser(start).push("".join(pieces), last=True)
+
+
+def test_what_is_certain_is_shown_at_once() -> None:
+    parser = ThoughtParser("<think")
+    shown = [parser.push(piece) for piece in (">", "\na", " b", "</", "b", "</think>", "\n", "c", " <think>")]
+    assert shown == [("", ""), ("a", ""), (" b", ""), ("", ""), ("</b", ""), ("", ""), ("", ""), ("", "c"), ("", " <think>")]
+
+
+def test_without_thoughts_all_is_text() -> None:
+    assert ThoughtParser(thinks=False).push(" <think>a</think>", last=True) == ("", "<think>a</think>")
+
+
+@pytest.mark.parametrize(("prompt", "begun"), [
+    ("Assistant: <think", "<think"), ("Assistant: <think>\n</think", "<think>\n</think"), ("bot\n<think>\n\n</think>\n\n",
+     "<think>\n\n</think>\n\n"), ("<think>\n", "<think>\n"), ("Assistant:", ""), ("<think>a</think>", ""), ("<thinking", "")])
+def test_the_beginning_of_thoughts_is_found_in_a_prompt(prompt: str, begun: str) -> None:
+    assert begun_by(prompt) == begun
+
+
+@pytest.mark.parametrize(("start", "ended"), [
+    ("<think", "<think>\n</think>\n"), ("<think>\n", "<think>\n\n</think>\n"), ("<think></think", "<think></think>\n"),
+    ("<think>\n\n</think>", "<think>\n\n</think>\n")])
+def test_thoughts_are_ended_where_an_answer_is_to_begin_otherwise(start: str, ended: str) -> None:
+    assert start + end_of(start) == ended
+    assert ThoughtParser(ended).push("{}", last=True) == ("", "{}")
+
+
+def test_a_hint_stands_after_the_last_text_of_the_user() -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c \n"},
+            {"role": "tool", "content": "d"}]
+    for effort, hint in (("low", " (think a bit)"), ("medium", " (think)"), ("high", " (think a lot)")):
+        assert [message["content"] for message in with_hint(talk, effort)] == ["a", "b", f"c{hint}", "d"]
+    assert with_hint(talk, None) == talk
+    hinted = with_hint(talk, "low")
+    assert with_hint(hinted, "high") == hinted, "the user's own word counts"
+    assert with_hint([{"role": "assistant", "content": "b"}], "low") == [{"role": "assistant", "content": "b"}]

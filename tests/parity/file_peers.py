@@ -1,0 +1,136 @@
+"""Programs that make files or read them, each in the environment that has its packages: python -I file_peers.py JOBS.json
+
+A job names a program, what it does ("logits" or "save"), the model, and the file for the result; logits need the tokens (.npy,
+(T,)). A job that fails leaves its reason as text beside the result's name, and the others go on. This file imports nothing of
+ours: there, `rwkv` is another package.
+"""
+
+import contextlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+FAILED, DONE = ".failed", ".done"        # end the names of the files that say so
+DEMO, DEMO_ENDS = "RWKV-v7/rwkv_v7a_demo.py", "# RWKV Tokenizer (slow version)"
+# In the author's demo: what is for a GPU, and what it is on a CPU in float32
+ON_A_CPU = (("torch.jit.ScriptModule", "nn.Module"), ("torch.jit.script_method", "(lambda f: f)"),
+            ("torch.jit.script\n", "(lambda f: f)\n"), ("DTYPE = torch.half", "DTYPE = torch.float"),
+            ("'cuda'", "'cpu'"), ('"cuda"', '"cpu"'), ("\nload(", "\n(lambda *a, **b: None)("))
+
+
+class Package7:
+    """PyPI's `rwkv` on an official .pth. Needs RWKV_V7_ON=1."""
+
+    def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
+        from peers import RwkvPackage7
+
+        return RwkvPackage7(model).row(tokens, None)[0]
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python, on a GGUF file; saves it in the type that the job names."""
+
+    def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
+        from peers import LlamaCpp as Reader
+
+        return Reader(model).row(tokens, None)[0]
+
+    def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
+        import llama_cpp
+
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{job['type']}")
+        if llama_cpp.llama_model_quantize(str(model).encode(), to.encode(), options):
+            raise RuntimeError("llama_model_quantize failed")
+
+
+class Rwkv7Hf:
+    """rwkv7-hf: its converter makes a directory of an official .pth; its model reads such directories, and fla's."""
+
+    def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
+        import torch
+        from rwkv7_hf.modeling_rwkv7 import RWKV7ForCausalLM
+
+        loaded = RWKV7ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return loaded(torch.tensor(tokens)[None]).logits[0].numpy()
+
+    def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
+        from rwkv7_hf.converter import build_parser, convert
+
+        convert(build_parser().parse_args(["--input", str(model), "--output", to, "--precision", "fp32",
+                                           "--max-shard-size", job.get("shard", "1000GB")]))
+
+
+class Fla:
+    """flash-linear-attention saves a directory that it has read. Its layers are Triton kernels, so it computes nothing here."""
+
+    def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
+        from fla.models.rwkv7 import RWKV7ForCausalLM
+
+        RWKV7ForCausalLM.from_pretrained(model).save_pretrained(to)
+
+
+class Transformers:
+    """transformers with its own models/rwkv7, which no release has: on an official directory."""
+
+    def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
+        import torch
+        from transformers import Rwkv7ForCausalLM
+
+        loaded = Rwkv7ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return loaded(torch.tensor(tokens)[None]).logits[0].numpy()
+
+
+class Demo7a:
+    """The author's demo of RWKV-7a, token by token: its model as it stands in RWKV-LM, with a CPU in place of the GPU."""
+
+    def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
+        import torch
+
+        source = (Path(job["rwkv_lm"]) / DEMO).read_text(encoding="utf-8").partition(DEMO_ENDS)[0]
+        for old, new in ON_A_CPU:
+            source = source.replace(old, new)
+        demo: dict[str, Any] = {}
+        exec(compile(source, DEMO, "exec"), demo)
+        weights = torch.load(model)
+        V, C = weights["emb.weight"].shape
+        arguments = demo["args"]
+        arguments.MODEL_NAME, arguments.vocab_size, arguments.n_embd = str(model.with_suffix("")), V, C
+        arguments.n_layer = sum(name.endswith("ln1.weight") for name in weights)
+        arguments.head_size = weights["blocks.0.att.r_k"].shape[1]
+        loaded, state, found = demo["RWKV_x070"](arguments), None, []
+        for token in tokens.tolist():
+            logits, state = loaded.forward([token], state)
+            found.append(logits.numpy())
+        return np.stack(found)
+
+
+PROGRAMS = {"rwkv": Package7, "llama.cpp": LlamaCpp, "rwkv7-hf": Rwkv7Hf, "fla": Fla, "transformers": Transformers,
+            "RWKV-LM": Demo7a}
+
+
+def work(job: dict[str, Any]) -> None:
+    program, model, result = PROGRAMS[job["program"]](), Path(job["model"]), job["result"]
+    try:
+        if job["do"] == "save":
+            program.save(model, result, job)     # type: ignore[attr-defined]
+        else:
+            np.save(result, program.logits(model, np.load(job["tokens"]), job))          # type: ignore[attr-defined]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        Path(result + FAILED).write_text(f"{reason}\n\n{traceback.format_exc()}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent))          # for peers.py, which -I leaves out
+    for each in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        with contextlib.redirect_stdout(sys.stderr):
+            work(each)
+        Path(each["result"] + DONE).touch()

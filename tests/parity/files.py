@@ -1,0 +1,364 @@
+"""make files: kinds of files that hold RWKV-7, each read, compared with other programs and float64, written and read back.
+
+Small models with random weights are written as each kind, by the program that the kind is named after where it is here: PyPI's
+rwkv7-hf and flash-linear-attention (.venv-peers), llama.cpp's quantiser (.venv-llama). Logits are compared with float64 on
+weights that something other than rwkv/ has read, and with a program that runs such files. A program that is absent is named.
+Exit status 1 where a number is out of its bound.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import torch
+from numpy import ndarray
+from numpy_rwkv7 import NumpyRWKV7
+from parity import file_peers
+from parity.cases import Case7, random_weights
+from parity.exchange import ENVIRONMENT, PYTHON, PYTHON_LLAMA
+
+from kernels.bench.text import filled, markdown
+from kernels.machine import hardware
+from kernels.matvec import pack
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.errors import UserError
+from rwkv.model.base import generation, of_linear_layer
+from rwkv.pretrained import RWKV
+
+Weights = dict[str, ndarray]
+
+TO_FLOAT64 = 3e-6                        # bound of |difference| / |logits|, in the Euclidean norm
+OF_PEER = 1.5                            # times a peer's own distance from float64 is added where ours is compared with it
+MOST_OF_PEER = {"llama.cpp": 0.2}        # of that distance: it rounds inputs where weights are in blocks; others 1e-4
+T = 12
+PAGE = hardware.ROOT / "docs" / "files.md"
+SMALL = Case7(L=3, H=2, N=64, ranks=(32, 24, 16, 40), V=77, T=T, chunks=())
+WIDE = Case7(L=2, H=4, N=64, ranks=(32, 24, 16, 40), V=256, T=T, chunks=())          # rows of 256, as k-quants need
+CASES = {
+    "small": SMALL, "wide": WIDE,
+    "512": Case7(L=33, H=8, N=64, ranks=(64, 64, 32, 128), V=300, T=T, chunks=()),
+    "576": Case7(L=25, H=9, N=64, ranks=(64, 64, 32, 128), V=300, T=T, chunks=()),
+    "128": WIDE._replace(H=2, N=128),
+}
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
+WRITTEN_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
+DEEP = 32                                # of RWKV-7a; its author's demo has no other
+
+
+@dataclass
+class Kind:
+    """A kind of file: its path, the weights that it holds for float64, the program that made it, and one that runs it.
+
+    form: of a Hugging Face directory. epsilon: of the norm of each head. tokens: the case whose tokens are read.
+    """
+
+    name: str
+    path: Path
+    weights: Callable[[], Weights]
+    made_by: str = "torch.save"
+    peer: str | None = None
+    form: str | None = None
+    epsilon: float = 64e-5
+    tokens: str = "small"
+
+
+# Files
+
+
+def official(folder: Path, name: str, case: str, changes: Weights | None = None, dtype: torch.dtype = torch.float32,
+             without: tuple[str, ...] = ()) -> tuple[Path, Callable[[], Weights]]:
+    """An official .pth of this name, and what it holds, rounded to its dtype."""
+    weights = {**as_deep_as(CASES[case].L, random_weights(CASES[case])), **(changes or {})}
+    tensors = {key: torch.from_numpy(value).to(dtype) for key, value in weights.items() if key not in without}
+    torch.save(tensors, folder / name)
+    return folder / name, lambda: {key: torch.from_numpy(value).to(dtype).float().numpy() for key, value in weights.items()}
+
+
+def as_deep_as(L: int, weights: Weights) -> Weights:
+    """The weights with what each block adds divided by sqrt(2 L): else each of many layers magnifies the rounding before it."""
+    added = ("att.output.weight", "ffn.value.weight")
+    factor = np.float32((2 * L) ** -0.5)
+    return {name: value * factor if name.endswith(added) else value for name, value in weights.items()}
+
+
+def official_kinds(folder: Path) -> Iterator[Kind]:
+    """BlinkDL's names and the dtype of his files; some of his files lack layer 0's v0, v1 and v2."""
+    unused = tuple(f"blocks.0.att.v{part}" for part in range(3))
+    for kind, name, case, without in (
+            ("World .pth", "RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth", "small", ()),
+            ("G1d .pth, layer 0 without v0..v2", "rwkv7-g1d-0.4b-20260210-ctx8192.pth", "small", unused),
+            ("G1k .pth", "rwkv7-g1k-1.5b-20260930-ctx25600.pth", "wide", ()),
+            ("weekly .pth", "rwkv-g1k-3b-temp-5441.pth", "small", ()),
+            ("Pile .pth, L33-D512", "RWKV-x070-Pile-164M-L33-D512-20241218-ctx4096.pth", "512", ()),
+            ("Pile .pth, L25-D576", "RWKV-x070-Pile-L25-D576-ctx4096.pth", "576", ()),
+            (".pth, heads of 128", "rwkv7-heads-of-128.pth", "128", ())):
+        path, weights = official(folder, name, case, dtype=torch.bfloat16, without=without)
+        yield Kind(kind, path, weights, peer="rwkv", tokens=case)
+    path, weights = official(folder, "rwkv7a-g1b-0.1b-20250819-ctx4096.pth", "small", deep_embed(SMALL))
+    yield Kind("7a .pth (DeepEmbed)", path, weights, peer="RWKV-LM")
+
+
+def deep_embed(case: Case7) -> Weights:
+    random, R, C = np.random.default_rng(2), DEEP, case.C
+    shapes = {"s_emb.weight": (case.V, R * R), "s_emb_x.weight": (R * R, C), "s1": (C, R), "s2": (R, 4 * C),
+              "s0": (1, 1, 4 * C)}
+    scales = {"s_emb.weight": R ** -0.5, "s_emb_x.weight": (R * C) ** -0.5, "s1": C ** -0.5, "s2": R ** -0.5, "s0": 1.0}
+    return {f"blocks.{layer}.ffn.{name}": (scales[name] * random.normal(size=shape)).astype(np.float32)
+            for layer in range(case.L) for name, shape in shapes.items()}
+
+
+def directory_kinds(folder: Path) -> Iterator[Kind]:
+    path, weights = official(folder, "source.pth", "small")
+    wide, wide_weights = official(folder, "source-128.pth", "128")
+    run("rwkv", [save("rwkv7-hf", path, folder / "rwkv7-hf"),
+                 save("rwkv7-hf", path, folder / "native"),
+                 save("rwkv7-hf", path, folder / "sharded", shard="300KB"),
+                 save("rwkv7-hf", wide, folder / "rwkv7-hf-128"),
+                 save("fla", folder / "rwkv7-hf", folder / "fla")])
+    yield Kind("rwkv7-hf's directory", folder / "rwkv7-hf", weights, "rwkv7-hf", "rwkv7-hf", "fla")
+    yield Kind("rwkv7-hf's directory, in shards", folder / "sharded", weights, "rwkv7-hf", "rwkv7-hf", "fla")
+    yield Kind("rwkv7-hf's directory, heads of 128", folder / "rwkv7-hf-128", wide_weights, "rwkv7-hf", "rwkv7-hf", "fla",
+               epsilon=128e-5, tokens="128")
+    if (described := folder / "native" / "config.json").exists():        # the name is of versions that are not on PyPI
+        described.write_text(described.read_text().replace('"model_type": "rwkv7"', '"model_type": "rwkv7_native"'))
+    yield Kind("the same as rwkv7_native", folder / "native", weights, "rwkv7-hf", "rwkv7-hf", "fla")
+    yield Kind("fla's directory", folder / "fla", weights, "fla", "rwkv7-hf", "fla")
+    write_checkpoint(read_checkpoint(path), folder / "official", form="official")
+    yield Kind("official directory", folder / "official", weights, "timemix", "transformers", "official")
+    for name, kind in (("ours.safetensors", ".safetensors"), ("ours.bin", "rwkv.cpp's ggmf")):
+        write_checkpoint(read_checkpoint(path), folder / name, format=None)
+        yield Kind(kind, folder / name, weights, "timemix")
+
+
+def gguf_kinds(folder: Path) -> Iterator[Kind]:
+    for case in ("wide", "128"):
+        path, _ = official(folder, f"for-gguf-{case}.pth", case)
+        write_checkpoint(read_checkpoint(path), folder / f"{case}.gguf")
+    yield gguf_kind("GGUF, F32", folder / "wide.gguf", "timemix")
+    yield gguf_kind("GGUF, F32, heads of 128", folder / "128.gguf", "timemix", "128")
+    run("llama.cpp", [save("llama.cpp", folder / "wide.gguf", folder / f"{name}.gguf", type=name) for name in BLOCKS])
+    for name in BLOCKS:
+        yield gguf_kind(f"GGUF, {name}", folder / f"{name}.gguf", "llama.cpp")
+    whole = folder / "Q4_K_M.gguf"
+    if whole.exists():
+        first = gguf_files.in_parts(whole, folder / "parts", 20)[0]
+        yield Kind("GGUF, Q4_K_M, in parts", first, lambda: gguf_files.official_weights(whole), "llama.cpp, gguf", "llama.cpp",
+                   tokens="wide")
+
+
+def gguf_kind(name: str, path: Path, made_by: str, tokens: str = "wide") -> Kind:
+    return Kind(name, path, lambda: gguf_files.official_weights(path), made_by, "llama.cpp", tokens=tokens)
+
+
+# Other programs
+
+
+def save(program: str, model: Path, to: Path, **options: Any) -> dict[str, Any]:
+    return {"program": program, "do": "save", "model": str(model), "result": str(to), **options}
+
+
+def run(environment: str, jobs: list[dict[str, Any]]) -> None:
+    """Runs the jobs in an environment, where it is here. A job that ends the program is failed, and the others go on."""
+    python = PYTHON_LLAMA if environment == "llama.cpp" else PYTHON
+    if not python.exists():
+        return
+    while jobs:
+        listed = Path(jobs[0]["result"]).parent / f"{environment} jobs.json"
+        listed.write_text(json.dumps(jobs), encoding="utf-8")
+        variables = {"RWKV_V7_ON": "1", "TRITON_INTERPRET": "1", "HF_MODULES_CACHE": str(listed.parent)}
+        done = subprocess.run([python, "-I", file_peers.__file__, listed], env=os.environ | ENVIRONMENT | variables,
+                              capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+        last = next(number for number, job in enumerate(jobs) if not Path(job["result"] + file_peers.DONE).exists())
+        reason = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
+        Path(jobs[last]["result"] + file_peers.FAILED).write_text(reason[0], encoding="utf-8")
+        jobs = jobs[last + 1:]
+
+
+def versions() -> dict[str, str]:
+    """The versions of the programs that are here."""
+    program = ("import importlib.metadata as m, json\nfound = {}\nfor name in %r:\n    try: found[name] = m.version(name)\n"
+               "    except m.PackageNotFoundError: pass\nprint(json.dumps(found))")
+    found: dict[str, str] = {}
+    for python, names in ((PYTHON, ("torch", "rwkv", "transformers", "rwkv7-hf", "flash-linear-attention", "triton")),
+                          (PYTHON_LLAMA, ("llama-cpp-python",))):
+        if python.exists():
+            found |= json.loads(subprocess.run([python, "-I", "-c", program % (names,)], capture_output=True, text=True,
+                                               check=True).stdout)
+    return found
+
+
+def peers_logits(folder: Path, kinds: list[Kind], rwkv_lm: Path | None) -> None:
+    """NAME.npy of every kind that its peer could run."""
+    jobs: dict[str, list[dict[str, Any]]] = {"rwkv": [], "llama.cpp": []}
+    for kind in kinds:
+        if kind.peer is None or (kind.peer == "RWKV-LM" and rwkv_lm is None) or not kind.path.exists():
+            continue
+        job = {"program": kind.peer, "do": "logits", "model": str(kind.path), "tokens": str(folder / f"{kind.tokens}.npy"),
+               "result": str(folder / f"{kind.name}.npy"), "rwkv_lm": str(rwkv_lm)}
+        jobs["llama.cpp" if kind.peer == "llama.cpp" else "rwkv"].append(job)
+    for environment, of_it in jobs.items():
+        run(environment, of_it)
+
+
+# The table
+
+
+def row(folder: Path, kind: Kind) -> dict[str, Any]:
+    """What was found of a kind: each number with its bound, or a reason."""
+    found: dict[str, Any] = {"file": kind.name, "made by": kind.made_by}
+    if not kind.path.exists():
+        return found | {"absent": failure(kind.path) or f"{kind.made_by} is not here"}
+    try:
+        checkpoint = read_checkpoint(kind.path)
+    except UserError as error:
+        return found | {"read": f"refused: {error}"}
+    tokens = np.load(folder / f"{kind.tokens}.npy")
+    logits = ours(kind.path, tokens)
+    exact = NumpyRWKV7(kind.weights(), kind.epsilon)(tokens[None])[0][0]
+    found |= {"read": "yes", "float64": bounded(apart(logits, exact), TO_FLOAT64)}
+    found |= beside_peer(folder, kind, logits, exact)
+    found |= written_again(folder, kind, checkpoint, logits, tokens)
+    return found | (rounded_again(checkpoint) if blocks_of(kind) else {})
+
+
+def blocks_of(kind: Kind) -> str | None:
+    return next((name for name in reversed(BLOCKS) if f"GGUF, {name}" in kind.name), None)
+
+
+def beside_peer(folder: Path, kind: Kind, logits: ndarray, exact: ndarray) -> dict[str, Any]:
+    if kind.peer is None:
+        return {"peer": "none runs it here"}
+    result = folder / f"{kind.name}.npy"
+    if not result.exists():
+        return {"peer": f"{kind.peer} is absent", "reason": failure(result) or "not installed"}
+    theirs = np.load(result)
+    of_peer = apart(theirs, exact)
+    bound = TO_FLOAT64 + OF_PEER * min(of_peer, MOST_OF_PEER.get(kind.peer, 1e-4))
+    return {"peer": kind.peer, "to the peer": bounded(apart(logits, theirs), bound), "the peer to float64": of_peer}
+
+
+def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndarray, tokens: ndarray) -> dict[str, Any]:
+    """Written in the same kind, read back, and computed with; blocks that cannot be written, as Q8_0."""
+    target = folder / "again" / kind.path.name
+    target.parent.mkdir(exist_ok=True)
+    dtype = None if (type_ := blocks_of(kind)) is None else type_.lower() if type_.lower() in WRITTEN_BLOCKS else "q8_0"
+    try:
+        write_checkpoint(checkpoint, target, dtype=dtype, form=kind.form)
+    except UserError as error:
+        return {"written": f"refused: {error}"}
+    again = read_checkpoint(target)
+    same = all(torch.equal(again.weights[name], checkpoint.weights[name]) for name in checkpoint.weights)
+    bound = 0.05 if dtype else 0.0 if kind.epsilon == 64e-5 else TO_FLOAT64      # another epsilon changes the receptance
+    return {"written": dtype or "the same", "weights": "equal" if same else "rounded",
+            "read back": bounded(apart(ours(target, tokens), logits), bound)}
+
+
+def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The relative error of the matrices in int8 and int4, beside the numbers of the file."""
+    group = generation(checkpoint.config).group
+    found = {}
+    for form in ("int8", "int4"):
+        error = total = 0.0
+        for name in checkpoint.weights:
+            if of_linear_layer(name, group(name)):
+                exact = checkpoint.weights[name].float()
+                error += float((pack(exact, form).dense() - exact).square().sum())
+                total += float(exact.square().sum())
+        found[form] = math.sqrt(error / total)
+    return found
+
+
+def ours(path: Path, tokens: ndarray) -> ndarray:
+    with torch.no_grad():
+        return RWKV.from_pretrained(path)(torch.tensor(tokens)[None])[0][0].float().numpy()
+
+
+def apart(found: ndarray, expected: ndarray) -> float:
+    if found.shape != expected.shape:
+        return math.inf
+    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+def bounded(value: float, bound: float) -> dict[str, float]:
+    return {"difference": value, "allowed": bound}
+
+
+def failure(result: Path) -> str | None:
+    file = Path(f"{result}{file_peers.FAILED}")
+    if not file.exists():
+        return None
+    return re.sub(r" \(/\S+\)", "", file.read_text(encoding="utf-8").splitlines()[0])          # where it is on this machine
+
+
+def passed(found: dict[str, Any]) -> bool:
+    numbers = [value for value in found.values() if isinstance(value, dict)]
+    refused = any(str(found.get(name, "")).startswith("refused") for name in ("read", "written"))
+    return not refused and all(each["difference"] <= each["allowed"] for each in numbers)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "0" if value["difference"] == 0 else f"{value['difference']:.1e}" + (
+            "" if value["difference"] <= value["allowed"] else f" > {value['allowed']:.1e} !")
+    return f"{value:.1e}" if isinstance(value, float) else str(value)
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    heads = ["file", "made by", "read", "float64", "peer", "to the peer", "the peer to float64", "written", "read back", "int8",
+             "int4"]
+    lines = [heads]
+    for found in rows:
+        percent = {name: f"{found[name]:.1%}" for name in ("int8", "int4") if name in found}
+        absent = {"read": f"absent: {found['absent']}"} if "absent" in found else {}
+        lines.append([shown((found | percent | absent).get(name, "")) for name in heads])
+    return lines
+
+
+def section(rows: list[dict[str, Any]], peers: dict[str, str], machine: dict[str, Any]) -> str:
+    absent = [f"{found['file']}: {found['peer']} ({found['reason']})." for found in rows if "reason" in found]
+    return "\n\n".join((
+        f"{machine['cpu']}; torch {machine['torch']}; commit {machine['commit']}, {machine['date'][:10]}. Peers: "
+        + (", ".join(f"{name} {version}" for name, version in peers.items()) or "none") + ".",
+        markdown(table(rows), left=3), *(["\n".join(f"- {line}" for line in absent)] if absent else [])))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make files", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--rwkv-lm", type=Path, help="a copy of BlinkDL/RWKV-LM, whose demo of RWKV-7a is run")
+    parser.add_argument("--page", action="store_true", help=f"rewrite the table of {PAGE.name}")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for case_name, case in CASES.items():
+            np.save(folder / f"{case_name}.npy", np.random.default_rng(1).integers(case.V, size=T))
+        kinds = [*official_kinds(folder), *directory_kinds(folder), *gguf_kinds(folder)]
+        peers_logits(folder, kinds, options.rwkv_lm)
+        rows = [row(folder, kind) for kind in kinds]
+    peers, machine = versions(), hardware.describe("cpu")
+    print(section(rows, peers, machine))
+    ok = all(map(passed, rows))
+    print("\nfiles:", "yes" if ok else "NO")
+    if options.json:
+        content = {"machine": machine, "peers": peers, "passed": ok, "rows": rows}
+        options.json.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    if options.page:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "files", section(rows, peers, machine)), encoding="utf-8")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

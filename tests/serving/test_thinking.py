@@ -1,0 +1,144 @@
+"""Thoughts through the server: apart from the text, whole and streamed, with stops and log-probabilities; who asks for them.
+
+The model is a tiny one under a released model's name, and no option says how to speak to it.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from models import following
+from serving_runs import Running
+
+from rwkv.tokenizer.tokenizers import WorldTokenizer
+
+if TYPE_CHECKING:
+    import openai
+
+pytestmark = pytest.mark.programs
+NAME = "rwkv7-g1k-1.5b-20260930-ctx25600"
+# What the model writes after "Assistant:", and after "<think" and "<think></think"; each token comes once.
+UNASKED = [b":", b" <thi", b"nk>", b"\nOne, \n\n", b"two. </", b"think>\n", b"\xe2", b"\x82\xac", b" for STOP", b" all"]
+ASKED = [b"k", b">\n", b"Hm.", b" Well </t", b"hink>", b"\nNo", b"!"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("thoughts")
+    singles = [bytes([value]) for value in range(256)]
+    words = sorted({*UNASKED, *ASKED} - {*singles})
+    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
+    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
+    rows = [[*(ids[token] for token in row), tokenizer.end_of_text] for row in (UNASKED, ASKED)]
+    path = folder / f"{NAME}.safetensors"
+    following(tokenizer.vocab_size, *rows, n_embd=64).save_pretrained(path, tokenizer)
+    running = Running(folder, f"checkpoint={path}")
+    assert running.process.poll() is None, running.log
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator["openai.OpenAI"]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_the_log_says_how_the_model_is_spoken_to(server: Running) -> None:
+    line = next(line for line in server.log.splitlines() if line.startswith("chat"))
+    assert "g1" in line
+    assert "G1k" in line
+
+
+FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (False, "true", "fake"))
+
+
+@pytest.mark.parametrize(("options", "thoughts", "content", "reason"), [
+    ({}, "One, \n\ntwo.", "€ for STOP all", "stop"), ({"extra_body": FALSE}, "One, \n\ntwo.", "€ for STOP all", "stop"),
+    ({"n": 2}, "One, \n\ntwo.", "€ for STOP all", "stop"), ({"stop": "STOP"}, "One, \n\ntwo.", "€ for ", "stop"),
+    ({"stop": "two"}, "One,", "", "stop"), ({"stop": "nk>\nO"}, "", "<thi", "stop"),
+    ({"max_tokens": 1}, "", "<thi", "length"), ({"max_tokens": 2}, "", "", "length"),
+    ({"max_tokens": 3}, "One,", "", "length"),
+    ({"max_tokens": 4}, "One, \n\ntwo. </", "", "length"), ({"max_tokens": 6}, "One, \n\ntwo.", "\ufffd", "length"),
+    ({"extra_body": TRUE}, "Hm. Well", "No!", "stop"), ({"extra_body": TRUE, "max_tokens": 2}, "Hm.", "", "length"),
+    ({"extra_body": {"enable_thinking": True}}, "Hm. Well", "No!", "stop"),
+    ({"reasoning_effort": "high"}, "Hm. Well", "No!", "stop"), ({"extra_body": FAKE}, "", "Hm. Well </think>\nNo!", "stop"),
+    ({"reasoning_effort": "minimal"}, "", "Hm. Well </think>\nNo!", "stop"),
+    ({"reasoning_effort": "none", "max_tokens": 3}, "One,", "", "length")], ids=str)
+def test_thoughts_are_apart_from_the_text(client: "openai.OpenAI", options: dict[str, Any], thoughts: str, content: str,
+                                          reason: str) -> None:
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 20,
+             "logprobs": True, **options}
+    whole = client.chat.completions.create(**asked)
+    streamed = {choice.index: ["", "", [], None] for choice in whole.choices}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        choice, = chunk.choices
+        of_choice: list[Any] = streamed[choice.index]
+        of_choice[0] += getattr(choice.delta, "reasoning_content", None) or ""
+        of_choice[1] += choice.delta.content or ""
+        of_choice[2] += choice.logprobs.content if choice.logprobs else []
+        of_choice[3] = choice.finish_reason
+    for choice in whole.choices:
+        assert (getattr(choice.message, "reasoning_content", ""), choice.message.content) == (thoughts, content)
+        assert choice.finish_reason == reason
+        assert streamed[choice.index] == [thoughts, content, choice.logprobs.content, reason]
+        assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode(errors="replace") == content
+
+
+def test_a_call_that_is_demanded_stands_after_an_empty_thought(client: "openai.OpenAI") -> None:
+    """Where one was asked for; thoughts cannot be before it."""
+    import openai
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1,
+                             "tools": [tool], "tool_choice": "required"}
+    plain = client.chat.completions.create(**asked).usage.prompt_tokens
+    fake = client.chat.completions.create(**asked, extra_body=FAKE).usage.prompt_tokens
+    assert fake > plain
+    assert client.chat.completions.create(**asked, reasoning_effort="high").usage.prompt_tokens == plain
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        client.chat.completions.create(**asked, extra_body=TRUE)
+
+
+def test_an_answer_with_its_thoughts_can_be_sent_back(client: "openai.OpenAI") -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    first = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=20)
+    messages += [first.choices[0].message.model_dump(), messages[0]]
+    second = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=20)
+    assert second.choices[0].message.content == first.choices[0].message.content
+    del messages[1]["reasoning_content"]
+    bare = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=20)
+    assert bare.usage.prompt_tokens < second.usage.prompt_tokens, "the template shows thoughts of earlier turns"
+
+
+@pytest.mark.parametrize(("options", "field"), [
+    ({"reasoning_effort": "much"}, "reasoning_effort"), ({"reasoning_effort": 3}, "reasoning_effort"),
+    ({"enable_thinking": "yes"}, "enable_thinking"),
+    ({"chat_template_kwargs": {"think": "maybe"}}, "chat_template_kwargs.think"),
+    ({"chat_template_kwargs": {"reasoning_effort": "x"}}, "chat_template_kwargs.reasoning_effort"),
+    ({"enable_thinking": True, "reasoning_effort": "none"}, "reasoning_effort"),
+    ({"enable_thinking": True, "chat_template_kwargs": {"think": False}}, "enable_thinking"),
+    ({"enable_thinking": False, "reasoning_effort": "high"}, "reasoning_effort"),
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking")],
+    ids=str)
+def test_what_cannot_be_asked_for_is_one_sentence(server: Running, options: dict[str, Any], field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **options}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert field.rpartition(".")[2] in error["message"]
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("options", [
+    {"enable_thinking": None}, {"reasoning_effort": None}, {"chat_template_kwargs": {"think": None}},
+    {"enable_thinking": True, "chat_template_kwargs": {"think": "fake"}},
+    {"enable_thinking": True, "reasoning_effort": "minimal"}, {"reasoning_effort": "max"},
+    {"enable_thinking": False, "reasoning_effort": "none"}], ids=str)
+def test_what_goes_together_is_accepted(server: Running, options: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **options}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
