@@ -4,6 +4,7 @@ import json
 import math
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from models import following, saying, small_model
 from schemas import SCHEMAS, closed, drawn
 
-from rwkv.config import Sampling
+from rwkv.config import GenerateConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import NO_TOKEN, Engine, Sample, StoppingCriteria, generate, generate_batch
 from rwkv.generation.grammar import Grammar
+from rwkv.generation.output import check_config, run_generation
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()
@@ -170,3 +172,25 @@ def test_without_llguidance_a_sentence_says_how_to_install_it(monkeypatch: pytes
         with pytest.raises(UserError) as error:
             make()
         assert "pip install" in str(error.value)
+
+
+def test_generate_py_has_the_same(tmp_path: Path) -> None:
+    schema, wrong, lark = (tmp_path / name for name in ("schema.json", "wrong.json", "words.lark"))
+    schema.write_text(json.dumps(NAMED))
+    wrong.write_text("{")
+    lark.write_text('start: "a" | "b"')
+    out = tmp_path / "out.jsonl"
+    for option, value in (("json_schema", str(schema)), ("grammar", str(lark)), ("regex", "[cd]")):
+        config = GenerateConfig(**{option: value}, out=str(out), num_samples=2, max_new_tokens=300, dtype="float32")
+        check_config(config)
+        run_generation(MODEL, BYTES, config, ["x"])
+        for line in out.read_text().splitlines():
+            text = json.loads(line)["text"]
+            if option == "json_schema":
+                jsonschema_rs.validator_for(NAMED).validate(json.loads(text))
+            else:
+                assert text in ("ab" if option == "grammar" else "cd")
+    for options in ({"json_schema": str(wrong)}, {"json_schema": str(tmp_path / "none")}, {"regex": "a("},
+                    {"regex": "a", "grammar": str(lark)}, {"grammar": str(wrong)}):
+        with pytest.raises(UserError):
+            check_config(GenerateConfig(**options))
