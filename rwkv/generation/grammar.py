@@ -34,6 +34,7 @@ ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then"
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
 CONTROL = re.compile("[\x00-\x1f\x7f]")
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # which is none at most times
 TRIES = 500                              # schemas within one, to find the place of an error
 COMPILED = 32                            # grammars that are kept compiled
 
@@ -261,13 +262,13 @@ def _sentence(message: str) -> str:
 def _schema_part(schema: Schema, where: str) -> Part:
     try:
         _check_keys(schema, where)
-        return Part("json_schema", json.dumps({**_without_effect(schema), "x-guidance": JSON_FORM}), where)
+        return Part("json_schema", json.dumps({**_as_held(schema), "x-guidance": JSON_FORM}), where)
     except RecursionError:
         raise UserError(f"{where} is nested too deeply") from None
 
 
-def _without_effect(schema: Any) -> Any:
-    """The schema without "uniqueItems": false, which says nothing and which llguidance refuses."""
+def _as_held(schema: Any) -> Any:
+    """The schema without "uniqueItems": false, which says nothing and which llguidance refuses, and without leap seconds."""
     if not isinstance(schema, Mapping):
         return schema
     found = {key: value for key, value in schema.items() if not (key == "uniqueItems" and value is False)}
@@ -277,7 +278,9 @@ def _without_effect(schema: Any) -> Any:
         for step in way:
             holder[step] = holder[step].copy()
             holder = holder[step]
-        holder[last] = _without_effect(sub)
+        holder[last] = _as_held(sub)
+    if schema.get("format") in ("time", "date-time"):
+        found["allOf"] = [*found.get("allOf", ()), {"pattern": NO_LEAP_SECOND}]
     return found
 
 
