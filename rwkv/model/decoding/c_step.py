@@ -210,8 +210,8 @@ class Builder:
     def of_sparse(self, layer: nn.Module) -> Matrix:
         """That of a layer whose inputs are mostly 0, as after a ReLU: stored by input, so that what meets a 0 is not read.
 
-        In a trained model nine of ten are 0. Only floats, which must be finite, since an infinity times 0 is NaN, and where there
-        is memory for a copy.
+        In a trained model nine of ten are 0. Only floats, which must be finite, since an infinity times 0 is NaN, and where
+        there is memory for a copy.
         """
         if isinstance(layer, (Int8Linear, Int4Linear)):
             return self.matrix(layer)
