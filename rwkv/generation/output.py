@@ -16,13 +16,14 @@ from typing import TextIO
 from rwkv.config import GenerateConfig, Sampling, whole_number
 from rwkv.errors import UserError
 from rwkv.generation.engine import LARGEST_SEED, Engine, Sample
+from rwkv.generation.grammar import Grammar
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.output_file import require_writable
 from rwkv.io.signals import StopRequest
-from rwkv.io.utf8 import decode
+from rwkv.io.utf8 import decode, read_text
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -45,11 +46,32 @@ def check_config(config: GenerateConfig) -> None:
         raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     stopping_from(config)
+    if grammar := grammar_from(config):
+        grammar.check()
 
 
 def stopping_from(config: GenerateConfig) -> StoppingCriteria:
     """When the texts end. Raises UserError for a value out of range."""
     return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
+
+
+def grammar_from(config: GenerateConfig) -> Grammar | None:
+    """What the texts may be, None for any text. Raises UserError where two options say it or a file is missing or wrong."""
+    given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
+    if config.regex is not None:
+        return Grammar.regex(config.regex)
+    if config.grammar is not None:
+        return Grammar.lark(read_text(Path(config.grammar), f"grammar={config.grammar}"))
+    if config.json_schema is None:
+        return None
+    source = f"json_schema={config.json_schema}"
+    try:
+        schema = json.loads(read_text(Path(config.json_schema), source))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{source} is not JSON: {error}") from None
+    return Grammar.json_schema(schema)
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
@@ -77,7 +99,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     returns False.
     """
     stopping = stopping_from(config)
-    sampling = Sampling.of(config)
+    sampling, grammar = Sampling.of(config), grammar_from(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
@@ -86,7 +108,8 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
         while batch := list(itertools.islice(jobs, config.batch_size)):
             texts, seeds = zip(*batch, strict=True)
             started = time.perf_counter()
-            engine = Engine(model, tokenizer, texts, seeds, stopping, sampling, context, n_logprobs=config.logprobs)
+            engine = Engine(model, tokenizer, texts, seeds, stopping, sampling, context, n_logprobs=config.logprobs,
+                            grammar=grammar)
             clock = _Clock(engine, started)
             if config.stream and single:
                 _stream(engine, clock, stop)

@@ -6,6 +6,7 @@
   python generate.py prompts=FILE num_samples=3 seed=7 out=TEXTS.jsonl
   python generate.py prompt="User: hi" stop="User:" save_state=chat.safetensors
   python generate.py state=chat.safetensors prompt=" and then?"
+  python generate.py prompt="A person as JSON: " json_schema=FILE.json
   cat story.txt | python generate.py prompt=- seed=1
 
 Texts and paths are taken verbatim: commas, quotes and equals signs need no
