@@ -18,6 +18,7 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
 CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
+TUNED = "tuned.json"
 Curve = dict[int, float]                 # by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 
