@@ -44,7 +44,9 @@ def what_was_tuned(run: Run) -> str:
         return f"Tuned were all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
     what = "the state before the first token"
     if tuned["method"] == "lora":
-        what = f"a LoRA of rank {tuned.get('rank')}, alpha {tuned.get('alpha')}, on {', '.join(tuned.get('modules', []))}"
+        modules = tuned.get("modules")
+        named = ", ".join(map(str, modules)) if isinstance(modules, list) else modules
+        what = f"a LoRA of rank {tuned.get('rank')}, alpha {tuned.get('alpha')}, on {named}"
     return f"Tuned was {what}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
 
 

@@ -48,16 +48,15 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]
         if config.tune.guard == ENGLISH:
             log(f"guard      none: the tokenizer cannot encode the text of tune.guard={ENGLISH} ({error})")
             return without
-        raise error if isinstance(error, UserError) else UserError(f"tune.guard={path}: {error}") from None
+        named = f"tune.guard={path}"
+        raise UserError(str(error) if named in str(error) else f"{named} cannot be encoded: {error}") from None
     return config
 
 
 def describe(config: TrainConfig) -> str:
     """One line for people."""
-    path = text_of(config)
-    if path is not None:
-        return (f"before and after, the losses of the validation split and of tune.guard={config.tune.guard} "
-                f"({path.stat().st_size:,} bytes)")
+    if text_of(config) is not None:
+        return f"before and after, the losses of the validation split and of the text of tune.guard={config.tune.guard}"
     why = " (trainer=fsdp divides the weights)" if config.tune.guard else ""
     return f"before and after, the loss of the validation split; of no general text{why}"
 
