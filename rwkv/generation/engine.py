@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv.config import Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import ProgramDecoder, decoder_of
+from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Penalties, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
@@ -211,7 +211,7 @@ class Engine:
         """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._draw_by = drawing() if isinstance(self._decoder, ProgramDecoder) else None
+        self._draw_by = drawing() if isinstance(self._decoder, CDecoder) else None
 
     def _read_new_weights(self) -> None:
         """Goes on with the model's weights as they are now; prompts are read anew. What old ones have read is not cached."""
