@@ -51,6 +51,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     """The model, the tokenizer, the prompts and what was read before them. Raises UserError as the parts of it do."""
+    print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
     from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
     from rwkv.pretrained import open_checkpoint
