@@ -275,6 +275,7 @@ class LoggerConfig:
 
 
 LORA = ("tune.method", "lora")
+ENGLISH = "english"                      # the text of tune.guard that comes with the package
 
 
 @dataclass
@@ -289,6 +290,8 @@ class TuneConfig:
                                 verbatim=GRAMMAR, needs=LORA)
     base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
                        one_of=("float32", "bfloat16", "int8", "int4"))
+    guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
+                               "comes with this program, FILE, or null for none", verbatim=PATH)
 
     def __post_init__(self) -> None:
         check_options(self, "tune.")

@@ -24,7 +24,8 @@ SET_ENVIRONMENT = [ROOT / "kernels" / name
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("programs",),
     ("tools", "__init__"),
-    ("training", "serving", "evaluation", "pretrained"),
+    ("training", "serving", "pretrained"),
+    ("evaluation",),
     ("checkpoint", "data", "generation"),
     ("chat",),
     ("model", "tokenizer", "report", "cli"),

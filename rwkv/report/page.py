@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rwkv.report import svg, units
+from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, column, columns, flat
 from rwkv.report.reading import Curve, Run
@@ -29,12 +29,13 @@ Row = list[str]                          # the cells of a row of a table, as HTM
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *_verdict(comparison), *map(_finding, findings),
-            *_summary(comparison),
+            *tuned.changes(comparison.runs), *tuned.answers(comparison.runs), *_summary(comparison),
             *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison),
             *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n")
+            f"<title>{escape(title)}</title><style>{STYLE}{tuned.STYLE}</style></head>\n<body>\n"
+            + "\n".join(body) + "\n</body></html>\n")
 
 
 def _is_single(comparison: Comparison) -> bool:
@@ -247,7 +248,8 @@ def _published_rows(run: Run) -> list[Row]:
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    return lambda run: run.curve(name)
+    """The curve of a run; nothing where it has one point, which would be a figure of one dot."""
+    return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
 
 
 def _mean(values: Iterable[float]) -> float:

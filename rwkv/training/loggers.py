@@ -20,6 +20,7 @@ from rwkv.report.reading import METRICS, SWEEP, read_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 Mode = Literal["online", "offline", "disabled"]
+GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whole table each time
 
@@ -48,7 +49,8 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     if config.name == "none" or rank() > 0:
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
-    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], norms, resumed_at)
+    guard = GUARD_COLUMNS if run["init_from"] and run["tune"]["guard"] else ()
+    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*guard, *norms), resumed_at)
     if config.name == "csv":
         return [file]
     mode = _mode()
@@ -98,17 +100,17 @@ class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
     A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
-    row names the kernel, since a resumed run may use another.
+    row names the kernel, since a resumed run may use another. more: the columns after those of every run.
     """
 
-    def __init__(self, path: Path, kernel: str, norms: Sequence[str] = (), resumed_at: int | None = None) -> None:
+    def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
         self.path = path
         self.kernel = kernel
         kept = []                        # rows of earlier steps, without a last row that a kill cut short
         if resumed_at is not None:
             kept = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
-        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *norms]))
+        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *more]))
         write_file(path, lambda file: file.write(self._text(kept, header=True)))
 
     @property
