@@ -75,8 +75,19 @@ def load(config: ServeConfig) -> "Loaded":
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
-                       f"and {config.cache_mib:,} MiB of prefixes")]
-    return Loaded(model, opened.tokenizer, choice.template, plan)
+                       f"and {config.cache_mib:,} MiB of prefixes"),
+            ("states", _kept(config, row))]
+    return Loaded(model, opened.tokenizer, choice.template, plan, row)
+
+
+def _kept(config: ServeConfig, size: int) -> str:
+    """What is said of the states that clients keep, each of this size in bytes."""
+    if config.states_mib * MIB < size and not config.states_dir:
+        return f"clients can keep none: one takes {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
+    held = f"clients can keep {config.states_mib:,} MiB of them in memory, {config.states_mib * MIB // size:,}"
+    if config.states_dir:
+        return f"{held}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
+    return f"{held}; the least recently used ones are dropped"
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ MOST_TOOLS = 128                         # of one request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
 
@@ -71,6 +72,8 @@ class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
     n: Count | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    state: StateId | None = None         # which the prompt follows
+    save_state: bool | None = None       # the end of each text is kept as a state
     user: Any = None                     # this one and those below are ignored
     store: Any = None
     metadata: Any = None
@@ -193,6 +196,16 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
                                     "one of them", other)
         field = next(iter(asked), "")
         return Thinking(asked.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
+
+
+class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A state that has read `prompt` or `messages`, after `state`."""
+
+    prompt: str | list[TokenId] | None = None
+    messages: Any = None
+    tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
+    state: StateId | None = None
+    model: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):

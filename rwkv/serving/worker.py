@@ -6,6 +6,7 @@ Loading a model in one thread and stepping in another would give two teams of Op
 import signal
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -16,19 +17,21 @@ from rwkv.generation.engine import Engine, Row
 from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
-from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
+from rwkv.serving.kept_states import KeptStates
+from rwkv.serving.messages import Cancel, Download, Drop, Event, Failed, Generate, Ready, Reply, SavedState, Step, Upload
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
 
 
 class Loaded(NamedTuple):
-    """template: the chat template's name. plan: lines (subject, text) for people."""
+    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept."""
 
     model: Any
     tokenizer: Tokenizer
     template: str
     plan: list[tuple[str, str]]
+    state_bytes: int
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -42,9 +45,13 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     try:
         loaded = load(config)
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
-        worker = _Worker(connection, Engine(loaded.model, loaded.tokenizer, cache=cache), cache)
-        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan))
-        worker.run()
+        states = KeptStates(config, loaded.model, loaded.tokenizer)
+        worker = _Worker(connection, Engine(loaded.model, loaded.tokenizer, cache=cache), cache, states)
+        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
+        try:
+            worker.run()
+        finally:
+            states.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ValueError, RuntimeError, OSError) as error:
@@ -70,20 +77,34 @@ class _Job:
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
+        if self.row.damaged:
+            return Event(self.request.id, error="the state is damaged: it leads to logits that are not finite")
         event = Event(self.request.id, self.text, logprobs)
         self.text, self._logprobs_sent = "", self._logprobs_sent + len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
-            event.prompt_tokens, event.cached_tokens = len(self.row.prompt_ids), self.row.cached_tokens
+            before = (self.request.start and self.request.start.tokens) or 0         # which were read for an earlier request
+            event.prompt_tokens, event.cached_tokens = before + len(self.row.prompt_ids), before + self.row.cached_tokens
             event.completion_tokens, event.prompt_logprobs = len(sample.tokens), self.row.prompt_logprobs
         return event
+
+    def saved(self) -> SavedState | None:
+        """What is known of the state that is to be kept now, if any."""
+        save, kept, start = self.request.save, self.row.kept, self.request.start
+        if save is None or kept is None:
+            return None
+        read = len(self.row.prompt_ids) + len(self.row.sample.tokens)
+        before = start.tokens if start else 0
+        turn = save.turn and replace(save.turn, tail=save.turn.tail + self.row.read_after_text)
+        return replace(save, tokens=None if before is None else before + read, bytes=kept.nbytes(), last_ids=kept.last_ids,
+                       turn=turn)
 
 
 class _Worker:
     """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
 
-    def __init__(self, connection: Connection, engine: Engine, cache: PrefixCache | None) -> None:
-        self._connection, self._engine, self._cache = connection, engine, cache
+    def __init__(self, connection: Connection, engine: Engine, cache: PrefixCache | None, states: KeptStates) -> None:
+        self._connection, self._engine, self._cache, self._states = connection, engine, cache, states
         self._jobs: dict[int, _Job] = {}         # by the row's index
         self._refused: list[Event] = []
 
@@ -99,14 +120,24 @@ class _Worker:
                 idle = False
             for index, piece in self._engine.step():
                 self._jobs[index].text += piece
-            events = self._refused + [event for job in self._jobs.values() if (event := job.event())]
+            events = self._refused + [event for job in self._jobs.values() if (event := self._event(job))]
             self._refused = []
             self._jobs = {index: job for index, job in self._jobs.items() if not job.row.complete}
-            if events:
+            gone = self._states.take_gone()
+            if events or gone:
                 cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
-                self._connection.send(Step(events, *cached))
+                self._connection.send(Step(events, *cached, self._states.bytes, tuple(gone)))
 
-    def _take(self, message: list[Generate] | Cancel) -> None:
+    def _event(self, job: _Job) -> Event | None:
+        """What is to be sent of a text; a state that is to be kept at its end is kept before."""
+        event, saved = job.event(), job.saved()
+        if event is not None and saved is not None:
+            assert job.row.kept is not None
+            self._states.put(saved, job.row.kept)
+            event.state = saved
+        return event
+
+    def _take(self, message: "list[Generate] | Cancel | Upload | Download | Drop") -> None:
         """The texts of one request come together and begin at the same step, so that their prompt is read once, and that the
         last bits of their log-probabilities do not depend on when each came: products of more rows may have others.
         """
@@ -115,14 +146,29 @@ class _Worker:
                 if job.request.id == message.id:
                     job.row.cancel()
             return
+        if isinstance(message, Drop):
+            self._states.drop(message.state)
+            return
+        if isinstance(message, (Upload, Download)):
+            self._connection.send(self._reply(message))
+            return
         for text in message:
             self._begin(text)
 
+    def _reply(self, message: Upload | Download) -> Reply:
+        try:
+            if isinstance(message, Upload):
+                return Reply(message.id, self._states.upload(message.state, message.content))
+            return Reply(message.id, self._states.content(message.state))
+        except UserError as error:
+            return Reply(message.id, error=str(error))
+
     def _begin(self, message: Generate) -> None:
         try:
+            context = self._states.get(message.start.id) if message.start else None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
-                                   prompt_logprobs=message.prompt_logprobs)
+                                   context, message.prompt_logprobs, keep=message.save is not None)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))
         else:
