@@ -363,8 +363,9 @@ class Row:
 
     sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
     result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. context: what was
-    read before the prompt. kept: what the row has read when its text has ended, the last token and a stop string included, where
-    it was wanted; None for a row that was cancelled. damaged: it was, since the context has led to logits that are not finite.
+    read before the prompt. kept: what the row has read when its text has ended, the last token and a stop string included,
+    where it was wanted; None for a row that was cancelled. damaged: it was, since the context has led to logits that are not
+    finite.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,

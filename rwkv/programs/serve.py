@@ -17,6 +17,10 @@ Thoughts come back as reasoning_content beside content. chat_template_kwargs wit
 think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
 low, medium, high) say how an answer begins.
 
+POST /v1/states reads a prompt or messages, or takes a state file, and gives an id;
+"state": ID in a request continues it, without reading it again, and
+"save_state": true keeps the end of an answer as another one (docs/chat.md).
+
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
