@@ -637,6 +637,8 @@ class ServeConfig(SavedModelConfig):
     states_dir: str | None = option(None, "folder where each of them is a file too, also after a restart; null: those that "
                                     "leave memory are lost", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)
+    responses_mib: int = option(64, "memory for the items of stored responses (/v1/responses), in MiB; those used longest ago "
+                                "are dropped; with states_dir they are files there, too", least=0)
 
     def __post_init__(self) -> None:
         given = self.api_key or []       # a file of options may have one key, or null

@@ -19,7 +19,8 @@ low, medium, high) say how an answer begins.
 
 POST /v1/states reads a prompt or messages, or takes a state file, and gives an id;
 "state": ID in a request continues it, without reading it again, and
-"save_state": true keeps the end of an answer as another one (docs/chat.md).
+"save_state": true keeps the end of an answer as another one. /v1/responses goes on
+from previous_response_id by such a state (docs/chat.md).
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one

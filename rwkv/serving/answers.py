@@ -98,15 +98,23 @@ class Answer:
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
-                self._texts[number].add(event)
+                self._take(number, event)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
         self._complete = True
+        await self._finish()
         # with the log-probabilities of a prompt an answer is megabytes, and others would wait while it is written
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
+
+    async def _finish(self) -> None:
+        """What is to be done before a whole answer is sent."""
+
+    def _take(self, number: int, event: Event) -> None:
+        """What is new of a text of an answer that is not streamed."""
+        self._texts[number].add(event)
 
     def _whole(self) -> Response:
         content = self._shape.envelope([text.whole() for text in self._texts], stream=False)
@@ -169,7 +177,7 @@ class _Text:
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        thoughts, text, calls, logprobs = self._parsed(event)
+        thoughts, text, calls, logprobs = self.parsed(event)
         self._thoughts += thoughts
         self._content += text
         self._calls += calls
@@ -178,7 +186,7 @@ class _Text:
             self.last = event
 
     def whole(self) -> dict[str, Any]:
-        reason = self._reason(self.last)
+        reason = self.reason(self.last)
         logprobs = self._logprobs_of(self._logprobs)
         if self._shape.chat:
             message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
@@ -202,10 +210,10 @@ class _Text:
         finished = event.finish_reason is not None
         if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
             self.add(event)
-            whole = self._choice(self._content, self._logprobs_of(self._logprobs), self._reason(event))
+            whole = self._choice(self._content, self._logprobs_of(self._logprobs), self.reason(event))
             return [{**whole, **self._state()}] if finished else []
         before = self._parser.found if self._parser else 0
-        thoughts, text, calls, logprobs = self._parsed(event)
+        thoughts, text, calls, logprobs = self.parsed(event)
         found = []
         if thoughts:
             found.append(self._choice({"reasoning_content": thoughts}, None, None))
@@ -216,10 +224,10 @@ class _Text:
             found.append(self._choice({"tool_calls": numbered}, None, None))
         if finished:
             self.last = event
-            found.append({**self._choice({} if self._shape.chat else "", None, self._reason(event)), **self._state()})
+            found.append({**self._choice({} if self._shape.chat else "", None, self.reason(event)), **self._state()})
         return found
 
-    def _parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
+    def parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
         """What is new of the thoughts, of the text as it is shown, of the calls, and of that text's log-probabilities."""
         last = event.finish_reason is not None
         self._written += len(event.text)
@@ -243,7 +251,7 @@ class _Text:
         self._tokens.show(spans)
         return self._tokens.take(decided) if event.finish_reason is None else self._tokens.take_rest()
 
-    def _reason(self, event: Event) -> str:
+    def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
         if self._parser and self._parser.found and (reason == "stop" or self._parser.full):
             return "tool_calls"

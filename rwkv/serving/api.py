@@ -25,7 +25,7 @@ from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
-from rwkv.serving import openapi
+from rwkv.serving import openapi, responses
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
@@ -33,12 +33,14 @@ from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import check_origin
 from rwkv.serving.remote import RemoteEngine, Ticket
+from rwkv.serving.responses import ResponseAnswer, Responses
 from rwkv.serving.schema import (
     MOST_ROWS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Options,
+    ResponseRequest,
     StateRequest,
     Thinking,
     TokenizeRequest,
@@ -70,6 +72,7 @@ class Service:
     template: ChatTemplate
     metrics: Metrics
     states: Keeper
+    responses: Responses
     model: str
     created: int
     stopping: bool = False
@@ -221,8 +224,11 @@ async def chat_completions(service: Service, request: Request) -> Answer:
     return _answer(service, *await _worked(service, request, partial(_chat_completion, owner=_owner(request))))
 
 
-def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
-    body = read(sent, ChatRequest)
+def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
+    return _chat_texts(service, read(sent, ChatRequest), owner)
+
+
+def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
@@ -452,6 +458,45 @@ def _state(service: Service, state: SavedState) -> Response:
     return json_response(shown(state, service.model))
 
 
+# Responses
+
+
+async def make_response(service: Service, request: Request) -> Answer:
+    texts, shape, asked = await _worked(service, request, partial(_response_texts, owner=_owner(request)))
+    return ResponseAnswer(service.engine, _submitted(service, texts), shape, service.config.timeout_s, asked, service.responses)
+
+
+def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, responses.Asked]:
+    return responses.ask(read(sent, ResponseRequest), owner, service.responses, service.states,
+                         lambda body: _tools(service, body)[0], lambda body: _chat_texts(service, body, owner))
+
+
+async def one_response(service: Service, request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "stream is for a new response: this one has ended", "stream")
+    return json_response(_stored(service, request).response)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    stored = _stored(service, request)
+    service.responses.drop(stored.response["id"])
+    return json_response({"id": stored.response["id"], "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    _stored(service, request)
+    raise ApiError(400, "this response has ended: one that runs is cancelled by closing its connection, and there are none in "
+                        "the background on this server")
+
+
+async def response_input(service: Service, request: Request) -> Response:
+    return json_response(responses.listed(_stored(service, request).input, request.query_params))
+
+
+def _stored(service: Service, request: Request) -> responses.Stored:
+    return service.responses.get(request.path_params["id"], _owner(request))
+
+
 # Models, tokenizer, state of the server
 
 
@@ -536,6 +581,9 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("/v1/completions", "POST", completions), ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/states", "POST", make_state), ("/v1/states", "GET", list_states), ("/v1/states/{id}", "GET", one_state),
     ("/v1/states/{id}", "DELETE", delete_state), ("/v1/states/{id}/content", "GET", state_content),
+    ("/v1/responses", "POST", make_response), ("/v1/responses/{id}", "GET", one_response),
+    ("/v1/responses/{id}", "DELETE", delete_response), ("/v1/responses/{id}/cancel", "POST", cancel_response),
+    ("/v1/responses/{id}/input_items", "GET", response_input),
     ("/v1/models", "GET", models), ("/v1/models/{name:path}", "GET", one_model),
     ("/tokenizer_info", "GET", tokenizer_info), ("/tokenize", "POST", tokenize), ("/detokenize", "POST", detokenize),
     ("/health", "GET", health), ("/ready", "GET", ready), ("/metrics", "GET", metrics),

@@ -7,19 +7,22 @@ from rwkv.serving.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponseRequest,
     StateRequest,
     TokenizeRequest,
     schema_of,
 )
 from rwkv.serving.states import FORMS
 
-BODIES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/states": StateRequest,
-          "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
-STREAMED = ("/v1/completions", "/v1/chat/completions")
+BODIES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
+          "/v1/states": StateRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 FILE: dict[str, Any] = {FORMS[0]: {"schema": {"type": "string", "format": "binary"}}}
 PLAIN = ("/v1/models", "/v1/states", "/tokenizer_info", "/health", "/ready")
 JSON: dict[str, Any] = {"application/json": {}}
-OF_STATES = {"/v1/states/{id}": {"get": JSON, "delete": JSON}, "/v1/states/{id}/content": {"get": FILE}}
+OF_ONE = {"/v1/states/{id}": {"get": JSON, "delete": JSON}, "/v1/states/{id}/content": {"get": FILE},
+          "/v1/responses/{id}": {"get": JSON, "delete": JSON}, "/v1/responses/{id}/cancel": {"post": JSON},
+          "/v1/responses/{id}/input_items": {"get": JSON}}
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
@@ -41,7 +44,7 @@ def document() -> dict[str, Any]:
             "200": {"description": "the answer", "content": content}, **_errors("400", "401", "404", "413", "429", "503")}}}
     for path in PLAIN:
         paths.setdefault(path, {})["get"] = _without_body(JSON, "401", "503")
-    for path, methods in OF_STATES.items():
+    for path, methods in OF_ONE.items():
         place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         paths[path] = {method: {"parameters": [place], **_without_body(content, "400", "401", "404", "503")}
                        for method, content in methods.items()}

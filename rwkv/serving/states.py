@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -67,9 +67,19 @@ class Keeper:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
         return state
 
+    @property
+    def has_room(self) -> bool:
+        """Whether any state can be kept."""
+        return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
+
+    def goes_on(self, start: SavedState, tools: Any) -> bool:
+        """Whether what a conversation with these tools begins with is what the state has read."""
+        return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
+                                                                tools=_digest(tools) if tools else "")
+
     def new(self, owner: str, turn: Turn | None = None) -> SavedState:
         """A state that is to be kept. Raises ApiError where there is room for none."""
-        if self.state_bytes > self.config.states_mib * MIB and not self.config.states_dir:
+        if not self.has_room:
             raise ApiError(400, f"this server keeps no states: one takes {self.state_bytes / MIB:.3g} MiB, and it has "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn)
