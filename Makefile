@@ -27,7 +27,7 @@ quick: $(READY_TO_TEST)                  ## the tests without whole programs, co
 	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 lint: $(READY_TO_TEST)
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 Each line of standard input is a number of seconds; the process runs steps for that long and prints a step's median time in ms.
 
-train: a bare training step of model=tiny with taichi_scan. decode: one token of a model with 169 million parameters, one row.
+train: a bare training step of model=tiny with the kernel that auto chooses. decode: one token of a model with 169 million
+parameters, one row.
 """
 
 import sys
@@ -27,7 +28,7 @@ WARM = 3
 
 def train() -> Callable[[], Any]:
     config, vocab_size = TINY
-    task = LanguageModel(RWKV(config, vocab_size, select("wkv4", "taichi_scan")).init_weights(), OptimConfig(), 1000, 1.0)
+    task = LanguageModel(RWKV(config, vocab_size, select("wkv4", "auto")).init_weights(), OptimConfig(), 1000, 1.0)
     optimizer, x = task.configure_optimizers()["optimizer"], torch.randint(vocab_size, (B, config.ctx_len))
 
     def step() -> None:
@@ -41,7 +42,7 @@ def train() -> Callable[[], Any]:
 
 def decode() -> Callable[[], Any]:
     config, vocab_size = LARGER
-    model = RWKV(config, vocab_size, select("wkv4", "taichi_scan")).requires_grad_(False)
+    model = RWKV(config, vocab_size, select("wkv4", "auto")).requires_grad_(False)
     decoder, token = Decoder(model, model.empty_state(1)), torch.zeros(1, dtype=torch.long)
     return lambda: decoder.step(token)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks._main import run_program
-from kernels.arguments import Parser, at_least
+from kernels.arguments import Parser, at_least, path_of
 from kernels.bench.results import check_folder, output_file, publish
 from kernels.machine import hardware
 
@@ -101,7 +101,7 @@ def trained_values(folder: Path, way: str) -> int:
 
 def main() -> None:
     parser = Parser("benchmarks.tuning", (__doc__ or "").split(":")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=path_of, required=True, metavar="FOLDER")
     parser.add_argument("--base-steps", type=at_least(1), default=4000, metavar="N")
     parser.add_argument("--steps", type=at_least(1), default=2000, metavar="N")
     parser.add_argument("--pairs", type=at_least(1), default=20_000, metavar="N", help="conversations to tune on")

@@ -1,6 +1,6 @@
-"""Memory of LoRA and state tuning beside int8 frozen weights: what the plan says and what one step takes.
+"""Memory of full, LoRA and state tuning, with frozen weights in four dtypes: what the plan says and what one step takes.
 
-    python -m benchmarks.tuning_memory --out FOLDER [--shapes 0.4b 1.5b] [--ways lora state]
+    python -m benchmarks.tuning_memory --out FOLDER [--shapes 0.1b] [--ways full lora state] [--bases float32 int4]
 
 The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models; the text is conversations of random words.
 Each run is train.py's, a process of its own: printed are the figure in its plan, and the peak of the memory that it had until
@@ -17,14 +17,16 @@ from pathlib import Path
 
 from benchmarks._main import run_program
 from benchmarks.tuning import ROOT, conversation, third_word, words, write
-from kernels.arguments import Parser, at_least
+from kernels.arguments import Parser, at_least, path_of
 from kernels.bench.results import check_folder
 
-SHAPES, WAYS = ("0.4b", "1.5b"), ("lora", "state")
+SHAPES, WAYS = ("0.1b", "0.4b", "1.5b"), ("full", "lora", "state")
+BASES = ("float32", "bfloat16", "int8", "int4")          # of frozen weights
 VOCABULARY = 65536
-OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.batch_size=1", "data.cache_dir=cache",
+OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.cache_dir=cache",
            "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=1", "trainer.log_every=1", "trainer.sample_every=0",
-           "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv", "tune.base=int8")
+           "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
+           "trainer.val_tokens=100")
 # In a process of its own: what has been in this one's memory would count as the peak of its children.
 RANDOM_WEIGHTS = """
 import sys, torch, yaml
@@ -42,8 +44,8 @@ def write_weights(shape: str, path: Path) -> None:
                    env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def run(folder: Path, *options: str) -> tuple[float, float]:
-    """(the plan's figure, the peak), in GB."""
+def run(folder: Path, *options: str) -> tuple[float, float, float]:
+    """(the plan's figure, the peak), in GB, and the seconds of the processors."""
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *OPTIONS, *options], cwd=folder, text=True,
                                stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -51,7 +53,7 @@ def run(folder: Path, *options: str) -> tuple[float, float]:
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(said)
-    return gigabytes(said), 1024 * used.ru_maxrss / 1e9
+    return gigabytes(said), 1024 * used.ru_maxrss / 1e9, used.ru_utime + used.ru_stime
 
 
 def gigabytes(said: str) -> float:
@@ -62,24 +64,30 @@ def gigabytes(said: str) -> float:
 
 def main() -> None:
     parser = Parser("benchmarks.tuning_memory", (__doc__ or "").split(":")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a folder, where the weights stay")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="a folder, where the weights stay")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES[:1]))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--ctx-len", type=at_least(1), default=256, metavar="T")
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--ctx-len", type=at_least(1), default=512, metavar="T")
+    parser.add_argument("--batch-size", type=at_least(1), default=8, metavar="B")
     parser.add_argument("--options", nargs="*", default=[], help="more of train.py's")
     options = parser.parse_args()
     folder = options.out.resolve()
     check_folder(folder)
-    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 500, random.Random(0))))
+    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 2000, random.Random(0))))
     for shape in options.shapes:
         weights = folder / f"{shape}.pth"
         if not weights.exists():
             write_weights(shape, weights)
-        for way in options.ways:
-            planned, peak = run(folder, f"init_from={weights}", f"tune={way}", f"model.ctx_len={options.ctx_len}",
-                                f"out_dir={shape}-{way}", *options.options)
-            print(json.dumps({"shape": shape, "way": way, "ctx_len": options.ctx_len, "planned_gb": round(planned, 2),
-                              "peak_gb": round(peak, 2), "planned_over_peak": round(planned / peak, 2)}), flush=True)
+        for way, base in ((way, base) for way in options.ways for base in options.bases):
+            if way == "full" and base != "float32":
+                continue
+            planned, peak, seconds = run(folder, f"init_from={weights}", f"tune={way}", f"tune.base={base}",
+                                         f"model.ctx_len={options.ctx_len}", f"data.batch_size={options.batch_size}",
+                                         f"out_dir={shape}-{way}-{base}", *options.options)
+            print(json.dumps({"shape": shape, "way": way, "base": base, "ctx_len": options.ctx_len,
+                              "batch_size": options.batch_size, "planned_gb": round(planned, 2), "peak_gb": round(peak, 2),
+                              "planned_over_peak": round(planned / peak, 2), "processor_s": round(seconds, 1)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ HEIGHT, WIDTH, OFFSET, PADDING = 48, 32, 10, 128
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=Path("brick_padding.png"), metavar="FILE.png")
-    parser.add_argument("--kernel", choices=names("pad"), default="taichi_v0")
+    parser.add_argument("--kernel", choices=names("pad"), default="torch_strips")
     args = parser.parse_args()
     try:
         wall = BrickPadding(args.kernel)(brick(), OFFSET, PADDING)

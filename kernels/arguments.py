@@ -5,6 +5,7 @@ A type raises argparse.ArgumentTypeError; its message follows the option's name.
 
 import argparse
 import math
+import os
 import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
@@ -21,6 +22,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def from_home(text: str) -> str:
+    """A path with ~ or ~/ at its beginning expanded, which shells do at the beginning of a word alone: not in --out=~/x."""
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text        # noqa: PTH111 (Path raises)
+
+
+def path_of(text: str) -> Path:
+    return Path(from_home(text))
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -73,12 +83,12 @@ def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _existing(kind: str, is_one: Callable[[Path], bool]) -> Callable[[str], Path]:
-    def path(text: str) -> Path:
-        if not is_one(Path(text)):
+    def of_kind(text: str) -> Path:
+        if not is_one(path_of(text)):
             raise ArgumentTypeError(f"there is no {kind} {text}: name one that exists")
-        return Path(text)
+        return path_of(text)
 
-    return path
+    return of_kind
 
 
 existing = _existing("file or folder", Path.exists)
@@ -88,7 +98,7 @@ existing_folder = _existing("folder", Path.is_dir)
 
 def program(text: str) -> Path:
     """A program's path, or its name where the shell finds it."""
-    found = shutil.which(text)
+    found = shutil.which(from_home(text))
     if found is None:
         raise ArgumentTypeError(f"there is no program {text}: name one that exists and can be run")
     return Path(found)

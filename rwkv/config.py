@@ -236,8 +236,8 @@ class TrainerConfig:
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
-    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory (Linux); default: it does not",
-                         one_of=("tuned", "default"))
+    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster; small: it returns "
+                         "them (Linux); default: as the C library does", one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
@@ -287,8 +287,8 @@ class TuneConfig:
     dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0, needs=LORA)
     modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)",
                                 verbatim=GRAMMAR, needs=LORA)
-    base: str = option("float32", "dtype of the frozen weights: float32, or int8 for the blocks' matrices, on a CPU",
-                       one_of=("float32", "int8"))
+    base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
+                       one_of=("float32", "bfloat16", "int8", "int4"))
 
     def __post_init__(self) -> None:
         check_options(self, "tune.")

@@ -39,6 +39,7 @@ if importlib.util.find_spec("hypothesis"):               # machines with GPUs ar
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the tests of kernels run on")
+    parser.addoption("--chroot", metavar="FOLDER", help="a root folder of Debian, made there where it is empty; else a new one")
     parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
 
 

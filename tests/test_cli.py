@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from programs import PROGRAMS, Run, one_sentence
 
 from benchmarks.tables import SHAPES
+from kernels import arguments as program_arguments
 from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.select import select, selectable
 from rwkv import cli
@@ -27,6 +28,7 @@ from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, free_text, 
 from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV
+from rwkv.tools import convert
 from rwkv.training.run import as_plain, with_max_steps
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
@@ -468,3 +470,17 @@ def test_an_address_or_a_key_that_is_empty_is_refused(option: str, said: str) ->
     """An empty key would open the server to whoever sends an empty one."""
     with pytest.raises(UserError, match=said):
         compose("serve", option)
+
+
+@pytest.mark.parametrize("text", ["~/x", "~"])
+def test_a_path_begins_at_home_in_every_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    """Also where the shell expands nothing: behind an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").touch()
+    expected = tmp_path / "x" if text == "~/x" else tmp_path
+    assert compose("generate", f"checkpoint={text}").checkpoint == str(expected)
+    assert program_arguments.existing(text) == expected
+    options = convert._parser().parse_args(["in", "out", f"--tokenizer={text}"])
+    assert options.tokenizer == str(expected)
+    assert program_arguments.from_home("~x/y") == "~x/y"
+    assert program_arguments.from_home("a~/y") == "a~/y"

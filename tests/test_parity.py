@@ -18,6 +18,9 @@ from numpy_rwkv7 import NumpyRWKV7
 from parity import cases
 from parity.cases import STATE, TO_FLOAT64, TO_PEER, Case, random_tokens, random_weights
 from parity.comparison import Cell, Row, forms_apart, greedy_apart, logits_apart, state_apart, table, worst
+from parity.files import CASES as KINDS
+from parity.files import Kind, deep_embed, official, row
+from parity.files import passed as in_bounds
 from parity.ours import float64, ours
 from parity.report import passed
 
@@ -125,3 +128,18 @@ def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
     rows = [Row((), {"float64": Cell(value, 1e-5)}) for value in (1e-6, float("nan"), 1e-7)]
     assert not worst(("the worst",), rows).ok
     assert worst(("the worst",), rows[::2]).cells["float64"].value == 1e-6
+
+
+# The table of files
+
+
+def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_another(tmp_path: Path) -> None:
+    """Without other programs: what they make or run is absent."""
+    np.save(tmp_path / "small.npy", random_tokens(KINDS["small"])[0, :8])
+    path, weights = official(tmp_path, "rwkv7a.pth", "small", deep_embed(KINDS["small"]))
+    found = row(tmp_path, Kind("7a", path, weights))
+    assert in_bounds(found), found
+    assert found["read back"]["difference"] == 0
+    other = {name: value + 1e-3 * (name == "blocks.1.ffn.s1") for name, value in weights().items()}
+    assert not in_bounds(row(tmp_path, Kind("7a", path, lambda: other)))
+    assert "absent" in row(tmp_path, Kind("fla's directory", tmp_path / "none", weights, "fla"))

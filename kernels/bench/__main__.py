@@ -22,13 +22,12 @@ a pass (launches.py). The last line of standard output is the result as JSON.
 
 import argparse
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from kernels.arguments import Parser, above_zero, any_sizes
+from kernels.arguments import Parser, above_zero, any_sizes, path_of
 from kernels.bench import plot
 from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
 from kernels.bench.launches import launches
@@ -203,7 +202,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S", help="time spent on each pass of each kernel")
     parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned", help="the C library's allocator")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the result; needs matplotlib")
+    parser.add_argument("--plot", type=path_of, metavar="FOLDER", help="draw the result; needs matplotlib")
     args = parser.parse_args(argv)
     case = case_of(args.op)
     args.dtype = args.dtype or case.DTYPES[0]

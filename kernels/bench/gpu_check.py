@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kernels.arguments import path_of
 from kernels.bench import plot
 from kernels.bench.case import case_of
 from kernels.bench.results import exit_status
@@ -142,7 +143,7 @@ def _asked(name: str, only: list[str]) -> bool:
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python3 -m kernels.bench.gpu_check",
                                      description="Everything that needs a GPU, at once.")
-    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("out_dir", type=path_of)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
                         help="tests, bench, bench-OP, train, train-MODEL, train-MODEL-NAME")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import compare, registry
 from kernels.bench.case import Costs, Pass, costs
-from kernels.matvec import FORMS, MatVec, cases, fbgemm
+from kernels.matvec import FORMS, Int8, MatVec, cases
 from kernels.registry import why_not
 
 
@@ -22,7 +22,7 @@ class Case:
 
     def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.form = device, str(dtype).removeprefix("torch.")
-        if self.form in fbgemm.REQUIRES.forms:
+        if self.form == Int8.form:
             self.baseline = "fbgemm"
         self.x, self.packed = cases.inputs(R, N, K, self.form, device=device)
         self.reference = cases.expected(self.x, self.packed)

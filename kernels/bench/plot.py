@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.arguments import Parser
+from kernels.arguments import Parser, path_of
 from kernels.bench.results import UnusableFile, caption, check_folder, committed, exit_status, measured_at, read
 from kernels.timex import cases as timex_cases
 
@@ -33,7 +33,7 @@ LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 def main(argv: list[str]) -> int:
     parser = Parser("kernels.bench.plot", __doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=path_of)
     parser.add_argument("files", nargs="*")
     arguments = parser.parse_args(argv)
     check(arguments.folder)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kernels.arguments import path_of
 from kernels.machine.hardware import ROOT
 from kernels.registry import KernelUnavailable, UnknownKernel
 
@@ -52,7 +53,7 @@ def publish(report: Report, file: Path | None) -> None:
 
 def output_file(text: str) -> Path:
     """An option's value as a path; makes its folder. Raises argparse.ArgumentTypeError where the file cannot be written."""
-    file = Path(text)
+    file = path_of(text)
     try:
         check_folder(file.parent)
     except UnusableFile as error:

@@ -10,15 +10,24 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # malloc.h of the GNU C library
 LARGE = 2 ** 30
+MAPPED = 2 ** 19                         # bytes of a block from which on it is returned by itself
 
 
 def keep_large_blocks() -> bool:
     """Applies the setting to this process. Returns False where the C library has no mallopt (macOS, Windows, musl)."""
+    return _set(M_MMAP_THRESHOLD, LARGE) and _set(M_TRIM_THRESHOLD, LARGE)
+
+
+def return_large_blocks() -> bool:
+    """In the same way. glibc's own threshold would rise to the largest block that was freed, up to 32 MB."""
+    return _set(M_MMAP_THRESHOLD, MAPPED)
+
+
+def _set(option: int, value: int) -> bool:
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return bool(ctypes.CDLL(None).mallopt(option, value))
     except (AttributeError, OSError, TypeError):
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, LARGE)) and bool(mallopt(M_TRIM_THRESHOLD, LARGE))
 
 
 def use_large_pages() -> None:

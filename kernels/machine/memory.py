@@ -3,6 +3,7 @@
 Sources: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """
 
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 def resident_memory(root: Path = Path("/")) -> int:
     """Bytes of memory that this process uses, its program and libraries included; 0 if the system does not tell."""
     for line in _lines(root / "proc/self/statm"):
-        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(line.split()[1]) * mmap.PAGESIZE
     return 0
 
 

@@ -26,6 +26,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
+from kernels.arguments import from_home
 from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, free_text, options
@@ -179,17 +180,12 @@ def split(arguments: list[str], schema: type) -> CommandLine:
         if kind and known[key].type == list[str]:
             line.verbatim[key] = [*line.verbatim.get(key, []), value]
         elif kind:
-            line.verbatim[key] = _from_home(value) if kind == PATH else value
+            line.verbatim[key] = from_home(value) if kind == PATH else value
         elif not argument.startswith("-"):
             line.overrides.append(argument)
         else:
             line.flags.extend([argument, *itertools.islice(rest, argument in VALUED_FLAGS)])
     return line
-
-
-def _from_home(path: str) -> str:
-    """`path` with a leading ~/ expanded: shells expand it only at the beginning of a word."""
-    return str(Path(path).expanduser()) if path.startswith("~/") else path
 
 
 # Checks, without Hydra

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv.config import Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import ProgramDecoder, decoder_of
+from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Penalties, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
@@ -27,6 +27,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 CANCELLED = "cancelled"                  # finish reason
+WARM_TOKENS = 4                          # of a text that nobody reads
 AT_ONCE = 64                             # random numbers of a row that are made together
 
 
@@ -150,11 +151,16 @@ class Engine:
         return row
 
     def warm_up(self) -> None:
-        """Compiles the kernels that prompts and steps need, so that no text waits for it later."""
+        """Reads and writes for a moment, so that no text later waits for what is made at its first use: kernels that are
+        compiled, the weights in the order of a product, memory, threads."""
         for tokens in (SLICE, PASS):                     # kernels may have a form for short sequences
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
-        for rows in (1, 2):
-            next_tokens(torch.zeros(rows, self._model.vocab_size), torch.zeros(rows), Sampling(), draw=self._draw_by)
+        texts = Engine(self._model, self._tokenizer)     # without the cache
+        for n_logprobs in (None, 1):                     # one row, then two
+            texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
+            texts.step()
+        for _ in texts:
+            pass
 
     @property
     def unfinished(self) -> bool:
@@ -209,7 +215,7 @@ class Engine:
         """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._draw_by = drawing() if isinstance(self._decoder, ProgramDecoder) else None
+        self._draw_by = drawing() if isinstance(self._decoder, CDecoder) else None
 
     def _read_new_weights(self) -> None:
         """Goes on with the model's weights as they are now; prompts are read anew. What old ones have read is not cached."""

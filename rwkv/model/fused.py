@@ -25,8 +25,12 @@ def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | 
     """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
 
     x (B,T,C), and last_x (B,C) before its first step, None for zeros. first (B,T,1) bool: steps that have zeros before them.
+    For a backward pass x is kept only where a mu is trained, and nothing else that is as large.
     """
     dtype = product_dtype(x)
+    if torch.is_grad_enabled() and can_use_functions():
+        mixed: Tensors = _Mixes.apply(dtype, x, last_x, first, *mus)
+        return mixed
     x = x.to(dtype)
     before = _before(x, last_x)
     if first is not None:
@@ -51,14 +55,62 @@ def can_fuse(*layers: nn.Module) -> bool:
     False where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call; where
     a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
     """
-    seen = torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active()
-    return not seen and all(map(_is_plain, layers))
+    return can_use_functions() and all(map(_is_plain, layers))
+
+
+def can_use_functions() -> bool:
+    """Whether nothing has to see the formulas: not torch.compile, torch.jit.trace or a torch.func transform."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active())
 
 
 def _is_plain(layer: nn.Module) -> bool:
     return (type(layer) is nn.Linear and layer.bias is None and untouched(layer)
             and type(layer.weight) in (nn.Parameter, Tensor)
             and (layer.weight.requires_grad or not torch.is_grad_enabled()))
+
+
+class _Mixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, *mus: Tensor) -> Tensors:
+        trained = any(ctx.needs_input_grad[4:])
+        ctx.dtype = dtype
+        ctx.save_for_backward(x if trained else None, last_x if trained else None, first, *mus)
+        before, change = _change(dtype, x, last_x, first)
+        return tuple(torch.addcmul(before, change, mu) for mu in cast(dtype, mus))
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, last_x, first, *mus = ctx.saved_tensors
+        grad_mus: Tensors | list[None] = [None] * len(mus)
+        if x is not None:
+            _, change = _change(ctx.dtype, x, last_x, first)
+            grad_mus = tuple((grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads)
+        grad_x, grad_before = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
+        for grad, mu in zip(grads, cast(ctx.dtype, mus), strict=True):
+            grad_x.addcmul_(grad, mu)
+            grad_before += grad
+        grad_before -= grad_x
+        if first is not None:
+            grad_before.masked_fill_(first, 0)
+        grad_x[:, :-1].add_(grad_before[:, 1:])
+        return None, grad_x, grad_before[:, 0] if ctx.needs_input_grad[2] else None, None, *grad_mus
+
+
+def _change(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x_{t-1} and x_t - x_{t-1}, (B,T,C) each."""
+    x = x.to(dtype)
+    before = _before(x, last_x)
+    if first is not None:
+        before = before.masked_fill(first, 0)
+    return before, x - before
+
+
+def of_square(layer: nn.Module, root: Tensor) -> Tensor:
+    """layer(root * root). A layer that needs its input for its backward pass may keep the root instead: it has of_square."""
+    own = getattr(layer, "of_square", None)
+    product: Tensor = layer(root * root) if own is None else own(root)
+    return product
 
 
 def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
@@ -111,8 +163,7 @@ def mix_backward(kept: Sequence[Any], grads: Tensors) -> tuple[Tensor | None, ..
     if fused_c.takes(x, dtype=grads[0].dtype):
         return fused_c.mix_backward(kept, grads)
     change = x - _before(x, last_x)
-    wide = torch.float32 if change.dtype == torch.float16 else None      # a sum over B and T, of gradients that are scaled
-    grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide) for grad in grads]
+    grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads]
     grad_x, grad_before = grads[0] * mus[0], grads[0]
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
         grad_x.addcmul_(grad, mu)
@@ -132,6 +183,11 @@ def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
     if fused_c.takes(x, grad):
         return fused_c.squared_relu(x, grad)
     return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
+
+
+def wide_sum(tensor: Tensor) -> torch.dtype | None:
+    """A sum over B and T is wide where the gradients are scaled."""
+    return torch.float32 if tensor.dtype == torch.float16 else None
 
 
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,22 +5,30 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import Model, generation, of_linear_layer
-from rwkv.model.quantized import Int8Linear
+from rwkv.model.first_derivative import first_derivative
+from rwkv.model.fused import can_use_functions, product_backward, product_dtype
+from rwkv.model.hooks import untouched
+from rwkv.model.quantized import Int4Linear, Int8Linear
 
 
 class LoraLinear(nn.Module):
-    """x (...,in) -> base(x) + alpha / rank B A dropout(x), (...,out). base: nn.Linear without a bias, or Int8Linear."""
+    """x (...,in) -> base(x) + alpha / rank B A dropout(x), (...,out).
+
+    base: nn.Linear without a bias, Int8Linear or Int4Linear.
+    """
 
     def __init__(self, base: nn.Module, out_features: int, rank: int, alpha: float, dropout: float) -> None:
         super().__init__()
-        assert isinstance(base, (nn.Linear, Int8Linear))
+        assert isinstance(base, (nn.Linear, Int8Linear, Int4Linear))
         self.base, self.scale = base, alpha / rank
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, out_features, bias=False)
@@ -29,9 +37,34 @@ class LoraLinear(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        base: Tensor = self.base(x)
-        added: Tensor = self.lora_B(self.lora_A(self.dropout(x)))
+        return self._sum(self.base(x), self.lora_A(self.dropout(x)))
+
+    def of_square(self, root: Tensor) -> Tensor:
+        """forward(root * root), which keeps root for its backward pass and not the square."""
+        if (self.training and self.dropout.p) or not (can_use_functions() and untouched(self) and untouched(self.lora_A)):
+            return self(root * root)
+        return self._sum(self.base(root * root), _DownOfSquare.apply(product_dtype(root), root, self.lora_A.weight))
+
+    def _sum(self, base: Tensor, hidden: Tensor) -> Tensor:
+        added: Tensor = self.lora_B(hidden)
         return base + self.scale * added.to(base.dtype)
+
+
+class _DownOfSquare(torch.autograd.Function):
+    """A root^2, with root (B,T,in) and A (rank,in): (B,T,rank)."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, root: Tensor, A: Tensor) -> Tensor:
+        ctx.save_for_backward(root, A)
+        ctx.dtype = dtype
+        return linear((root * root).to(dtype), A.to(dtype))
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        root, A = ctx.saved_tensors
+        grad_square, grad_A = product_backward(grad, (root * root).to(ctx.dtype), A.to(ctx.dtype))
+        return None, grad_square.mul_(2 * root), grad_A
 
 
 def adaptable(config: ModelConfig) -> list[str]:

@@ -17,6 +17,8 @@ from rwkv.model.first_derivative import first_derivative
 
 CHUNK_LOGITS = 2 ** 21                   # in one chunk: 8 MiB
 LEAST_ROWS = 256                         # in one chunk, whatever the vocabulary: matrix products need them for full speed
+LEAST_FROZEN = 128                       # the same for a frozen head, whose runs have little else in memory
+NARROW_ROWS = 2 ** 13                    # of a frozen head in another dtype that are converted at a time
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
 IGNORED = -100                           # a target that does not count
 
@@ -26,21 +28,31 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
     Targets of -100 do not count. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
     like the loss by the number of targets that count: it keeps logits from drifting. confidence_penalty adds the gradient of
-    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss.
+    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU the rows without a
+    target that counts are left out of the products.
     """
+    if targets.device.type == "cpu":     # a GPU would be waited for
+        hidden, targets = _those_that_count(hidden, targets)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap, confidence_penalty)
         return loss
     total = hidden.new_zeros((), dtype=torch.float32)
     for chunk in _chunks(hidden, weight):
-        logits = (hidden[chunk] @ weight.T).float()
+        logits = _logits(hidden[chunk], weight).float()
         total += torch.nn.functional.cross_entropy(logits, targets[chunk], ignore_index=IGNORED, reduction="sum")
     return total / _counted(targets)
 
 
-def rows_at_once(vocab_size: int) -> int:
-    """The number of rows of the (N,V) logits in one chunk."""
-    return max(LEAST_ROWS, CHUNK_LOGITS // vocab_size)
+def _those_that_count(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    counted = (targets != IGNORED).nonzero()[:, 0]
+    if len(counted) == len(targets):
+        return hidden, targets
+    return hidden.index_select(0, counted), targets[counted]
+
+
+def rows_at_once(vocab_size: int, frozen: bool = False) -> int:
+    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient."""
+    return max(LEAST_FROZEN if frozen else LEAST_ROWS, CHUNK_LOGITS // vocab_size)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -48,16 +60,19 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         total, counted = hidden.new_zeros((), dtype=torch.float32), _counted(targets)
-        hidden, weight = _as_multiplied(hidden), _as_multiplied(weight)
+        hidden = _as_multiplied(hidden)
+        weight = _as_multiplied(weight) if weight.dtype == torch.float32 else weight
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _chunks(hidden, weight):
-                logits = (hidden[chunk] @ weight.T).float()
+            for chunk in _chunks(hidden, weight, frozen=grad_weight is None):
+                logits = _logits(hidden[chunk], weight).float()
                 nll, grad_logits = _nll_and_gradient(logits, targets[chunk], l2_wrap, confidence_penalty)
+                del logits               # before the next chunk's are computed
                 total += nll
                 grad_logits = grad_logits.to(hidden.dtype)
-                grad_hidden[chunk] = grad_logits @ weight
+                grad_hidden[chunk] = _times(grad_logits, weight)
                 if grad_weight is not None:
                     _add_product(grad_weight, grad_logits.T, hidden[chunk])
+                del grad_logits
         ctx.save_for_backward(grad_hidden, grad_weight, counted)
         return total / counted
 
@@ -69,8 +84,25 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden * scale, None if grad_weight is None else grad_weight * scale, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    rows = rows_at_once(len(weight))
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden (rows,C) W^T; a W (V,C) of another dtype, which is frozen, is converted a part at a time."""
+    if weight.dtype == hidden.dtype:
+        return hidden @ weight.T
+    return torch.cat([hidden @ part.to(hidden.dtype).T for part in weight.split(NARROW_ROWS)], 1)
+
+
+def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
+    """grad_logits (rows,V) W, in the same way."""
+    if weight.dtype == grad_logits.dtype:
+        return grad_logits @ weight
+    total = grad_logits.new_zeros(len(grad_logits), weight.shape[1])
+    for grad, part in zip(grad_logits.split(NARROW_ROWS, 1), weight.split(NARROW_ROWS), strict=True):
+        total.addmm_(grad, part.to(grad.dtype))
+    return total
+
+
+def _chunks(hidden: Tensor, weight: Tensor, frozen: bool = False) -> Iterator[slice]:
+    rows = rows_at_once(len(weight), frozen)
     return (slice(start, start + rows) for start in range(0, len(hidden), rows))
 
 

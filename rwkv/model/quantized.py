@@ -3,11 +3,13 @@ call; in int4 weights are rounded in groups of 32, and so are the inputs of few 
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
 product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
-which uses VNNI instructions where the CPU has them), or where it has none, as on ARM, those of kernels/matvec. Everything else
+which uses VNNI instructions where the CPU has them); or those of kernels/matvec, with the same roundings: in C for few rows,
+which need not wait until the weights are in FBGEMM's order, and for all where torch has no FBGEMM, as on ARM. Everything else
 is computed in float32.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
@@ -17,13 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Int4, Int8, fbgemm
+from kernels.matvec import MOST_ROWS, Int4, Int8
+from kernels.registry import load, why_not
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
+from rwkv.model.fused import product_dtype
 from rwkv.model.operators import matvec_for, why_no_int8
 
+IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
 UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
 M = TypeVar("M", bound=Model)
 
@@ -33,63 +39,143 @@ class Int8Linear(nn.Module):
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
     input, by default 8, or 7 where the CPU has no VNNI: two products are added in 16 bits then, which 8 bits would saturate.
+    in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order once there are more.
     """
 
     form = "int8"
 
-    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None) -> None:
+    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._matvec = matvec_for("int8")
+        self._by_fbgemm = self._matvec.name == "fbgemm"
+        self._in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
         packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
         self.rounding = packed.rounding
-        self._ordered: Any = fbgemm.ordered(packed) if self._matvec.name == "fbgemm" else None       # W, for FBGEMM alone
-        if self._ordered is None:
-            self.packed = packed
+        self._rounded = [packed]         # while nothing else has it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_few"}
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        trained = torch.is_grad_enabled() and rows.requires_grad
-        return (_WithGradient.apply(rows, self) if trained else self.of_rows(rows)).view(*x.shape[:-1], self.out_features)
+        return _product(self, x.float())
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
-        if self._ordered is None:
+        if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)
         return self.product(rows / largest).mul_(largest)
 
     @cached_property
     def packed(self) -> Int8:
-        """The weight row by row; beside FBGEMM's own order a copy."""
+        """The weight as kernels/matvec takes it, row by row: FBGEMM's own order is another."""
         return self.unordered()
 
+    @cached_property
+    def _ordered(self) -> torch.ScriptObject:
+        """The weight in FBGEMM's order. Where that alone has been asked for, as in training, it is the only one in memory."""
+        ordered = fbgemm.ordered(self._rounded[0].weight, self._rounded[0].scale)
+        if "packed" not in vars(self):
+            self._rounded.clear()
+        return ordered
+
+    @cached_property
+    def _few(self) -> Callable[[Tensor], Tensor]:
+        """`product` in C."""
+        offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps)
+        scaled = replace(self.packed, scale=self.packed.scale * step)
+        per_step = (1 / step).double()
+        product = load("matvec", IN_C).bind([scaled])
+
+        def few(rows: Tensor) -> Tensor:
+            integers = (rows.double() * per_step + offset).float().round_() - offset     # as FBGEMM's fused multiply-add rounds
+            y: Tensor = product(integers.unsqueeze(0))[0]
+            return y
+
+        return few
+
     def unordered(self) -> Int8:
-        """The same, a new copy beside FBGEMM's."""
-        return self.packed if self._ordered is None else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
+        """The weight row by row: a new copy where it is in FBGEMM's order alone."""
+        return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The rounded weight, in one part."""
+        yield self.unordered().dense().to(dtype)
 
     def product(self, rows: Tensor) -> Tensor:
-        """FBGEMM's integer product without the scales of rows: rows (B,K) within [-1, 1] -> (B,N)."""
+        """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
+        if self._in_c and 0 < len(rows) <= MOST_ROWS:
+            return self._few(rows)
         return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
 class _WithGradient(torch.autograd.Function):
-    """layer.of_rows, with the gradient of the product with the rounded weight: the rounding of the input counts as none."""
+    """layer.of_rows, with the gradient of the product with the rounded weight: the rounding of the input counts as none.
+
+    It keeps nothing for the backward pass, which reads the weight W (N,K) a part of its rows at a time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, layer: Int8Linear) -> Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, rows: Tensor, layer: Any) -> Tensor:
+        ctx.layer, ctx.dtype = layer, rows.dtype
         return layer.of_rows(rows)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float() @ ctx.layer.unordered().dense(), None
+        total, first = None, 0
+        for part in ctx.layer.parts(grad.dtype):
+            of_part = grad[:, first:first + len(part)]
+            total = of_part @ part if total is None else total.addmm_(of_part, part)
+            first += len(part)
+        assert total is not None
+        return total.to(ctx.dtype), None
+
+
+def _product(layer: Any, x: Tensor) -> Tensor:
+    """layer.of_rows for x (...,K), differentiable in x."""
+    rows = x.reshape(-1, x.shape[-1])
+    trained = torch.is_grad_enabled() and rows.requires_grad
+    product: Tensor = _WithGradient.apply(rows, layer) if trained else layer.of_rows(rows)
+    return product.view(*x.shape[:-1], layer.out_features)
+
+
+class BFloat16Linear(nn.Linear):
+    """nn.Linear without a bias whose frozen weight (N,K) is kept in bfloat16: x (...,K) -> (...,N) in the dtype of x.
+
+    Products are in the dtype of x, or in autocast's; the weight is converted to it a part at a time.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = nn.Parameter(weight.detach().bfloat16(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(self, x.to(product_dtype(x)))
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """forward for rows (B,K)."""
+        return torch.cat([F.linear(rows, part) for part in self.parts(rows.dtype)], 1)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight, a part of its rows at a time."""
+        return (part.to(dtype) for part in self.weight.split(max(1, UNPACKED // self.in_features)))
+
+
+@torch.no_grad()
+def to_bfloat16(model: M) -> M:
+    """Keeps every matrix of a frozen model, and its embedding, in bfloat16; what a matrix multiplies stays as it is."""
+    for name in _linears(model):
+        model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
+    _halve_embeddings(model)
+    return model
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
     """The output (B,N) of each of n layers for its input, inputs[i] (B,K); FBGEMM's inputs (n,B,K) are scaled together."""
-    if layers[0]._ordered is None:
+    if not layers[0]._by_fbgemm:
         return [layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
     return [layer.product(rows).mul_(scale)
@@ -98,12 +184,13 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
-            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
     """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; embeddings are bfloat16.
 
     head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
-    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. The model can then
-    generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the products.
+    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. in_c: as in Int8Linear.
+    The model can then generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the
+    products.
     """
     reasons = why_no_int8()
     if reasons is not None:
@@ -114,7 +201,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
-            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative)))
+            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative), in_c=in_c))
             del layer, weight
             replaced(name)
     _halve_embeddings(model)
@@ -137,22 +224,28 @@ class Int4Linear(nn.Module):
         self.packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.of_rows(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
+        return _product(self, x)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         x = rows.bfloat16() if multiplies(torch.bfloat16) else rows
-        part = max(1, UNPACKED // self.in_features)
-        parts = [self.packed.map(itemgetter(slice(start, start + part))) for start in range(0, self.out_features, part)]
-        outputs = [F.linear(x, self._matvec.dense(part, x.dtype)) for part in parts]
-        return torch.cat(outputs, dim=1).to(rows.dtype)
+        return torch.cat([F.linear(x, part) for part in self.parts(x.dtype)], dim=1).to(rows.dtype)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The rounded weight (N,K), a part of its rows at a time."""
+        unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        step = max(1, UNPACKED // self.in_features)
+        for start in range(0, self.out_features, step):
+            part = self.packed.map(itemgetter(slice(start, start + step)))
+            yield self._matvec.dense(part, unpacked).to(dtype)
 
 
 @torch.no_grad()
 def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
-            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
+            replaced: Callable[[str], Any] = lambda name: None) -> M:
     """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32.
 
     packed: by the name of the weight, matrices that are in int4 already, whatever the model has in their places. later: as in
@@ -161,10 +254,12 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
-        read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
-        weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
-        model.set_submodule(name, Int4Linear(weight))
-        del layer, read
+        if head or layer is not model.head:
+            read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
+            weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
+            model.set_submodule(name, Int4Linear(weight))
+            del layer, read, weight
+            replaced(name)
     _halve_embeddings(model)
     return model
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.wkv4 import WKV4, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
-from rwkv.model.decoding.rwkv4_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv4_c import c_model as c_model
 from rwkv.model.decoding.rwkv4_step import Step as Step
 from rwkv.model.packing import Packing
 
@@ -74,6 +74,12 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision."""
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
+
+
+def kept_when_frugal(config: ModelConfig, half: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained."""
+    C, A, F = sizes(config)
+    return 2 * C + (3 * C + 6 * A + F) / (2 if half else 1)
 
 
 def group(name: str) -> str:
@@ -166,7 +172,7 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
             mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
             relu_k = torch.relu(self.key(mix_k))
-            return torch.sigmoid(self.receptance(mix_r)) * self.value(relu_k * relu_k), fused.last(x)
+            return torch.sigmoid(self.receptance(mix_r)) * fused.of_square(self.value, relu_k), fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x)
 

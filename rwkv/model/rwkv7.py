@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, normalize
+from torch.utils.checkpoint import checkpoint
 
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
-from rwkv.model.decoding.rwkv7_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv7_c import c_model as c_model
 from rwkv.model.decoding.rwkv7_step import Step as Step
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
@@ -122,6 +123,16 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     return (15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F) + deep
 
 
+def kept_when_frugal(config: ModelConfig, half: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained.
+
+    Two inputs of normalisations in float32; r, k, v, an input of the output matrix or its like, the low-rank gates' hidden
+    layers, and the root of the square.
+    """
+    C, _, _, F, ranks = sizes(config)
+    return 2 * C + (4 * C + sum(ranks.values()) + F) / (2 if half else 1)
+
+
 def group(name: str) -> str:
     """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head), "low rank" or
     "vector". Weight decay is for the first three."""
@@ -207,10 +218,12 @@ class TimeMix(nn.Module):
         """With a packing, every text is read from the empty state, and there is no state after the row."""
         before = self._initial(len(x)) if before is None else before
         if packing is not None:
-            out, after, v_first = self._plain_mix(x, None, None, v_first, packing)
+            last_x = before = None
+        if packing is None and self._can_fuse():
+            out, after, v_first = self._fused_mix(x, last_x, before, v_first)
         else:
-            mix = self._fused_mix if self._can_fuse() else self._plain_mix
-            out, after, v_first = mix(x, last_x, before, v_first)
+            mix = self._frugal_mix if self._can_be_frugal() else self._plain_mix
+            out, after, v_first = mix(x, last_x, before, v_first, packing)
         return out, fused.last(x), after, v_first
 
     def _can_fuse(self) -> bool:
@@ -219,6 +232,10 @@ class TimeMix(nn.Module):
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
+
+    def _can_be_frugal(self) -> bool:
+        """Whether gradients are wanted, and nothing has to see the formulas."""
+        return fused.can_use_functions() and torch.is_grad_enabled() and untouched(self.ln_x)
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -257,6 +274,34 @@ class TimeMix(nn.Module):
         out = rwkv7_fused.output(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias,
                                  self.output.weight)
         return out, after, v if v_first is None else v_first
+
+    def _frugal_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The same with any layers and packings; what is between the large products is computed again for the backward pass.
+
+        So r, k, v, the hidden layers of the gates and the operator's state are kept, and the inputs of what is trained.
+        """
+        past = [1 - mu for mu in self._mixes()]
+        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
+        r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
+        hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
+        mixed, after = checkpoint(self._between, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
+                                  preserve_rng_state=False, determinism_check="none")
+        return self.output(mixed), after, v if v_first is None else v_first
+
+    def _between(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor, v_first: Tensor | None,
+                 *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The input of O, and the operator's state, from the other products."""
+        of_v = "" if v_first is None else "v"
+        biases = [getattr(self, f"{name}0") for name in f"wa{of_v}"]
+        second = [getattr(self, f"{name}2") for name in f"wag{of_v}"]
+        # products in int8 are float32 under autocast too, and then so is everything here
+        with torch.autocast(k.device.type, enabled=False):
+            hidden = tuple(part.to(k.dtype) for part in hidden)
+            gates = rwkv7_fused.gates(k, v, v_first, hidden, self.N, (self.k_k, self.k_a, *biases), tuple(second))
+            y, after = self._wkv(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before, packing)
+            mixed = rwkv7_fused.gated(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias)
+        return mixed, after
 
     def _initial(self, B: int) -> Tensor | None:
         """The operator's state before the first token, for B rows; None for zeros."""
@@ -297,7 +342,7 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.value):
             (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
             relu = torch.relu(self.key(mixed))
-            return self.value(relu * relu), fused.last(x)
+            return fused.of_square(self.value, relu), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
 
 

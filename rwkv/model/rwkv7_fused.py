@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.decoding import FASTEST_LOG_W as FASTEST_LOG_W
-from kernels.decoding import LEAST_NORM as LEAST_NORM
 from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import (
@@ -28,6 +26,8 @@ from rwkv.model.fused import (
 )
 
 EPS = 64e-5                              # of the normalisation of each head
+FASTEST_LOG_W = -0.6065306597126334      # of the decay: -e^-0.5
+LEAST_NORM = 1e-12                       # of kk, as in torch.nn.functional.normalize
 
 
 class Gates(NamedTuple):
@@ -66,6 +66,12 @@ def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, w
     y (B,T,H,N); r, k, v, g (B,T,C); r_k (H,N); weight and bias of the normalisation (C,); matrix O (C,C).
     """
     product: Tensor = _Output.apply(y, r, k, v, g, r_k, weight, bias, matrix)
+    return product
+
+
+def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What output multiplies O with, for an O that is not a plain matrix."""
+    product: Tensor = _Gated.apply(y, r, k, v, g, r_k, weight, bias)
     return product
 
 
@@ -200,6 +206,20 @@ class _Output(torch.autograd.Function):
         grad_gated, grad_matrix = product_backward(grad, gated, matrix)
         grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad_gated)
         return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias, grad_matrix
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, *vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(y, r, k, v, g, *vectors)
+        return _gated(y, r, k, v, g, vectors)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> Tensors:
+        y, r, k, v, g, *vectors = ctx.saved_tensors
+        grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad)
+        return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias
 
 
 def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:

@@ -33,6 +33,7 @@ from typing import Any
 
 import yaml
 
+from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import Think, ThoughtParser, think_of
@@ -47,6 +48,7 @@ SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # o
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
+    _say(f"loading {config.checkpoint}")
     talk = _open(config)
     session = Terminal(talk)
     typed, failed = sys.stdin.isatty(), False
@@ -65,7 +67,7 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.states import load_context
-    from rwkv.model.decoding.program import decoding_line
+    from rwkv.model.decoding.c_step import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
 
     sampling = Sampling.of(config)
@@ -147,7 +149,7 @@ class Terminal:
         if not path:
             raise UserError("/save needs the name of a file")
         try:
-            with Path(path).open("w", encoding="utf-8") as file:
+            with Path(from_home(path)).open("w", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
@@ -155,6 +157,7 @@ class Terminal:
     def _load(self, path: str) -> None:
         from rwkv.io.json_lines import parse
 
+        path = from_home(path)
         if not Path(path).is_file():
             raise UserError(f"no conversation at {path or 'no name'}: /load needs the name of a file that /save wrote")
         try:

@@ -28,7 +28,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     model, tokenizer, prompts, context = _open(config)
 
     from rwkv.generation.output import run_generation
-    from rwkv.model.decoding.program import decoding_line
+    from rwkv.model.decoding.c_step import decoding_line
 
     files = config.out or config.save_state
     output = unread(sys.stdout) if files else sys.stdout         # the files are to be whole, whoever reads

@@ -27,13 +27,13 @@ it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
-import sys
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
+from rwkv.serving.log import say
 
 if TYPE_CHECKING:
     from rwkv.serving.worker import Loaded
@@ -42,11 +42,10 @@ MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
+    say("loading", config.checkpoint)
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        if sys.platform == "win32":
-            raise UserError("serving needs uvloop, which Windows lacks: serve from Linux, as in WSL, or from macOS") from None
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     server.serve(config, load)
 
@@ -57,7 +56,7 @@ def load(config: ServeConfig) -> "Loaded":
 
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.decoding.program import decodes_by_program, decoding_line, matrix_copies, program_of
+    from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
     from rwkv.pretrained import BITS, open_checkpoint, template_choice, template_line
     from rwkv.serving.worker import Loaded
 
@@ -67,9 +66,8 @@ def load(config: ServeConfig) -> "Loaded":
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
-    program = program_of(model) if decodes_by_program(model) else None
-    copies = matrix_copies(model, program) if program else None
-    weights += sum(copy.nbytes for copy in copies or ())
+    if why_not(model) is None:
+        weights += sum(tensor.nbytes for tensor in step_of(model).own)
     decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),

@@ -29,11 +29,11 @@ as does trainer.epochs=MORE.
 Conversations. data=chat reads lines with messages, conversations, or prompt
 and completion; the loss is on the assistant's answers alone. tune=lora trains
 adapters, tune=state the state before the first token (RWKV-7), of a model
-whose weights stay as they are, in int8 with tune.base=int8. Such a run's
-checkpoints name the file of init_from=, which must stay where it is; at the
-end it leaves adapter/ for the PEFT library, or state.safetensors for
-generate.py and time_state.pth in RWKV-PEFT's layout. python -m
-rwkv.tools.convert RUN FILE merges adapters into the weights.
+whose weights stay as they are, in fewer bytes with tune.base=bfloat16, int8 or
+int4. Such a run's checkpoints name the file of init_from=, which must stay
+where it is; at the end it leaves adapter/ for the PEFT library, or
+state.safetensors for generate.py and time_state.pth in RWKV-PEFT's layout.
+python -m rwkv.tools.convert RUN FILE merges adapters into the weights.
 
 Several GPUs or processes. trainer=ddp, or trainer=fsdp for a model too large
 for one GPU, takes all GPUs of the machine, or trainer.devices=N processes. On

@@ -260,7 +260,10 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in {*heeded(), signal.SIGINT}:
-            loop.add_signal_handler(number, self._stop, number)
+            try:
+                loop.add_signal_handler(number, self._stop, number)
+            except NotImplementedError:  # on Windows
+                signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._stop, number))
         yield
 
     def _stop(self, number: int) -> None:

@@ -215,10 +215,11 @@ def _renamed(error: ApiError) -> ApiError:
     """The error with the names that fields have here."""
     content = error.body["error"]
     message: str = content["message"]
-    param: Any = content["param"]
-    for name, here in RENAMED.items():
-        if param is not None and re.split(r"[.[]", param)[0] == name:
-            message, param = re.sub(rf"^{name}\b", here, message), here
+    param: str | None = content["param"]
+    field = re.split(r"[.[]", param)[0] if param else ""
+    if field in RENAMED:
+        param = RENAMED[field]
+        message = re.sub(rf"^{field}\b", param, message)
     return ApiError(error.status, message, param, content["code"], error.retry_after)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-import uvloop
 
 from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
@@ -30,6 +29,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from rwkv.serving.worker import Load
 
+LONG = "a long text. " * 1000            # that a tokenizer reads by what it has for long texts
 AFTER_GRACE = 10                         # seconds for the last events to be written
 
 
@@ -42,8 +42,7 @@ def serve(config: ServeConfig, load: "Load") -> None:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    say("address", f"http://{host}:{listener.getsockname()[1]}{warning}")
+    say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
     with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), _exit):
         engine = RemoteEngine(config, load)
         try:
@@ -65,7 +64,10 @@ def _exit(number: int) -> None:
 def _bind(config: ServeConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sys.platform == "win32":          # where SO_REUSEADDR would let two servers have one port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+    else:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
         listener.listen()                # another server can still bind the port until somebody listens
@@ -77,6 +79,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     path, tokenizer = Path(config.checkpoint).resolve(), Tokenizer.from_dict(ready.tokenizer)
+    tokenizer.encode(LONG)               # what is made for the first long text is made now
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     service = Service(config, Sampling.of(config), engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
@@ -94,9 +97,37 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 
+    def started() -> None:
+        say("ready", service.model)
+        say("try", _example(config, listener))
+
     async def main() -> None:
         engine.attach(asyncio.get_running_loop())
-        await Server(options, lambda: say("ready", service.model), stop).serve(sockets=[listener])
+        await Server(options, started, stop).serve(sockets=[listener])
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(main())
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed, as it can be on Linux and macOS, else Python's own."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        say("loop", "asyncio's; with uvloop, which Windows lacks, the server answers more requests a second")
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _example(config: ServeConfig, listener: socket.socket) -> str:
+    """A command that asks the server something."""
+    key = '' if config.api_key is None else ' -H "authorization: Bearer $KEY"'
+    body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
+    host = "localhost" if config.host in ("0.0.0.0", "::") else _bracketed(config.host)
+    address = f"http://{host}:{listener.getsockname()[1]}/v1/chat/completions"
+    return f"curl {address}{key} -H content-type:application/json -d '{body}'"
+
+
+def _bracketed(host: str) -> str:
+    """As an address has it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host

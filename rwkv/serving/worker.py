@@ -38,15 +38,18 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model, sends Ready or Failed, and then generates what it is asked for until None or the connection's end."""
+    """Loads the model and warms it up, sends Ready or Failed, and then generates what it is asked for, until None or the end of
+    the connection."""
     for number in STOPPING:              # the process with HTTP decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
     try:
         loaded = load(config)
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
+        engine = Engine(loaded.model, loaded.tokenizer, cache=cache)
+        engine.warm_up()
         states = KeptStates(config, loaded.model, loaded.tokenizer)
-        worker = _Worker(connection, Engine(loaded.model, loaded.tokenizer, cache=cache), cache, states)
+        worker = _Worker(connection, engine, cache, states)
         connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
         try:
             worker.run()
@@ -109,7 +112,6 @@ class _Worker:
         self._refused: list[Event] = []
 
     def run(self) -> None:
-        self._engine.warm_up()
         while True:
             idle = not (self._engine.unfinished or self._jobs or self._refused)
             while self._connection.poll(None if idle else 0):

@@ -9,6 +9,7 @@ slower.
 
 import ast
 import logging
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # of PyPI, that carry N
 LAST_ID = 0xFFFF
 SHORT = 4096                             # characters that Python encodes in less time than the library takes to begin
 PYRWKV = PACKAGES[0]
+PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, as most are
 SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
         f"3.14, pip install {PYRWKV}")
 
@@ -44,10 +46,12 @@ class Vocabulary:
         """
         tokens: dict[int, bytes] = {}
         for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                index, token = _parse_line(line, f"line {number} of {source}")
-                _require_new(index, token, tokens, f"line {number} of {source}")
-                tokens[index] = token
+            found = _parse_line(line)
+            if found is None or not 1 <= found[0] <= LAST_ID or found[0] in tokens:
+                if line.strip():
+                    raise _wrong_line(line, found, f"line {number} of {source}")
+                continue
+            tokens[found[0]] = found[1]
         _require_bytes(set(tokens.values()), source)
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
@@ -63,8 +67,11 @@ class Vocabulary:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text; the library encodes them in parallel."""
-        return [self.encode(text) for text in texts] if self._library is None else self._library.encode_batch(texts)
+        """The ids of each text; the library encodes them in parallel where they are long together."""
+        if sum(map(len, texts)) <= SHORT or self._library is None:
+            return [self._match(text.encode()) for text in texts]
+        ids: list[list[int]] = self._library.encode_batch(texts)
+        return ids
 
     def _match(self, data: bytes) -> list[int]:
         """The id of the longest token at each place."""
@@ -110,24 +117,19 @@ def _files(package: str) -> list[Path]:
         return []
 
 
-def _parse_line(line: str, where: str) -> tuple[int, bytes]:
+def _parse_line(line: str) -> tuple[int, bytes] | None:
+    """The id and the token; None where the line is none of a World vocabulary."""
+    plain = PLAIN(line)                  # much faster than to evaluate it
     try:
-        index, rest = line.strip().split(" ", 1)
-        literal, length = rest.rsplit(" ", 1)
-        token = _plain(literal) or _evaluated(literal)
-        if len(token) == int(length) > 0:
-            return int(index), token
+        if plain:
+            index, token, length = plain[1], (plain[2] or plain[3]).encode(), plain[4]
+        else:
+            index, rest = line.strip().split(" ", 1)
+            literal, length = rest.rsplit(" ", 1)
+            token = _evaluated(literal)
+        return (int(index), token) if len(token) == int(length) > 0 else None
     except (ValueError, SyntaxError, AttributeError, RecursionError, MemoryError):
-        pass
-    raise UserError(f"{where} is not a line of a World vocabulary: expected an id, a Python string and its length in bytes, as "
-                    f"in 3 '\\x02' 1; got {line[:60]!r}")
-
-
-def _plain(literal: str) -> bytes | None:
-    """The token of a literal without escapes, as most are; None for another."""
-    quote, inner = literal[:1], literal[1:-1]
-    plain = quote in ("'", '"') and literal.endswith(quote) and quote not in inner and "\\" not in inner
-    return inner.encode() if plain else None
+        return None
 
 
 def _evaluated(literal: str) -> bytes:
@@ -135,11 +137,13 @@ def _evaluated(literal: str) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
 
 
-def _require_new(index: int, token: bytes, tokens: dict[int, bytes], where: str) -> None:
-    if not 1 <= index <= LAST_ID:
-        raise UserError(f"{where} has the id {index}: ids of a World vocabulary are 1 to {LAST_ID}")
-    if index in tokens:
-        raise UserError(f"{where} has the id {index}, which an earlier line already has")
+def _wrong_line(line: str, found: tuple[int, bytes] | None, where: str) -> UserError:
+    if found is None:
+        return UserError(f"{where} is not a line of a World vocabulary: expected an id, a Python string and its length in "
+                         f"bytes, as in 3 '\\x02' 1; got {line[:60]!r}")
+    if not 1 <= found[0] <= LAST_ID:
+        return UserError(f"{where} has the id {found[0]}: ids of a World vocabulary are 1 to {LAST_ID}")
+    return UserError(f"{where} has the id {found[0]}, which an earlier line already has")
 
 
 def _require_bytes(tokens: set[bytes], source: str) -> None:
@@ -169,5 +173,5 @@ def _hexadecimal_lines(tokens: list[bytes]) -> Iterator[str]:
     """The lines of a vocabulary file, with every byte written in hexadecimal."""
     for index, token in enumerate(tokens):
         if token:
-            escaped = "".join("\\x" + format(value, "02x") for value in token)
-            yield f"{index} b'{escaped}' {len(token)}\n"
+            escaped = token.hex(" ").replace(" ", "\\x")
+            yield f"{index} b'\\x{escaped}' {len(token)}\n"

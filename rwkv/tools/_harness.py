@@ -15,6 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
+from kernels.arguments import from_home
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import Sampling
 from rwkv.errors import UserError
@@ -35,6 +36,7 @@ class Timemix(TemplateLM):
                  max_batch_size: int | None = None, end_of_text: str | None = None) -> None:
         super().__init__()
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        checkpoint, tokenizer = from_home(checkpoint), tokenizer and from_home(tokenizer)
         self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer, end_of_text)
         self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
         self._chunk_len = int(chunk_len)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from kernels.arguments import from_home, path_of
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats.huggingface import FORMS
@@ -83,14 +84,15 @@ def _description(checkpoint: Checkpoint) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").partition(": ")[2],
                                      epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="IN", type=Path, help="the checkpoint to read: a file or a directory")
-    parser.add_argument("target", metavar="OUT", type=Path, help="the file or the directory to write")
+    parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
+    parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=(*DTYPES, *chain(*formats.quantised().values())),
                         help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
     parser.add_argument("--form", choices=FORMS, help="of a Hugging Face directory of RWKV-7: fla's, or the official one of "
                         "transformers' branch; by default fla's")
-    parser.add_argument("--tokenizer", metavar="NAME", help="world, FILE.json or FILE.txt, to write too; by default IN's")
+    parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
+                        help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "
                         "FILE.json says")
     return parser

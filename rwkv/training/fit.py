@@ -8,6 +8,7 @@ from shlex import quote
 import lightning
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from kernels.machine.allocator import return_large_blocks
 from rwkv import cli, distributed
 from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
@@ -67,6 +68,8 @@ def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     # Lightning takes it from the variables of a batch system, set or inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
+    if config.trainer.malloc == "small":
+        return_large_blocks()            # before the model is built, and the plan times it
     batches = share(config)
     wkv, kernel = kernel_for(config, device)
     distributed.broadcast_from_rank0(lambda: require(config.logger))

@@ -9,11 +9,10 @@ generation, P parameters (the sum of its shapes), K numbers that a block keeps f
 operator works with (operator_work), S that a state has for each row:
 
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
-                                                       last three of what is trained alone, and in int8 the blocks' matrices
-                                                       take 1 byte a value, the embedding 2
-    activations kept for the backward pass             N L K; with tune=, without the inputs of frozen matrices, with
-                                                       copies of the operator's inputs for texts that share a row, and on a
-                                                       CPU times HOLES
+                                                       last three of what is trained alone, and of frozen weights the
+                                                       matrices take BYTES of tune.base a value, the embedding 2
+    activations kept for the backward pass             N L K; with frozen weights another K (kept_when_frugal), the inputs
+                                                       of the adapters, and those of what is trained in rows of conversations
       in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
@@ -28,6 +27,7 @@ gradients of a step live until the backward pass of the next one begins (Lightni
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,15 +43,16 @@ from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nby
 from rwkv.model.lora import chosen
 from rwkv.model.loss import rows_at_once
 from rwkv.training.callbacks.checkpoints import FOLDER
-from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
-INT8, EMBEDDING = 1, 2                   # bytes of a value of a matrix in int8, and of the embedding beside it
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.625}          # of a value of a frozen matrix, by tune.base
+NARROW = 2                               # bytes of a value of a frozen embedding, and of a head that is not in float32
 MOMENTS = 2                              # Adam's
 LOGITS = 3                               # live copies of one chunk of logits at the peak
-HOLES = 2.4                              # memory that tuning's activations take on a CPU, over their bytes; measured, with
-                                         # small tensors and glibc 2.36
-PACKED = 5                               # times n_embd: values per token of the operator's inputs, copied text by text
+FROZEN_LOGITS = 2                        # the same for a frozen head
+BETWEEN = 40                             # times n_embd: values per token that the backward pass of a block with frozen weights
+                                         # takes while it computes again what is between the products
+HOLES = 2                                # times activations and loss beside frozen weights: kept blocks have holes between them
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
@@ -87,7 +88,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     """The memory of each of `processes` that share data.batch_size."""
     trainer = config.trainer
     model = generation(config.model)
-    half, int8 = trainer.precision != "32-true", config.tune.base == "int8"
+    half, rounded = trainer.precision != "32-true", config.tune.base in ("int8", "int4")
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
     weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
@@ -98,36 +99,43 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         weights = frozen_bytes(config, vocab_size) + trained
 
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
-    loss = LOGITS * FLOAT * vocab_size * min(N, rows_at_once(vocab_size)) + (2 if half else 1) * head
+    logits = FROZEN_LOGITS if tuned else LOGITS
+    loss = logits * FLOAT * vocab_size * min(N, rows_at_once(vocab_size, frozen=tuned)) + (2 if half else 1) * head
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
     block = int(FLOAT * n * _kept(config, vocab_size))
-    backward = FLOAT * n * model.operator_work(config.model) + 2 * head
+    backward = FLOAT * n * (BETWEEN * C if _frugal(config) else model.operator_work(config.model)) + 2 * head
     if trainer.activation_checkpointing:
         kept = L * FLOAT * n * C
         backward += block
     else:
         kept = L * block
-    activations = kept + max(0, backward - loss - weights)
-    if tuned and device_for(trainer.accelerator).type == "cpu":
-        activations = round(HOLES * activations)
-    if half:
-        activations += FLOAT * vocab_size * C // 2 if int8 else weights // 2
+    activations = kept + max(0, backward - loss - (0 if tuned else weights))
+    if half and config.tune.base != "bfloat16":
+        activations += FLOAT * vocab_size * C // 2 if rounded else weights // 2
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    return Memory(weights, trained, MOMENTS * trained, activations, loss, config.data.num_workers * DATA_WORKER)
+    if tuned and trainer.malloc == "tuned" and sys.platform == "linux":
+        activations, loss = HOLES * activations, HOLES * loss
+    return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+
+
+def _frugal(config: TrainConfig) -> bool:
+    """Whether blocks keep the products alone, and compute again what is between them."""
+    packed = config.data.name == "chat" and not config.trainer.tbptt
+    return (config.tune.method != "full" or packed) and not config.trainer.compile
 
 
 def _kept(config: TrainConfig, vocab_size: int) -> float:
     """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
     model, half = generation(config.model), config.trainer.precision != "32-true" and config.tune.base != "int8"
-    kept: float = model.kept_for_backward(config.model, half)
-    if config.tune.method == "full":
+    if not _frugal(config):
+        kept: float = model.kept_for_backward(config.model, half)
         return kept
-    matrices, adapted = (sum(shape[1] for shape in shapes) // config.model.n_layer
-                         for shapes in (_matrices(config, vocab_size).values(), _adapted(config, vocab_size)))
-    copies = PACKED * config.model.n_embd if config.data.name == "chat" and not config.trainer.tbptt else 0
-    return kept - (matrices - adapted) / (2 if half else 1) + copies / (2 if half else 1)
+    trained = _matrices(config, vocab_size).values() if config.tune.method == "full" else _adapted(config, vocab_size)
+    inputs = sum(min(shape) for shape in trained) / config.model.n_layer         # that of the square of a ReLU is its root
+    kept = model.kept_when_frugal(config.model, half)
+    return kept + inputs / (2 if half else 1)
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:
@@ -143,12 +151,12 @@ def n_trained(config: TrainConfig, vocab_size: int) -> int:
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
     """The memory of the frozen weights."""
+    base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
-    if config.tune.base != "int8":
-        return FLOAT * sum(map(math.prod, shapes.values()))
-    embeddings = [name for name in shapes if name.endswith("emb.weight")]
-    sizes = dict.fromkeys(embeddings, EMBEDDING) | dict.fromkeys(_matrices(config, vocab_size), INT8)
-    return sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items())
+    sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BYTES[base])
+    sizes |= {name: NARROW for name in shapes if name.endswith("emb.weight")}
+    sizes["head.weight"] = FLOAT if base == "float32" else NARROW
+    return round(sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items()))
 
 
 def _matrices(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

@@ -105,6 +105,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
                          f"{config.tune.base}")
     if run.tuning_defaults:
         yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
+    for line in run.saved_memory:
+        yield "memory", line
     yield "blocks", _blocks(config, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
@@ -134,11 +136,12 @@ def _template(run: Run) -> str:
 
 def _blocks(config: TrainConfig, conversations: bool) -> str:
     """Which of its forms a block trains in; fused.can_fuse chooses it."""
-    plain = {f"tune={config.tune.method} freezes weights": config.tune.method != "full",
-             "rows of conversations are read text by text": conversations,
-             "trainer.compile=true fuses them": config.trainer.compile}
-    why = next((reason for reason, holds in plain.items() if holds), None)
-    return "fused, with gradients of their own" if why is None else f"plain formulas: {why}"
+    if config.trainer.compile:
+        return "plain formulas: trainer.compile=true fuses them"
+    reasons = {f"tune={config.tune.method} freezes weights": config.tune.method != "full",
+               "rows of conversations are read text by text": conversations}
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    return "fused, with gradients of their own" + ("" if why is None else f", and what is between the products twice: {why}")
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,7 @@ from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import AUTO, with_precision
 from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
+from rwkv.training.passes import same_step, with_less_memory, with_passes
 from rwkv.training.tuned import tuned_files
 from rwkv.training.tuning_defaults import with_tuning_defaults
 
@@ -49,6 +50,7 @@ class Run:
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
     tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning_defaults.py), in a new run.
+    saved_memory: lines of rwkv/training/passes.py, in a new run with init_from=.
     exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
     """
 
@@ -59,6 +61,7 @@ class Run:
     init_checkpoint: Checkpoint | None = None
     tokenizer: Tokenizer | None = None
     tuning_defaults: tuple[str, ...] = ()
+    saved_memory: tuple[str, ...] = ()
     exists: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
@@ -87,7 +90,10 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         return Run(out_dir, resolved(config, given))
     config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
-    return Run(out_dir, resolved(sized, given), init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults)
+    divided, of_passes = with_passes(resolved(sized, given), given)
+    frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
+    return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
+               saved_memory=tuple(line for line in (of_passes, of_memory) if line))
 
 
 def new_folder(kind: str = "") -> Path:
@@ -274,6 +280,8 @@ def _merged(config: TrainConfig, given: Collection[str], chosen: Collection[str]
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
     for key in _options_given(config, replacing):
         old, new = _look_up(merged, key), _look_up(config, key)
+        if key == "data.batch_size" and same_step(config, merged):
+            continue                     # the run reads these rows in several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
             raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
                             "that sets it; or start a new run")

@@ -13,13 +13,12 @@ from kernels.machine.allocator import give_back_free_blocks
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
-from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig, TrainConfig, TuneConfig
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for
-from rwkv.model.quantized import to_int8
+from rwkv.model.quantized import BFloat16Linear, to_bfloat16, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_capacity
@@ -61,8 +60,7 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
         return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))
-    model = _int8(config, wkv, init_checkpoint) if tune.base == "int8" else Model.with_weights(
-        config, wkv, init_checkpoint.tensors("float32", mmap=True)).requires_grad_(False)
+    model = _frozen(config, wkv, init_checkpoint, tune.base)
     if tune.method == "lora":
         add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
     else:
@@ -71,20 +69,33 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     return model
 
 
-def _int8(config: ModelConfig, wkv: Any, checkpoint: Checkpoint) -> Model:
-    """The frozen model with its blocks' matrices in int8. What a conversion needed is given back before the next one."""
-    group = generation(config).group
-    stored = {name: tensor if group(name) in MATRICES and name != "head.weight" else tensor.cast(torch.float32)
-              for name, tensor in checkpoint.weights.stored.items()}
+def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
+    """The frozen model with its blocks' matrices in `base`. What a conversion needed is given back before the next one.
 
-    def read(tensor: Stored) -> torch.Tensor:
-        data = tensor.get()
-        tensor.drop_pages()
-        return data
+    The embedding stays in bfloat16 where the file has it so, which changes nothing, and in any other base than float32. So
+    does the head, but not beside a base of float32, for which it would be converted at each step.
+    """
+    group = generation(config).group
+    as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
+    if base == "float32":
+        as_in_file = {"emb.weight"}
+    stored = {name: tensor if name in as_in_file else tensor.cast(torch.float32)
+              for name, tensor in checkpoint.weights.stored.items()}
 
     def converted(name: str) -> None:
         stored[f"{name}.weight"].drop_pages()
         give_back_free_blocks()
 
-    model = Model.with_weights(config, wkv, {name: read(tensor) for name, tensor in stored.items()}).requires_grad_(False)
-    return to_int8(model, head=False, replaced=converted)
+    model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
+    narrow = model.head.weight.dtype == torch.bfloat16
+    if base == "float32":
+        return model
+    if base == "bfloat16":
+        return to_bfloat16(model)
+    if narrow:
+        model.head = BFloat16Linear(model.head.weight)
+    elif model.head.weight.dtype != torch.float32:
+        model.head.weight.data = model.head.weight.float()
+    if base == "int4":
+        return to_int4(model, head=False, replaced=converted)
+    return to_int8(model, head=False, replaced=converted, in_c=False)

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import assert_same_state, each_generation, small_model, tokens
 
 from kernels import native
 from kernels.registry import why_not
 from rwkv.errors import UserError
-from rwkv.generation.decoder import CallingDecoder, Decoder
+from rwkv.generation.decoder import Decoder
 from rwkv.model.quantized import Int8Linear, to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -54,15 +56,18 @@ def test_rows_can_be_dropped_and_reordered(generation: str) -> None:
 
 @pytest.mark.thorough
 @each_generation
-@pytest.mark.parametrize("kind", [Decoder, CallingDecoder])
+@pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @torch.no_grad()
-def test_rows_join_and_leave(dtype: str, kind: type, generation: str) -> None:
-    """A decoder that begins without rows; each row goes on as in a decoder of its own."""
+def test_rows_join_and_leave(dtype: str, called: bool, generation: str) -> None:
+    """A decoder that begins without rows; each row goes on as in a decoder of its own. A model with a hook is called."""
     model = model_in(dtype, generation)
+    calls: list[int] = []
+    if called:
+        model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     several = tokens(model, B=3, T=8)
     starts = [model.prefill(several[row:row + 1, :4 + row])[1] for row in range(3)]
-    decoder = kind(model, model.empty_state(0))
+    decoder = Decoder(model, model.empty_state(0))
     decoder.join(starts[0])
     decoder.step(several[:1, 4])
     decoder.join(State.cat(starts[1:]))
@@ -70,11 +75,12 @@ def test_rows_join_and_leave(dtype: str, kind: type, generation: str) -> None:
     decoder.keep([2, 0])
     decoder.step(several[[2, 0], 6])
     for row, read in ((0, (4, 5, 6)), (2, (5, 6))):
-        alone = kind(model, starts[row])
+        alone = Decoder(model, starts[row])
         for t in read:
             alone.step(several[row:row + 1, t])
         allowed = 0.1 if dtype == "bfloat16" else 1e-4
         assert_same_state(decoder.state([0 if row == 2 else 1]), alone.state(), allowed)
+    assert bool(calls[len(starts):]) == called
 
 
 @each_generation
@@ -130,6 +136,35 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
     x.requires_grad_()
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.packed.dense().sum(0).expand_as(x))
+
+
+IN_BOTH = pytest.mark.skipif(bool(reason := why_not("matvec", "fbgemm") or why_not("matvec", "c_v0")), reason=str(reason))
+
+
+@IN_BOTH
+@given(st.integers(1, 16), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
+def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
+    """A prompt's last words give what they would give behind a longer part, and a row what it gives among many."""
+    torch.manual_seed(seed)
+    weight, x = torch.randn(N, K) * 10.0 ** scale, torch.randn(R, K)
+    x = x.relu() if non_negative else x
+    layer, by_fbgemm = Int8Linear(weight, non_negative), Int8Linear(weight, non_negative, in_c=False)
+    assert torch.equal(layer(x), by_fbgemm(x))
+    assert torch.equal(layer(x.repeat(17, 1))[:R], by_fbgemm(x))
+
+
+@IN_BOTH
+def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
+    """Of training alone FBGEMM's; of a text of a few words alone that row by row, whichever comes first."""
+    weight = torch.randn(40, 64)
+    trained = Int8Linear(weight, in_c=False)
+    trained(torch.randn(3, 64))
+    assert not trained._rounded
+    read = Int8Linear(weight)
+    read(torch.randn(3, 64))
+    assert "_ordered" not in vars(read)
+    assert torch.equal(read.packed.weight, trained.packed.weight)
+    assert torch.equal(read.packed.scale, trained.packed.scale)
 
 
 def test_int8_where_nothing_multiplies_it_is_one_sentence(without_fbgemm: None, monkeypatch: pytest.MonkeyPatch,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import implementations
+from implementations import implementation, implementations
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -191,7 +191,8 @@ def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("kernel", "method"), [("torch_strips", "fork"), ("taichi_v0", "spawn")])
+@pytest.mark.parametrize(("kernel", "method"), [("torch_strips", "fork"),
+                                                implementation("pad", "taichi_v0", "taichi_v0", "spawn")])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
     """A fork, Linux' own way until Python 3.14, with the default kernel; and Taichi, started anew by each worker."""
@@ -201,6 +202,7 @@ def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
 
 
 @pytest.mark.programs
+@pytest.mark.implementation("pad", "taichi_v0", device="cpu")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -231,7 +233,7 @@ def test_the_benchmark_notices_one_wrong_pixel(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_example_writes_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("PIL.Image", reason="reading the picture back needs pillow")
-    monkeypatch.setattr(sys, "argv", ["brick_padding.py", str(tmp_path / "wall.png"), "--kernel", "torch_strips"])
+    monkeypatch.setattr(sys, "argv", ["brick_padding.py", str(tmp_path / "wall.png")])
     example = runpy.run_path(str(ROOT / "examples" / "brick_padding.py"), run_name="__main__")
     with image.open(tmp_path / "wall.png") as picture:
         assert (picture.mode, picture.size) == ("RGB", (32 + 256, 48 + 256))

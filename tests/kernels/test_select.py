@@ -163,7 +163,7 @@ def test_a_kernel_that_cannot_run_lists_those_that_do(with_stubs: None) -> None:
     assert str(error.value) == f"{error.value.reason}; on cpu there are: auto, {', '.join(runnable_here())}"
 
 
-@pytest.mark.parametrize("name", ["auto", "conv1d", "taichi_v3"])
+@pytest.mark.parametrize("name", ["auto", "conv1d", "torch_scan"])
 def test_a_missing_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     registry.why_not.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from implementations import compiled_in_soak
+from implementations import compiled_in_soak, implementation
 from models import OPERATORS, assert_same_state, each_generation, every_kernel, small_config, small_model, tokens
 from torch import Tensor
 
@@ -23,6 +23,7 @@ def close(actual: Tensor, expected: Tensor, atol: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, check_dtype=False)
 
 
+TAICHI_SCAN = implementation("wkv4", "taichi_scan", "rwkv4", "taichi_scan")
 KERNELS = pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
 
 
@@ -151,7 +152,7 @@ def test_prefill_is_the_last_position(generation: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "taichi_scan"), ("rwkv4", "conv1d"), ("rwkv7", "reference")])
+@pytest.mark.parametrize(("generation", "kernel"), [TAICHI_SCAN, ("rwkv4", "conv1d"), ("rwkv7", "reference")])
 def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
     """By torch.func, of the whole model: the ones that autograd has of one sample after the other."""
     model = small_model(kernel, generation=generation)
@@ -189,7 +190,7 @@ IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), ("rwkv4", "taichi_scan"),
+@pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), TAICHI_SCAN,
                                                     ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
 def test_bf16_autocast_is_close_and_trains(generation: str, kernel: str) -> None:
     """One implementation of each form; every kernel in both dtypes is in tests/kernels."""

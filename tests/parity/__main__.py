@@ -32,6 +32,8 @@ from parity.exchange import (
 from parity.ours import float64, ours
 from parity.report import Tables, as_json, passed, report
 
+from kernels.arguments import path_of
+
 AllOutputs = dict[tuple[str, str, str], Outputs]        # by case, program and file
 PEERS = {"rwkv": OFFICIAL, "transformers": OFFICIAL}     # and the file that each is compared on
 PEERS_7 = {"rwkv7": OFFICIAL, "llama.cpp": GGUF}
@@ -41,7 +43,7 @@ CONTROL_CASE, FACTOR = "7: heads of 64", 1.01            # of the rows in which 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make parity", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--json", type=path_of, help="write the results here too")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         tables = compare(Path(folder))

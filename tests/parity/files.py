@@ -38,7 +38,7 @@ from rwkv.pretrained import RWKV
 
 Weights = dict[str, ndarray]
 
-TO_FLOAT64 = 3e-5                        # bound of |difference| / |logits|, in the Euclidean norm
+TO_FLOAT64 = 3e-6                        # bound of |difference| / |logits|, in the Euclidean norm
 OF_PEER = 1.5                            # times a peer's own distance from float64 is added where ours is compared with it
 MOST_OF_PEER = {"llama.cpp": 0.2}        # of that distance: it rounds inputs where weights are in blocks; others 1e-4
 T = 12

@@ -16,7 +16,7 @@ from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, fi
 from rwkv import distributed as processes
 
 pytestmark = pytest.mark.programs
-RUN = (*SMALL, "logger=csv", "kernel=taichi_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=50",
+RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=50",
        "trainer.val_every=30", "trainer.checkpoint_every=25", "trainer.accumulate=2")
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -267,7 +267,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: st
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-RUN = (*SMALL[3:], "debug=fast", "data=jsonl", "data.path=text.jsonl", "logger=csv", "kernel=taichi_scan", "model.n_layer=1",
+RUN = (*SMALL[3:], "debug=fast", "data=jsonl", "data.path=text.jsonl", "logger=csv", "model.n_layer=1",
        "model.ctx_len=16", "trainer.tbptt=3")
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 

@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from training_runs import assert_same_training, finish, kill_after, killed_and_continued, losses, start
 
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.config import DataConfig, ModelConfig, TrainConfig, TuneConfig
+from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.generation.states import load_context
 from rwkv.model.base import generation
@@ -23,6 +25,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.convert import convert
 from rwkv.training.memory import estimate, frozen_bytes, n_trained
+from rwkv.training.passes import with_less_memory, with_passes
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
@@ -57,6 +60,7 @@ def tuned(run: Run, *options: str, base: str = "base7.safetensors") -> Path:
     ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]",)),
     ("base7.safetensors", ("trainer.precision=bf16-mixed", "trainer.activation_checkpointing=true", "trainer.accumulate=2")),
     ("base7.safetensors", ("trainer.tbptt=2", "tune.base=int8")),
+    ("base7.safetensors", ("tune.base=int4", "trainer.sample_every=1")), ("base4.safetensors", ("tune.base=bfloat16",)),
 ])
 def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base: str, options: tuple[str, ...]) -> None:
     out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
@@ -243,7 +247,62 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert status == 0
     assert f"lora: {count:,} trained values beside frozen weights in float32" in error
-    assert "plain formulas: tune=lora" in error
+    assert "twice: tune=lora freezes weights" in error
+
+
+@pytest.mark.programs
+def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: Path, run: Run) -> None:
+    """4 rows of 256 positions are 2 passes of 512; the plan says so, and the run counts steps of 4 rows."""
+    options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4")
+    out = tuned(run, *options)
+    saved = read_checkpoint(out / "checkpoints/last.ckpt").run or {}
+    assert (saved["data"]["batch_size"], saved["trainer"]["accumulate"]) == (2, 2)
+    status, _, error = run("train", *OPTIONS, *options, "init_from=base7.safetensors", "out_dir=whole", "trainer.max_steps=5")
+    assert status == 0
+    assert "data.batch_size=2 trainer.accumulate=2" in error
+    status, _, error = run("train", *OPTIONS, *options, "resume=auto", "out_dir=out", "trainer.max_steps=5")
+    assert status == 0, error
+    one_sentence(run("train", *OPTIONS, "tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=8", "resume=auto",
+                     "out_dir=out", "trainer.max_steps=6"), "data.batch_size differs")
+    whole, continued = (torch.load(Path(name) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+                        for name in ("whole", "out"))
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, 1), ({"method": "full"}, 8), ({"ctx_len": 128}, 4), ({"tbptt": 2}, 8),
+                                               ({"given": ("trainer.accumulate",)}, 8)])
+def test_passes_have_512_tokens_where_weights_are_frozen(options: dict[str, Any], rows: int) -> None:
+    sizes = ModelConfig(generation="rwkv7", ctx_len=options.get("ctx_len", 512))
+    config = TrainConfig(model=sizes, data=DataConfig(batch_size=8),
+                         trainer=TrainerConfig(accelerator="cpu", tbptt=options.get("tbptt", 0)),
+                         tune=TuneConfig(method=options.get("method", "lora")))
+    divided, line = with_passes(config, options.get("given", ()))
+    assert (divided.data.batch_size, divided.tokens_per_step) == (rows, config.tokens_per_step)
+    assert (line is None) == (rows == 8)
+
+
+def test_a_run_that_is_short_of_memory_computes_activations_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(model=ModelConfig(generation="rwkv7", n_layer=24, n_embd=2048, ctx_len=2048),
+                         data=DataConfig(batch_size=4), tune=TuneConfig(method="lora"),
+                         trainer=TrainerConfig(accelerator="cpu"))
+    need = estimate(config, 65536).total
+    returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
+    assert returned < need
+    for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
+        monkeypatch.setattr("rwkv.training.passes.free_memory", lambda device, free=free: free)
+        found, line = with_less_memory(config, 65536, ())
+        assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
+        assert (line is None) == (malloc == "tuned")
+
+
+def test_the_memory_of_released_shapes_is_planned_by_what_is_frozen() -> None:
+    """RWKV-7 0.1b, a step of 8 rows of 512 in passes of one: in bytes, beside half a GB of program and libraries."""
+    sizes = ModelConfig(generation="rwkv7", n_layer=12, n_embd=768, ctx_len=512)
+    found = {(method, base): estimate(TrainConfig(model=sizes, data=DataConfig(name="chat", batch_size=1),
+                                                  trainer=TrainerConfig(malloc="small"),
+                                                  tune=TuneConfig(method=method, base=base)), 65536).total / 1e9
+             for method, base in (("full", "float32"), ("lora", "float32"), ("state", "float32"), ("lora", "int4"))}
+    assert found["lora", "int4"] < found["state", "float32"] < found["lora", "float32"] < 0.4 * found["full", "float32"]
 
 
 def test_memory_of_tuning() -> None:

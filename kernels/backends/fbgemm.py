@@ -1,0 +1,31 @@
+"""PyTorch's products in int8 of x86 CPUs, FBGEMM: with VNNI where the CPU has it, for all rows at once.
+
+FBGEMM keeps a copy of W in an order of its own, and its sums of integers are exact for any number of rows.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
+    """W, integers (N,K) with a scale (N,) for each row, in FBGEMM's order."""
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
+        warnings.simplefilter("ignore", UserWarning)
+        quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
+    found: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
+    return found
+
+
+def unordered(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:
+    """The integers (N,K) and their scales (N,), copied."""
+    quantized: Tensor = torch.ops.quantized.linear_unpack(weight)[0]
+    return quantized.int_repr(), quantized.q_per_channel_scales().float()
+
+
+def product(rows: Tensor, step: float, offset: int, weight: torch.ScriptObject) -> Tensor:
+    """y (R,N) of rows (R,K), which are rounded to multiples of step."""
+    y: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, step, offset, weight)
+    return y

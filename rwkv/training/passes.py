@@ -1,0 +1,56 @@
+"""How a new run that tunes the weights of init_from= takes less memory than its options alone would.
+
+A step with frozen weights is divided into passes of a few rows, whose gradients are added up: the same step (the data's order
+and each target's weight are the same), from a fraction of the activations. Where a run would not fit into the free memory,
+freed blocks are returned to the system, and if that is not enough its activations are computed again.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from rwkv.config import TrainConfig
+from rwkv.training.device import device_for
+from rwkv.training.memory import estimate, free_memory, readable, with_options
+
+PASS_TOKENS = 512                        # of a pass at least, on a CPU: matrix products have their full speed then
+SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
+
+
+def with_passes(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, str | None]:
+    """The configuration with a step in passes of the fewest rows that have PASS_TOKENS, and a line that says so.
+
+    Only for frozen weights, in one process on a CPU, and where nothing else counts batches.
+    """
+    rows, trainer = config.data.batch_size, config.trainer
+    counted = trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or "trainer.accumulate" in given
+    if config.tune.method == "full" or counted or device_for(trainer.accelerator).type != "cpu":
+        return config, None
+    of_pass = next(n for n in range(1, rows + 1) if rows % n == 0 and (n * config.model.ctx_len >= PASS_TOKENS or n == rows))
+    if of_pass == rows:
+        return config, None
+    accumulate = trainer.accumulate * rows // of_pass
+    divided = replace(with_options(config, accumulate=accumulate), data=replace(config.data, batch_size=of_pass))
+    return divided, (f"a step's {rows * trainer.accumulate} rows are read {of_pass} at a time, in the same step from less "
+                     f"memory: data.batch_size={of_pass} trainer.accumulate={accumulate}")
+
+
+def same_step(config: TrainConfig, run: TrainConfig) -> bool:
+    """Whether the rows of a step that `config` asks for are those of a run whose steps with_passes has divided."""
+    rows, of_run = (asked.data.batch_size * asked.trainer.accumulate for asked in (config, run))
+    return run.tune.method != "full" and run.data.batch_size < config.data.batch_size and rows == of_run
+
+
+def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
+    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one; and a line that
+    says so. Unchanged where it fits, where freed blocks or checkpointing were chosen, and where nobody knows what is free."""
+    free = free_memory(device_for(config.trainer.accelerator))
+    need = estimate(config, vocab_size).total
+    if free is None or need <= free or {f"trainer.{option}" for option in SMALLER[-1]} & {*given}:
+        return config, None
+    for options in SMALLER:
+        smaller = with_options(config, **options)
+        if estimate(smaller, vocab_size).total <= free:
+            break
+    words = " ".join(f"trainer.{option}={str(value).lower()}" for option, value in options.items())
+    return smaller, f"{words}, which is slower: without it training needs {readable(need)}, and {readable(free)} is free"

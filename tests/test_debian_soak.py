@@ -1,0 +1,117 @@
+"""`make quick` and `make train` with the Python 3.14 that Debian has, in a folder of its own: a new one that debootstrap fills,
+or that of `make soak ARGS="--chroot FOLDER"`, which is filled where it is empty and used again the next time.
+
+Needs root on Linux, debootstrap, and packages of Debian and PyPI, from wherever this system's pip has them.
+"""
+
+import ast
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SUITE, PYTHON = "forky", "python3.14"
+PACKAGES = "python3.14,python3.14-venv,python3-pip,make,git,ca-certificates"
+SOURCE = "timemix"                       # the folder of the project, inside
+CHROOT = 'root=$1; shift; mount -t proc proc "$root/proc"; mount --rbind /dev "$root/dev"; ' \
+         'while [ "$1" != -- ]; do mount --bind "$1" "$root$1"; shift; done; shift; exec chroot "$root" "$@"'
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
+
+
+def why_not() -> str | None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "debootstrap needs root on Linux"
+    missing = [program for program in ("debootstrap", "unshare", "git") if shutil.which(program) is None]
+    return f"needs {missing[0]}" if missing else None
+
+
+@pytest.fixture(scope="module")
+def debian(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A root folder of Debian with the project in it, as git has its files here."""
+    if reason := why_not():
+        pytest.skip(reason)
+    given = request.config.getoption("--chroot")
+    folder = Path(given).resolve() if given else tmp_path_factory.mktemp(SUITE)
+    if not (folder / "usr" / "bin" / PYTHON).exists():
+        made = subprocess.run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(folder)],
+                              capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"debootstrap cannot make {SUITE}: {(made.stdout + made.stderr).strip().splitlines()[-1]}")
+    if subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path_factory.mktemp("pip")),
+                       "packaging"], capture_output=True, check=False).returncode:
+        pytest.skip("pip finds no packages here")
+    (folder / "etc" / "resolv.conf").write_bytes(Path("/etc/resolv.conf").read_bytes())
+    _copy_project(folder / SOURCE)
+    yield folder
+    if not given:
+        shutil.rmtree(folder)            # gigabytes
+
+
+def _copy_project(target: Path) -> None:
+    """With the files' times: make then sees what has changed since the last time. An environment from then stays."""
+    for path in target.glob("*"):        # and not .venv
+        if path.name[0] != ".":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def _pip_options() -> dict[str, str]:
+    """This system's configuration of pip, as variables: PIP_INDEX_URL and the like."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        variable = "PIP_" + name.rpartition(".")[2].upper().replace("-", "_")
+        found[variable] = os.environ.get(variable) or ast.literal_eval(value)
+    return found
+
+
+def _local(options: dict[str, str]) -> set[str]:
+    """The files and folders of this system that the options of pip name; of an index, with the files that lie beside it."""
+    words = [urlsplit(word) for value in options.values() for word in shlex.split(value)]
+    paths = [Path(word.path) for word in words if word.scheme in ("", "file") and word.path.startswith("/")]
+    return {str(path.parent if path.name == "simple" else path) for path in paths if path.exists()}
+
+
+def inside(debian: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the project's folder there. Its mounts end with it."""
+    options = _pip_options()
+    mounts = sorted(_local(options))
+    for path in mounts:
+        place = debian / path[1:]
+        if Path(path).is_dir():
+            place.mkdir(parents=True, exist_ok=True)
+        elif not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+    kept = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+    variables = {**kept, **options, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+    return subprocess.run(["unshare", "--mount", "--propagation", "private", "sh", "-ec", CHROOT, "sh", str(debian), *mounts,
+                           "--", "env", "-C", f"/{SOURCE}", *command], env=variables, capture_output=True, text=True,
+                          check=False)
+
+
+def test_make_quick(debian: Path) -> None:
+    done = inside(debian, "make", "quick", f"PYTHON={PYTHON}")
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
+    assert "taichi, which has none for Python later than" in done.stdout, "Taichi's kernels are skipped with the reason"
+
+
+def test_make_train_trains_and_samples(debian: Path) -> None:
+    done = inside(debian, "make", "train", f"PYTHON={PYTHON}", "ARGS=debug=fast trainer.max_steps=3 logger=none")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-10_000:]
+    assert done.stdout.strip()
+    assert "report.html" in done.stderr
