@@ -214,8 +214,7 @@ def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _renamed(error: ApiError) -> ApiError:
     """The error with the names that fields have here."""
     content = error.body["error"]
-    message: str = content["message"]
-    param: str | None = content["param"]
+    message, param = content["message"] or "", content["param"]
     field = re.split(r"[.[]", param)[0] if param else ""
     if field in RENAMED:
         param = RENAMED[field]
