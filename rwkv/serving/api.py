@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.template import ChatTemplate
-from rwkv.chat.thoughts import end_of
+from rwkv.chat.thoughts import START as START_OF_THOUGHTS
+from rwkv.chat.thoughts import begun_by, end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
 from rwkv.serving import openapi, responses
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
@@ -128,7 +130,8 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
 def _field_in(message: str) -> str | None:
     """The field that a message begins with: messages[1].content, banned."""
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    return word if word.startswith(("messages", "tools")) or word in OF_SAMPLING else None
+    held = ("messages", "tools", "response_format", "grammar")
+    return word if word.startswith(held) or word in OF_SAMPLING else None
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -191,7 +194,7 @@ async def _worked(service: Service, request: Request, work: Callable[[Service, b
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return _answer(service, *await _worked(service, request, partial(_completion, owner=_owner(request))))
+    return await _answer(service, *await _worked(service, request, partial(_completion, owner=_owner(request))))
 
 
 def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
@@ -212,7 +215,7 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
     texts = [text for ids in prompts
-             for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
+             for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed, body.answer_grammar())]
     texts = _with_states(service, body, texts, start, owner)
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
@@ -221,7 +224,7 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    return _answer(service, *await _worked(service, request, partial(_chat_completion, owner=_owner(request))))
+    return await _answer(service, *await _worked(service, request, partial(_chat_completion, owner=_owner(request))))
 
 
 def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
@@ -249,7 +252,9 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     stops, n = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = _ids(service, _encoded(lambda text: service.states.ids(text, start), prompt, "messages"), "messages", start)
-    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
+    begun = answer_start or begun_by(prompt)
+    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
     texts = _with_states(service, body, texts, start, owner, service.states.answered(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
@@ -320,11 +325,46 @@ def _for_template(tool: Tool) -> dict[str, Any]:
     return shown
 
 
-def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
-    return Answer(service.engine, _submitted(service, texts), shape, bool(body.stream), service.config.timeout_s)
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
+    """What the answer may be, None for any text. tools: whether it may call some. call_start: as of _tools. begun: the thoughts
+    that the prompt has begun. think: whether the answer may begin with thoughts.
+
+    Raises ApiError where the form of a call is not known.
+    """
+    answer = body.answer_grammar()
+    if tools and (call_start or answer):
+        if service.template.call_start is None:
+            raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
+                                f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
+                           "tools")
+        form = service.template.call_start[0].lstrip(), service.template.call_start[1]
+        functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
+                     for i, function in enumerate(tool.function for tool in body.tools or ())]
+        calls = Grammar.calls(form, functions, _closing(form[0]), call_start.lstrip())
+        if call_start:
+            return calls
+        answer = answer.or_else(calls) if answer else None
+    if answer is None:
+        return None
+    if "</think" in begun:               # an empty thought, whose end may lack its last character
+        return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if begun:
+        return answer.after_thoughts()
+    return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
 
 
-def _submitted(service: Service, texts: list[Generate]) -> Ticket:
+def _closing(call_start: str) -> str:
+    """What ends a call, at a line of its own."""
+    return f"\n{stop_of(call_start).lstrip()}"
+
+
+async def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+    return Answer(service.engine, await _submitted(service, texts), shape, bool(body.stream), service.config.timeout_s)
+
+
+async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
+    if texts[0].grammar is not None:     # which may take long to compile
+        await asyncio.to_thread(texts[0].grammar.check)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
     ticket = service.engine.submit(texts)
@@ -333,13 +373,15 @@ def _submitted(service: Service, texts: list[Generate]) -> Ticket:
 
 
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
-           n_logprobs: int | None, prompt_logprobs: bool, limit: str = "max_tokens") -> list[Generate]:
+           n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
+           limit: str = "max_tokens") -> list[Generate]:
     """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
     sampling = body.sampling(service.sampling, service.tokenizer)
-    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs)
+    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
+                     grammar)
             for number in range(n)]
 
 
@@ -408,7 +450,7 @@ async def make_state(service: Service, request: Request) -> Any:
         return _state(service, await service.engine.upload(service.states.new(_owner(request)), content))
     text = await _worked(service, request, partial(_state_text, owner=_owner(request)))
     shape = Shape("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
-    return StateAnswer(service.engine, _submitted(service, [text]), shape, False, service.config.timeout_s)
+    return StateAnswer(service.engine, await _submitted(service, [text]), shape, False, service.config.timeout_s)
 
 
 def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
@@ -463,7 +505,11 @@ def _state(service: Service, state: SavedState) -> Response:
 
 async def make_response(service: Service, request: Request) -> Answer:
     texts, shape, asked = await _worked(service, request, partial(_response_texts, owner=_owner(request)))
-    return ResponseAnswer(service.engine, _submitted(service, texts), shape, service.config.timeout_s, asked, service.responses)
+    try:
+        ticket = await _submitted(service, texts)
+    except ApiError as error:
+        raise responses.renamed(error) from None
+    return ResponseAnswer(service.engine, ticket, shape, service.config.timeout_s, asked, service.responses)
 
 
 def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, responses.Asked]:

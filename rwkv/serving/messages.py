@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rwkv.config import Sampling
+from rwkv.generation.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """One text to generate. stream: its pieces are sent as they come, else all at the end.
+    """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be.
 
     start: the state that it continues. save: its end is kept as this state, whose tokens, bytes and last_ids are not yet known.
     """
@@ -77,6 +78,7 @@ class Generate:
     stream: bool
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
     start: SavedState | None = None
     save: SavedState | None = None
 

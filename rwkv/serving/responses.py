@@ -151,10 +151,10 @@ def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, show
             request.save_state = True
         texts, shape, _ = chat(request)
     except ApiError as error:
-        raise _renamed(error) from None
+        raise renamed(error) from None
     except UserError as error:
         field = re.split(r"[^a-z_]", str(error))[0]
-        raise _renamed(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
+        raise renamed(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
     return texts, shape, asked
 
 
@@ -211,7 +211,7 @@ def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
-def _renamed(error: ApiError) -> ApiError:
+def renamed(error: ApiError) -> ApiError:
     """The error with the names that fields have here."""
     content = error.body["error"]
     message, param = content["message"] or "", content["param"]

@@ -6,6 +6,7 @@ Loading a model in one thread and stepping in another would give two teams of Op
 import signal
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from kernels.machine.allocator import keep_large_blocks
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
+from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
@@ -22,6 +24,7 @@ from rwkv.serving.messages import Cancel, Download, Drop, Event, Failed, Generat
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
+COMPILING_S = 0.002                      # between two looks whether a grammar is compiled, where nothing else is done
 
 
 class Loaded(NamedTuple):
@@ -49,7 +52,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         engine = Engine(loaded.model, loaded.tokenizer, cache=cache)
         engine.warm_up()
         states = KeptStates(config, loaded.model, loaded.tokenizer)
-        worker = _Worker(connection, engine, cache, states)
+        worker = _Worker(connection, engine, loaded.tokenizer, cache, states)
         connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
         try:
             worker.run()
@@ -106,20 +109,27 @@ class _Job:
 class _Worker:
     """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
 
-    def __init__(self, connection: Connection, engine: Engine, cache: PrefixCache | None, states: KeptStates) -> None:
-        self._connection, self._engine, self._cache, self._states = connection, engine, cache, states
+    def __init__(self, connection: Connection, engine: Engine, tokenizer: Tokenizer, cache: PrefixCache | None,
+                 states: KeptStates) -> None:
+        self._connection, self._engine, self._tokenizer, self._cache = connection, engine, tokenizer, cache
+        self._states = states
         self._jobs: dict[int, _Job] = {}         # by the row's index
         self._refused: list[Event] = []
+        self._compiler = ThreadPoolExecutor(1)
+        self._compiling: list[tuple[Future[Any], list[Generate]]] = []
+        self._cancelled: set[int] = set()        # of these
 
     def run(self) -> None:
         while True:
             idle = not (self._engine.unfinished or self._jobs or self._refused)
-            while self._connection.poll(None if idle else 0):
+            wait = (COMPILING_S if self._compiling else None) if idle else 0
+            while self._connection.poll(wait):
                 message = self._connection.recv()
                 if message is None:
                     return
                 self._take(message)
-                idle = False
+                wait = 0
+            self._begin_compiled()
             for index, piece in self._engine.step():
                 self._jobs[index].text += piece
             events = self._refused + [event for job in self._jobs.values() if (event := self._event(job))]
@@ -147,12 +157,17 @@ class _Worker:
             for job in self._jobs.values():
                 if job.request.id == message.id:
                     job.row.cancel()
+            if any(text.id == message.id for _, texts in self._compiling for text in texts):
+                self._cancelled.add(message.id)
             return
         if isinstance(message, Drop):
             self._states.drop(message.state)
             return
         if isinstance(message, (Upload, Download)):
             self._connection.send(self._reply(message))
+            return
+        if message[0].grammar is not None:
+            self._compiling.append((self._compiler.submit(compiled, message[0].grammar, self._tokenizer), message))
             return
         for text in message:
             self._begin(text)
@@ -165,13 +180,23 @@ class _Worker:
         except UserError as error:
             return Reply(message.id, error=str(error))
 
+    def _begin_compiled(self) -> None:
+        """Begins the texts whose grammar is compiled, which another thread does so that no other text waits for it."""
+        for pair in [pair for pair in self._compiling if pair[0].done()]:
+            self._compiling.remove(pair)
+            for text in pair[1]:
+                self._begin(text)
+
     def _begin(self, message: Generate) -> None:
         try:
             context = self._states.get(message.start.id) if message.start else None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
-                                   context, message.prompt_logprobs, keep=message.save is not None)
+                                   context, message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))
         else:
             self._jobs[row.index] = _Job(message, row)
+            if message.id in self._cancelled:
+                row.cancel()
+        self._cancelled.discard(message.id)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import pytest
@@ -210,6 +210,21 @@ def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> Non
     part = response.output[0].content[0]
     assert "".join(entry.token for entry in part.logprobs) == part.text
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
+
+
+def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
+    import pydantic
+
+    class Answer(pydantic.BaseModel):
+        good: bool
+        kind: Literal["a", "b"]
+
+    first = client.responses.parse(model="tiny", input="hi", text_format=Answer, max_output_tokens=100)
+    assert isinstance(first.output_parsed, Answer)
+    second = client.responses.parse(model="tiny", input="and?", text_format=Answer, previous_response_id=first.id)
+    assert isinstance(second.output_parsed, Answer)
+    with client.responses.stream(model="tiny", input="hi", text_format=Answer) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Answer)
 
 
 def test_items_are_messages() -> None:

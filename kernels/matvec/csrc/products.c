@@ -386,6 +386,78 @@ void products_by_input(const struct product *p, int64_t begin, int64_t end) {
     else parts_in(OF_BFLOAT16, p, begin, end);
 }
 
+// Sparse inputs. SOME inputs at a time, those that are not 0 in all of some rows are listed; what W has for them is fetched
+// LATER inputs before it is needed. One row has MOST_VECTORS of sums in registers, four have as many each as fit.
+enum { SOME = 512, LATER = 6, MOST_VECTORS = 8, FOUR_VECTORS = WIDE == 16 ? 4 : 2 };
+
+// A number of x; rounded to bfloat16 where those of this kind are.
+INLINE float input(enum kind kind, float x) {
+    if (kind != OF_BFLOAT16_BOTH) return x;
+    return of_bfloat16(as_bfloat16(same(x)))[0];
+}
+
+INLINE int64_t list_inputs(const struct product *p, int rows, int64_t first, int64_t k, int64_t end, int32_t *list) {
+    int64_t n = 0;
+    const float *x = p->x + first * p->x_row;
+    for (; k < end; k++) {
+        int any_is = 0;
+        UNROLLED for (int i = 0; i < rows; i++) any_is |= x[i * p->x_row + k] != 0.0f;
+        list[n] = (int32_t)k;
+        n += any_is;
+    }
+    for (int64_t i = 0; i < LATER; i++) list[n + i] = n ? list[n - 1] : 0;
+    return n;
+}
+
+// outputs n to n + width - 1, at most `vectors` vectors
+INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int vectors, int64_t N, int64_t first, int64_t n,
+                        int64_t width) {
+    const uint8_t *w = (const uint8_t *)p->w + n * size_in(kind);
+    const float *x = p->x + first * p->x_row;
+    float *y = p->y + first * p->y_row + n;
+    wide acc[4][MOST_VECTORS];
+    int32_t list[SOME + LATER];
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int c = 0; c < vectors; c++) acc[i][c] = wide_same(0.0f);
+    for (int64_t k = 0; k < p->K; k += SOME) {
+        int64_t listed = list_inputs(p, rows, first, k, k + SOME < p->K ? k + SOME : p->K, list);
+        for (int64_t at = 0; at < listed; at++) {
+            const uint8_t *column = w + list[at] * N * size_in(kind), *later = w + list[at + LATER] * N * size_in(kind);
+            UNROLLED for (int64_t byte = 0; byte < vectors * WIDE * size_in(kind); byte += 64) __builtin_prefetch(later + byte, 0, 3);
+            float values[4];
+            UNROLLED for (int i = 0; i < rows; i++) values[i] = input(kind, x[i * p->x_row + list[at]]);
+            UNROLLED for (int c = 0; c < vectors; c++) {
+                if (c * WIDE >= width) break;
+                wide weights = read_weights(kind, column + c * WIDE * size_in(kind), width - c * WIDE);
+                UNROLLED for (int i = 0; i < rows; i++)
+                    acc[i][c] = wide_fused(weights, wide_same(values[i]), acc[i][c]);
+            }
+        }
+    }
+    UNROLLED for (int i = 0; i < rows; i++)
+        UNROLLED for (int c = 0; c < vectors; c++)
+            for (int64_t l = 0; l < WIDE && c * WIDE + l < width; l++) y[i * p->y_row + c * WIDE + l] = acc[i][c][l];
+}
+
+INLINE void sparse_tiles(enum kind kind, const struct product *p, int rows, int vectors, int64_t N, int64_t first, int64_t begin,
+                         int64_t end) {
+    int64_t n = begin;
+    for (; n + vectors * WIDE <= end; n += vectors * WIDE) sparse_tile(kind, p, rows, vectors, N, first, n, vectors * WIDE);
+    if (n < end) sparse_tile(kind, p, rows, vectors, N, first, n, end - n);
+}
+
+INLINE void sparse_in(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
+    int64_t r = 0;
+    for (; r + 4 <= p->R; r += 4) sparse_tiles(kind, p, 4, FOUR_VECTORS, N, r, begin, end);
+    for (; r < p->R; r++) sparse_tiles(kind, p, 1, MOST_VECTORS, N, r, begin, end);
+}
+
+void products_of_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end) {
+    if (p->kind == OF_FLOAT32) sparse_in(OF_FLOAT32, p, N, begin, end);
+    else if (p->kind == OF_BFLOAT16) sparse_in(OF_BFLOAT16, p, N, begin, end);
+    else sparse_in(OF_BFLOAT16_BOTH, p, N, begin, end);
+}
+
 // 8 numbers of x rounded to bfloat16: in q, or where the CPU has no products of them, in `rounded`
 INLINE void halve(const float *x, float *rounded, uint8_t *q) {
     halves half = as_bfloat16(at(x));

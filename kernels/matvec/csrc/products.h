@@ -13,6 +13,7 @@ enum {
     GROUP = 32,              // of int4: neighbours that share a scale
     BLOCK = 8 * GROUP,       // of int4: eight groups, side by side
     PART = 32,               // of a W that is stored by input: outputs that lie together
+    OUTPUTS = 128,           // of a sparse product: a tile, four lines of the cache in bfloat16
 };
 
 // What a product works on. Its input is x (R,K), whose rows are x_row numbers apart, or, where the kind of W has x rounded, what
@@ -31,6 +32,7 @@ struct product {
 
 #define products OF_LEVEL(products, LEVEL)
 #define products_by_input OF_LEVEL(products_by_input, LEVEL)
+#define products_of_sparse OF_LEVEL(products_of_sparse, LEVEL)
 #define prepare OF_LEVEL(prepare, LEVEL)
 
 // outputs begin <= n < end of all rows
@@ -39,6 +41,10 @@ void products(const struct product *p, int64_t begin, int64_t end);
 // The same for a W in float32 or bfloat16 that is stored by input, PART outputs after the other: (N / PART,K,PART). begin and end
 // are multiples of PART, and each output is one chain.
 void products_by_input(const struct product *p, int64_t begin, int64_t end);
+
+// The same for a W that is stored by input, (K,N), and finite: what it has for inputs that are 0 in several rows at once is not
+// read. begin is a multiple of OUTPUTS.
+void products_of_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // What a product of that kind reads in place of n numbers of a row x (K) from `first` on: writes `floats` (x) and q. n is K in int8,
 // and `first` is whole blocks in int4. steps: of int8, of the largest magnitude; offset: what is added to them, 0 where x is never

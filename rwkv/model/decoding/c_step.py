@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import native
+from kernels.machine.memory import available_memory
 from kernels.matvec import FORMS, KINDS, Int8
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.derived import exact_copies, tensors_of
@@ -45,6 +46,7 @@ class Matrix(NamedTuple):
     shift: Tensor | None = None
     steps: int = 0
     offset: int = 0
+    by_input: int = 0
 
 
 NO_NORM = Norm(torch.empty(0), torch.empty(0), 0.0)
@@ -204,6 +206,24 @@ class Builder:
         if copy is not None:
             return _matrix("bfloat16 as float32", copy)
         return _matrix(_form_of(linear), linear.weight.detach())
+
+    def of_sparse(self, layer: nn.Module) -> Matrix:
+        """That of a layer whose inputs are mostly 0, as after a ReLU: stored by input, so that what meets a 0 is not read.
+
+        In a trained model nine of ten are 0. Only floats, which must be finite, since an infinity times 0 is NaN, and where
+        there is memory for a copy.
+        """
+        if isinstance(layer, (Int8Linear, Int4Linear)):
+            return self.matrix(layer)
+        weight = cast(Tensor, layer.weight)
+        copy = self._copies.pop(id(weight), None)
+        weight = weight.detach() if copy is None else copy
+        available = available_memory()
+        short = available is not None and weight.nbytes > available
+        if short or not torch.isfinite(weight).all():
+            return _matrix("bfloat16 as float32", copy) if copy is not None else self.matrix(layer)
+        kind = _form_of(layer) if copy is None else "bfloat16 as float32"
+        return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], by_input=1)
 
     def by_output(self, weight: Tensor) -> Matrix:
         """That of x @ weight, weight (K,N); outputs of 0 fill vectors."""

@@ -24,6 +24,7 @@ struct matrix {                          // a layer's weight in a form of kernel
     int64_t kind, N, K;
     const void *w, *scale, *shift;
     int64_t steps, offset;               // of int8, of the rounding of x
+    int64_t by_input;                    // it is stored (K,N), for inputs that are mostly 0
 };
 
 // What all models have. Places of a row: x (C); normal (C), a norm of x; floats and q, what `prepare` makes of the inputs of up to
@@ -127,7 +128,7 @@ INLINE floats apply(enum function f, floats y) {
     return larger(same(0.0f), y) * larger(same(0.0f), y);
 }
 
-INLINE int is_rounded(const struct job *job) { return job->matrix->kind >= OF_BFLOAT16_BOTH; }
+INLINE int is_rounded(const struct job *job) { return job->matrix->kind >= OF_BFLOAT16_BOTH && !job->matrix->by_input; }
 
 // Where the prepared input of job i is, in a row.
 INLINE float *floats_of(const struct step *s, int64_t row, int i) { return work_of(s, row) + s->common->floats + i * s->common->widest; }
@@ -170,18 +171,21 @@ static inline struct product product_of(const struct step *s, const struct job *
 // Outputs of a tile: SHARES tiles for each thread, in whole vectors
 INLINE int64_t outputs_of(const struct step *s, int64_t N, int64_t unit) { return tiles(tiles(N, SHARES * s->threads), unit) * unit; }
 
+INLINE int64_t outputs_of_tile(const struct step *s, const struct matrix *m) { return outputs_of(s, m->N, m->by_input ? OUTPUTS : 8); }
+
 // Products that do not depend on each other.
 static inline void multiply(struct step *s, int n, const struct job *jobs) {
     int64_t of_each[MOST_JOBS], total = 0;
     prepare_inputs(s, n, jobs);
-    for (int i = 0; i < n; i++) total += of_each[i] = tiles(jobs[i].matrix->N, outputs_of(s, jobs[i].matrix->N, 8));
+    for (int i = 0; i < n; i++) total += of_each[i] = tiles(jobs[i].matrix->N, outputs_of_tile(s, jobs[i].matrix));
     EACH_TILE(number, s, total) {
         int64_t tile = number;
         int i = job_of(&tile, n, of_each);
         const struct job *job = &jobs[i];
         struct product product = product_of(s, job, i);
-        int64_t N = job->matrix->N, each = outputs_of(s, N, 8), begin = tile * each, end = least(N, begin + each);
-        products(&product, begin, end);
+        int64_t N = job->matrix->N, each = outputs_of_tile(s, job->matrix), begin = tile * each, end = least(N, begin + each);
+        if (job->matrix->by_input) products_of_sparse(&product, N, begin, end);
+        else products(&product, begin, end);
         if (job->f == IDENTITY) continue;
         for (int64_t row = 0; row < s->call->R; row++)
             for (float *y = job->y + row * job->y_row + begin; y < job->y + row * job->y_row + end; y += 8) put(y, apply(job->f, at(y)));
