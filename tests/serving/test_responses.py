@@ -213,7 +213,8 @@ def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> Non
 
 
 def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
-    import pydantic
+    pydantic = pytest.importorskip("pydantic")
+    pytest.importorskip("llguidance")
 
     class Answer(pydantic.BaseModel):
         good: bool
