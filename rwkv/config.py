@@ -623,7 +623,8 @@ class ServeConfig(SavedModelConfig):
                                   "else the checkpoint's, else by its name", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: a free one", least=0)
-    api_key: str | None = option(None, "key that clients must send; null: none", filled=True)
+    api_key: list[str] = option(list, "key that clients must send; may be given several times, a key for each of several "
+                                "clients; null: none", filled=True)
     cors: list[str] = option(list, "origin whose pages may use the server; may be given several times", filled=True)
     sampling: str = preset_option("openai", heading="Sampling, for requests that do not say")
     max_rows: int = option(32, "batch size: texts generated at a time", least=1, heading="Limits")
@@ -636,8 +637,18 @@ class ServeConfig(SavedModelConfig):
     timeout_s: float = option(600.0, "seconds after which a text ends where it is", above=0.0)
     grace_s: float = option(30.0, "seconds that running texts have after SIGTERM", least=0.0)
     cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB; 0: none", least=0)
+    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; those used "
+                             "longest ago leave it; 0 without states_dir: none are kept", least=0,
+                             heading="States that clients keep")
+    states_dir: str | None = option(None, "folder where each of them is a file too, also after a restart; null: those that "
+                                    "leave memory are lost", verbatim=PATH, filled=True)
+    states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)
+    responses_mib: int = option(64, "memory for the items of stored responses (/v1/responses), in MiB; those used longest ago "
+                                "are dropped; with states_dir they are files there, too", least=0)
 
     def __post_init__(self) -> None:
+        given = self.api_key or []       # a file of options may have one key, or null
+        self.api_key = [key for key in ([given] if isinstance(given, str) else given) if key != "null"]
         check_options(self)
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")

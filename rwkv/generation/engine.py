@@ -133,12 +133,14 @@ class Engine:
 
     def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
             sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
-            prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None) -> "Row":
+            prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None,
+            keep: bool = False) -> "Row":
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
         n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
         prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that repetition_penalty takes for tokens of
-        the prompt too, since the context has read them. grammar: what the text may be. Raises ValueError as `generate` does.
+        the prompt too, since the context has read them. grammar: what the text may be. keep: Row.kept is wanted. Raises
+        ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
         sampling.check_ids(self._tokenizer.vocab_size)
@@ -148,7 +150,7 @@ class Engine:
         if sampling.has_penalties:
             penalties = Penalties(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
-                  self._cache if context is None else None, context.last_ids if context else (), grammar)
+                  self._cache if context is None else None, context, grammar, keep)
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
         shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
         if shared is None:
@@ -174,7 +176,7 @@ class Engine:
     @property
     def unfinished(self) -> bool:
         """Whether a prompt is still to be read or a text is not finished."""
-        return bool(self._readings) or any(row.unfinished for row in self._rows)
+        return bool(self._readings) or any(row.stays for row in self._rows)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         while self.unfinished:
@@ -192,7 +194,9 @@ class Engine:
         self._drop_finished()
         self._read_drawn()
         self._read_prompts()
+        self._end_damaged()
         pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.find_allowed()]
+        self._keep_ends()
         self._drop_finished()                            # those that may have no token at all
         if not self._rows:
             return pieces
@@ -202,6 +206,8 @@ class Engine:
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
                 row.cache.put(row.cache.key(row.tokens_read()), self._result(position))
+            if row.owes_end and not row.last_token_in_text:
+                row.kept = self._result(position)._replace(last_ids=tuple(row.last_ids()))
         return pieces
 
     def context(self) -> PrefillResult:
@@ -236,10 +242,8 @@ class Engine:
         return PrefillResult(self._logits[[position]], self._decoder.state([position]))
 
     def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
-        before = context.last_ids if context else ()
         if isinstance(prompt, str):
-            within = before and before[-1] not in self._tokenizer.special.values()
-            ids = self._tokenizer.encode_within([prompt])[0] if within else self._tokenizer.encode(prompt)
+            ids = self._tokenizer.encode_after(prompt, context.last_ids if context else ())
         else:
             ids = list(whole_numbers("prompt", prompt))
         for token in ids:
@@ -247,8 +251,8 @@ class Engine:
         return ids if ids or context is not None else [self._tokenizer.end_of_text]
 
     def _drop_finished(self) -> None:
-        """Keeps the unfinished rows. Where the last ones have ended, they stay for `context` until others come."""
-        kept = [position for position, row in enumerate(self._rows) if row.unfinished]
+        """Keeps the rows that stay. Where the last ones have ended, they stay for `context` until others come."""
+        kept = [position for position, row in enumerate(self._rows) if row.stays]
         if len(kept) == len(self._rows):
             return
         self._logits = self._logits[kept]
@@ -287,6 +291,22 @@ class Engine:
             together = PrefillResult.cat(results)
             self._decoder.join(together.state)
             self._logits = torch.cat((self._logits, together.logits))
+
+    def _end_damaged(self) -> None:
+        """Ends the rows whose context, which may come from anywhere, has led to logits that nothing can be drawn from."""
+        positions = [position for position, row in enumerate(self._rows) if row.has_context and row.stays]
+        if positions:
+            finite = self._logits[positions].amax(-1).isfinite().tolist()
+            for position, good in zip(positions, finite, strict=True):
+                if not good:
+                    self._rows[position].cancel()
+                    self._rows[position].damaged = True
+
+    def _keep_ends(self) -> None:
+        """Of the texts that have ended and whose last token is read."""
+        for position, row in enumerate(self._rows):
+            if row.owes_end:
+                row.kept = self._result(position)._replace(last_ids=tuple(row.last_ids()))
 
     def _draw(self) -> list[int]:
         """The next token of each row; rows with equal options are drawn together."""
@@ -368,13 +388,15 @@ class Row:
     """One text while it is generated: its random numbers, its text decoder and its stop strings.
 
     sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
-    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. before: the last
-    ids that were read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one.
+    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. context: what was
+    read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one. kept: what
+    the row has read when its text has ended, the last token and a stop string included, where it was wanted; None for a row
+    that was cancelled. damaged: it was, since the context has led to logits that are not finite.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
                  sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
-                 before: Sequence[int] = (), grammar: Grammar | None = None) -> None:
+                 context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False) -> None:
         self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
         self.sampling, self.penalties = sampling, penalties
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
@@ -383,13 +405,17 @@ class Row:
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.last_token_in_text = True           # False after an end-of-text or stop token
+        self.kept: PrefillResult | None = None
+        self._keep = keep
         self._ends, self._vocab_size = {*tokenizer.ends}, tokenizer.vocab_size
         self._stopping = stopping
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
         self.forbidden: Tensor | None = None
         self._random = _uniform(sample.seed)
-        self._before = [*before, *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
+        self.has_context = context is not None
+        self.damaged = False
+        self._before = [*(context.last_ids if context else ()), *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
         self._text_decoder = tokenizer.decoder(self._before)
         self._stop_strings = StopStrings(stopping.stop)
         if stopping.max_new_tokens == 0:
@@ -402,7 +428,23 @@ class Row:
     @property
     def complete(self) -> bool:
         """Whether nothing more comes: the text has ended, and the prompt is read unless the row was cancelled."""
-        return not self.unfinished and (self.prompt_read or self.sample.finish_reason == CANCELLED)
+        return not self.unfinished and ((self.prompt_read and not self.owes_end) or self.sample.finish_reason == CANCELLED)
+
+    @property
+    def owes_end(self) -> bool:
+        """Whether the text has ended and `kept` is still to come."""
+        ended = self.prompt_read and self.sample.finish_reason not in (None, CANCELLED)
+        return self._keep and self.kept is None and ended
+
+    @property
+    def stays(self) -> bool:
+        """Whether the row has something to draw or to read."""
+        return self.unfinished or self.owes_end
+
+    @property
+    def read_after_text(self) -> str:
+        """What `kept` has read after the text that is shown: the stop string, and what its last token holds beyond it."""
+        return self._stop_strings.rest
 
     def cancel(self) -> None:
         """Ends the text where it is; the row leaves at the next step."""

@@ -1,15 +1,18 @@
 """Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation can continue.
 
 A safetensors file: the parts of the state and the logits, with the hashes of the model and the tokenizer they belong to, and
-the last ids of the text, with which the text that follows is decoded.
+the last ids of the text, with which the text that follows is decoded. The server's have more in their metadata, which the
+programs pass over.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from rwkv.config import whole_numbers
@@ -22,12 +25,12 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
 LAST_IDS = "last_ids"                    # in the metadata
+PARTS = ("model", "tokenizer")           # what a state belongs to, in the metadata by their hashes
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes the file, whole or not at all. Raises OSError where it cannot be written."""
-    tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
-    content = save(tensors, metadata={**_identity(model, tokenizer), LAST_IDS: json.dumps(context.last_ids)})
+    content = StateForm(model, tokenizer).content(context)
     write_file(Path(path), lambda file: file.write(content))
 
 
@@ -35,17 +38,10 @@ def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> Prefil
     """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
     require_file(path)
     try:
-        with safe_open(path, framework="pt", device=str(model.emb.weight.device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as a state file: it is damaged, or not one that save_state= wrote") from error
-    _require_same(path, metadata, _identity(model, tokenizer))
-    expected = _parts(PrefillResult(torch.empty(1, model.vocab_size), model.empty_state(1)))
-    if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-        raise UserError(f"{path} does not hold the state of one text for this model: its tensors have other names or shapes")
-    last_ids = _last_ids(path, metadata.get(LAST_IDS, "[]"), tokenizer)
-    return PrefillResult(tensors.pop("logits"), model.generation.State(**tensors), last_ids)
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return StateForm(model, tokenizer).read(content, str(path)).context
 
 
 def require_file(path: str | Path) -> None:
@@ -54,28 +50,83 @@ def require_file(path: str | Path) -> None:
         raise UserError(f"no state file at {path}: write one with save_state={path}")
 
 
-def _last_ids(path: str | Path, text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+class ReadState(NamedTuple):
+    """What a file holds. metadata: all of it, as texts."""
+
+    context: PrefillResult
+    metadata: dict[str, str]
+
+
+class StateForm:
+    """The form of the states of one model and tokenizer, whose weights do not change meanwhile."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.identity = {"format": FORMAT, "model": model.fingerprint(), "tokenizer": tokenizer.hash}
+
+    def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
+        """A file's. more: further metadata."""
+        tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
+        return save(tensors, metadata={**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)})
+
+    def read(self, content: bytes, name: str) -> ReadState:
+        """One row, and the metadata. name: of the file, for errors. Raises UserError as load_context does."""
+        try:
+            tensors, metadata = load(content), metadata_of(content)
+        except (SafetensorError, ValueError) as error:
+            raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
+                            "wrote") from error
+        self.require_same(name, metadata)
+        expected = _parts(PrefillResult(torch.empty(1, self._model.vocab_size), self._model.empty_state(1)))
+        if _shapes(tensors) != _shapes(expected):
+            raise UserError(f"{name} does not hold the state of one text for this model: its tensors have other names or "
+                            "shapes")
+        if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
+            raise UserError(f"{name} holds numbers that no state has, such as NaN: the file is damaged")
+        device = self._model.emb.weight.device
+        logits = tensors.pop("logits").to(device)
+        state = self._model.generation.State(**{part: tensor.to(device, torch.float32) for part, tensor in tensors.items()})
+        return ReadState(PrefillResult(logits, state, self.last_ids(name, metadata)), metadata)
+
+    def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
+        """Raises UserError where a file with this metadata is not of the model and the tokenizer."""
+        if metadata.get("format") != FORMAT:
+            raise UserError(f"{name} is not a state file of this version: expected the format {FORMAT}, "
+                            f"found {metadata.get('format', 'none')}")
+        for part in PARTS:
+            if metadata.get(part) != self.identity[part]:
+                raise UserError(f"{name} was written with another {part} (its hash is {str(metadata.get(part))[:12]}, this "
+                                f"one's {self.identity[part][:12]}): use the {part} that the state was saved with")
+
+    def last_ids(self, name: str, metadata: Mapping[str, str]) -> tuple[int, ...]:
+        """Those that the metadata have. Raises UserError where they are not of the tokenizer."""
+        text = metadata.get(LAST_IDS, "[]")
+        try:
+            ids = whole_numbers(LAST_IDS, json.loads(text))
+            return tuple(require_id(token, self._tokenizer.vocab_size) for token in ids)
+        except (ValueError, RecursionError):
+            raise UserError(f"{name} holds {text[:60]!r} as the last ids of its text: the file is damaged") from None
+
+
+def metadata_of(content: bytes) -> dict[str, str]:
+    """Of a safetensors file, or of its beginning. Raises ValueError where it has no whole header."""
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 + length:
+        raise ValueError("its header is cut")
     try:
-        return tuple(require_id(token, tokenizer.vocab_size) for token in whole_numbers(LAST_IDS, json.loads(text)))
-    except ValueError:
-        raise UserError(f"{path} holds {text[:60]!r} as the last ids of its text: the file is damaged") from None
+        header = json.loads(content[8:8 + length])
+    except RecursionError:
+        header = None
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its header is not that of a safetensors file")
+    return metadata
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _parts(context: PrefillResult) -> dict[str, Tensor]:
     """The tensors of a file, by name."""
     return {"logits": context.logits, **context.state.named()}
-
-
-def _identity(model: Model, tokenizer: Tokenizer) -> dict[str, str]:
-    """The metadata of a file."""
-    return {"format": FORMAT, "model": model.fingerprint(), "tokenizer": tokenizer.hash}
-
-
-def _require_same(path: str | Path, found: dict[str, str], expected: dict[str, str]) -> None:
-    if found.get("format") != FORMAT:
-        raise UserError(f"{path} is not a state file of this version: expected the format {FORMAT}, "
-                        f"found {found.get('format', 'none')}")
-    for part in ("model", "tokenizer"):
-        if found.get(part) != expected[part]:
-            raise UserError(f"{path} was written with another {part} (its hash is {str(found.get(part))[:12]}, this one's "
-                            f"{expected[part][:12]}): use the {part} that the state was saved with")

@@ -37,6 +37,7 @@ class StopStrings:
         self._stops = stops
         self._held = ""                  # the end of the text so far, which may be the beginning of a stop string
         self.found: str | None = None    # the stop string that ended the text
+        self.rest = ""                   # from that one on, what was pushed
 
     def push(self, piece: str) -> str:
         """Appends `piece` and returns the text that can be shown now: no stop string and no beginning of one is in it."""
@@ -46,6 +47,7 @@ class StopStrings:
         if matches:
             _, start, self.found = min(matches)
             self._held = ""
+            self.rest = text[start:]
             return text[:start]
         shown = len(text) - self._partial_match(text)
         self._held = text[shown:]

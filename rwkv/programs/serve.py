@@ -17,6 +17,11 @@ Thoughts come back as reasoning_content beside content. chat_template_kwargs wit
 think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
 low, medium, high) say how an answer begins.
 
+POST /v1/states reads a prompt or messages, or takes a state file, and gives an id;
+"state": ID in a request continues it, without reading it again, and
+"save_state": true keeps the end of an answer as another one. /v1/responses goes on
+from previous_response_id by such a state (docs/chat.md).
+
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
@@ -73,8 +78,19 @@ def load(config: ServeConfig) -> "Loaded":
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
-                       f"and {config.cache_mib:,} MiB of prefixes")]
-    return Loaded(model, opened.tokenizer, choice.template, plan)
+                       f"and {config.cache_mib:,} MiB of prefixes"),
+            ("states", _kept(config, row))]
+    return Loaded(model, opened.tokenizer, choice.template, plan, row)
+
+
+def _kept(config: ServeConfig, size: int) -> str:
+    """What is said of the states that clients keep, each of this size in bytes."""
+    if config.states_mib * MIB < size and not config.states_dir:
+        return f"clients can keep none: one takes {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
+    held = f"clients can keep {config.states_mib:,} MiB of them in memory, {config.states_mib * MIB // size:,}"
+    if config.states_dir:
+        return f"{held}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
+    return f"{held}; the least recently used ones are dropped"
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ class Shape:
 
     n: texts of each prompt, one after the other. tokenizer: for the places of tokens in a text. functions: those that the
     answer may call. call_start: the beginning of a call that the model was given. most_calls: those that an answer shows.
-    thinks: answers may begin with thoughts, of which `before` is the beginning.
+    thinks: answers may begin with thoughts, of which `before` is the beginning. after: the last ids before each prompt.
+    saves: each text's end is kept as a state.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -45,6 +46,8 @@ class Shape:
     call_start: str = ""
     most_calls: int | None = None
     thinks: bool = False
+    after: Sequence[int] = ()
+    saves: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -64,6 +67,7 @@ class Answer:
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
         self._engine, self._ticket, self._shape, self._stream, self._timeout_s = engine, ticket, shape, stream, timeout_s
         self._texts = [_Text(shape, number, text.prompt) for number, text in enumerate(ticket.texts)]
+        self._complete = self._abandoned = False         # all is known; the client went away before that
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -76,23 +80,41 @@ class Answer:
             deadline.cancel()
             watcher.cancel()
             self._engine.cancel(self._ticket)
+            if self._abandoned:
+                self._drop_states()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._engine.cancel(self._ticket)
+        self._abandoned = not self._complete
+
+    def _drop_states(self) -> None:
+        """Those of an answer that the client has not waited for."""
+        for text in self._texts:
+            if text.last.state is not None:
+                self._engine.drop(text.last.state)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
-                self._texts[number].add(event)
+                self._take(number, event)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
+        self._complete = True
+        await self._finish()
         # with the log-probabilities of a prompt an answer is megabytes, and others would wait while it is written
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
+
+    async def _finish(self) -> None:
+        """What is to be done before a whole answer is sent."""
+
+    def _take(self, number: int, event: Event) -> None:
+        """What is new of a text of an answer that is not streamed."""
+        self._texts[number].add(event)
 
     def _whole(self) -> Response:
         content = self._shape.envelope([text.whole() for text in self._texts], stream=False)
@@ -121,6 +143,7 @@ class Answer:
         except ApiError as error:
             yield _sse(error.body)
         else:
+            self._complete = True
             if self._shape.include_usage:
                 yield _sse({**self._shape.envelope([], stream=True), "usage": self._usage()})
         yield b"data: [DONE]\n\n"
@@ -144,15 +167,17 @@ class _Text:
         self._thoughts = ""
         self._answer = ThoughtParser(shape.before[number], shape.thinks) if shape.chat else None
         self._written = 0                # characters
-        self._tokens = ShownTokens(shape.tokenizer.decoder(prompt)) if shape.logprobs else None
+        before = [*shape.after, *prompt]
+        self._tokens = ShownTokens(shape.tokenizer.decoder(before)) if shape.logprobs else None
         self._parser = CallParser(shape.functions, shape.call_start, shape.most_calls) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
-        self._decoder = shape.tokenizer.decoder(prompt if shape.logprobs and not shape.echo_logprobs else ())
+        self._decoder = shape.tokenizer.decoder(
+            shape.after if shape.echo_logprobs else before if shape.logprobs else ())
         self._offset = 0                 # where the next token's first character begins
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        thoughts, text, calls, logprobs = self._parsed(event)
+        thoughts, text, calls, logprobs = self.parsed(event)
         self._thoughts += thoughts
         self._content += text
         self._calls += calls
@@ -161,7 +186,7 @@ class _Text:
             self.last = event
 
     def whole(self) -> dict[str, Any]:
-        reason = self._reason(self.last)
+        reason = self.reason(self.last)
         logprobs = self._logprobs_of(self._logprobs)
         if self._shape.chat:
             message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
@@ -169,8 +194,8 @@ class _Text:
                 message |= {"reasoning_content": self._thoughts}
             if self._calls:
                 message |= {"content": self._content or None, "tool_calls": self._calls}
-            return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason}
+            return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason, **self._state()}
+        return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason, **self._state()}
 
     def first(self) -> list[dict[str, Any]]:
         """The chunk before any event."""
@@ -185,9 +210,10 @@ class _Text:
         finished = event.finish_reason is not None
         if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
             self.add(event)
-            return [self._choice(self._content, self._logprobs_of(self._logprobs), self._reason(event))] if finished else []
+            whole = self._choice(self._content, self._logprobs_of(self._logprobs), self.reason(event))
+            return [{**whole, **self._state()}] if finished else []
         before = self._parser.found if self._parser else 0
-        thoughts, text, calls, logprobs = self._parsed(event)
+        thoughts, text, calls, logprobs = self.parsed(event)
         found = []
         if thoughts:
             found.append(self._choice({"reasoning_content": thoughts}, None, None))
@@ -198,10 +224,10 @@ class _Text:
             found.append(self._choice({"tool_calls": numbered}, None, None))
         if finished:
             self.last = event
-            found.append(self._choice({} if self._shape.chat else "", None, self._reason(event)))
+            found.append({**self._choice({} if self._shape.chat else "", None, self.reason(event)), **self._state()})
         return found
 
-    def _parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
+    def parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
         """What is new of the thoughts, of the text as it is shown, of the calls, and of that text's log-probabilities."""
         last = event.finish_reason is not None
         self._written += len(event.text)
@@ -225,7 +251,7 @@ class _Text:
         self._tokens.show(spans)
         return self._tokens.take(decided) if event.finish_reason is None else self._tokens.take_rest()
 
-    def _reason(self, event: Event) -> str:
+    def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
         if self._parser and self._parser.found and (reason == "stop" or self._parser.full):
             return "tool_calls"
@@ -234,6 +260,10 @@ class _Text:
     def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,
                 "finish_reason": reason}
+
+    def _state(self) -> dict[str, Any]:
+        """The id of what was kept of the text's end, where that was asked for; null where the text was cancelled."""
+        return {"state": self.last.state and self.last.state.id} if self._shape.saves else {}
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self._shape.logprobs:

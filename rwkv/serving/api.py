@@ -4,8 +4,9 @@ import asyncio
 import hmac
 import html
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -20,35 +21,39 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.chat.calls import START, stop_of
-from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import begun_by, end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
-from rwkv.serving import openapi
+from rwkv.serving import openapi, responses
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
-from rwkv.serving.messages import Generate
+from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import check_origin
-from rwkv.serving.remote import RemoteEngine
+from rwkv.serving.remote import RemoteEngine, Ticket
+from rwkv.serving.responses import ResponseAnswer, Responses
 from rwkv.serving.schema import (
     MOST_ROWS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Options,
+    ResponseRequest,
+    StateRequest,
     Thinking,
     TokenizeRequest,
     Tool,
     read,
 )
+from rwkv.serving.states import FORMS, Keeper, StateAnswer, owner_of, shown
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+MIB = 2**20
 LONG = 2**16                             # bytes of a body that is not read in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
@@ -68,6 +73,8 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate
     metrics: Metrics
+    states: Keeper
+    responses: Responses
     model: str
     created: int
     stopping: bool = False
@@ -78,8 +85,11 @@ Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
 def application(service: Service) -> ASGIApp:
-    routes = [Route(path, _endpoint(service, handler), methods=[method]) for path, method, handler in ROUTES]
-    cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST"],
+    paths: dict[str, dict[str, Handler]] = {}
+    for path, method, handler in ROUTES:
+        paths.setdefault(path, {})[method] = handler
+    routes = [Route(path, _endpoint(service, handlers), methods=[*handlers]) for path, handlers in paths.items()]
+    cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST", "DELETE"],
                        allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
     return _logged(Starlette(routes=routes, middleware=cors,
                              exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
@@ -99,11 +109,13 @@ def _logged(app: ASGIApp) -> ASGIApp:
     return logged
 
 
-def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Any]]:
+    """handlers: by method; that of GET answers HEAD too."""
     async def endpoint(request: Request) -> Any:
         try:
             check_origin(service.config, request.headers)
             _authorize(service, request)
+            handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:
             return error.response()
@@ -138,18 +150,28 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 def _authorize(service: Service, request: Request) -> None:
-    key = service.config.api_key
-    if key is None or request.url.path in OPEN_PATHS:
+    """Notes whose request it is."""
+    keys = service.config.api_key
+    request.scope["state"]["owner"] = owner_of("")
+    if not keys or request.url.path in OPEN_PATHS:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.encode()):
+    sent = given.strip().encode("latin-1", "replace")
+    matching = [key for key in keys if hmac.compare_digest(sent, key.encode())]
+    if scheme.lower() != "bearer" or not matching:
         raise ApiError(401, "the header Authorization: Bearer KEY is missing or holds another key", code="invalid_api_key")
+    request.scope["state"]["owner"] = owner_of(matching[0])
 
 
-async def _body(service: Service, request: Request) -> bytes:
-    """Raises ApiError where it is too large."""
-    limit = service.config.max_body_mib * 2**20
-    too_large = ApiError(413, f"the body is larger than {service.config.max_body_mib} MiB", code="body_too_large")
+def _owner(request: Request) -> str:
+    owner: str = request.scope["state"]["owner"]
+    return owner
+
+
+async def _body(service: Service, request: Request, least: int = 0) -> bytes:
+    """least: bytes that are allowed whatever max_body_mib is. Raises ApiError where it is too large."""
+    limit = max(service.config.max_body_mib * MIB, least)
+    too_large = ApiError(413, f"the body is larger than {limit // MIB} MiB", code="body_too_large")
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > limit:
         raise too_large
@@ -172,44 +194,52 @@ async def _worked(service: Service, request: Request, work: Callable[[Service, b
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return await _answer(service, *await _worked(service, request, _completion))
+    return await _answer(service, *await _worked(service, request, partial(_completion, owner=_owner(request))))
 
 
-def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, Options]:
+def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
     body = read(sent, CompletionRequest)
     _check_model(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
-    prompts = [_ids(service, prompt) for prompt in _prompts(body)]
+    start = service.states.start(body.state, owner)
+    prompts = [_ids(service, prompt, start=start) for prompt in _prompts(body)]
     maximum = min(COMPLETION_TOKENS, service.config.max_tokens) if body.max_tokens is None else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
         raise ApiError(400, f"echo with logprobs is for at most {service.config.max_prompt_tokens} tokens of prompts in one "
                             "request, each prompt counted n times", "echo")
+    if echoed and not all(prompts):
+        raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed, body.answer_grammar())]
+    texts = _with_states(service, body, texts, start, owner)
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
-                  echoed)
+                  echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
     return texts, shape, body
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    return await _answer(service, *await _worked(service, request, _chat_completion))
+    return await _answer(service, *await _worked(service, request, partial(_chat_completion, owner=_owner(request))))
 
 
-def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, Options]:
-    body = read(sent, ChatRequest)
+def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
+    return _chat_texts(service, read(sent, ChatRequest), owner)
+
+
+def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     tools, call_start = _tools(service, body)
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
-    prompt = service.template.render(body.messages, tools=tools, think=thinking.think, effort=thinking.effort)
+    start = service.states.start(body.state, owner)
+    prompt = service.states.prompt(start, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = end_of(answer_start)
         prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
@@ -221,14 +251,16 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops, n = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
+    ids = _ids(service, _encoded(lambda text: service.states.ids(text, start), prompt, "messages"), "messages", start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
+    texts = _with_states(service, body, texts, start, owner, service.states.answered(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
-                  most_calls=1 if one_call else None, thinks=service.template.thinks)
+                  most_calls=1 if one_call else None, thinks=service.template.thinks,
+                  after=start.last_ids if start else (), saves=bool(body.save_state))
     return texts, shape, body
 
 
@@ -259,12 +291,9 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
         return None, ""
-    if not template.supports_tools:
-        raise ApiError(400, f"tools: the chat template {template.name} has no form for tools; template=g1 has one, and a "
-                            "jinja2 file may have one", "tools")
+    tools = _shown_tools(service, body.tools)
     if choice == "none":
         return None, ""
-    tools = [_for_template(tool) for tool in body.tools]
     if choice in (None, "auto"):
         return tools, ""
     if template.call_start is None:
@@ -277,6 +306,14 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
     if choice.function.name not in names:
         raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
     return tools, f"{before}{choice.function.name}{after}"
+
+
+def _shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """In the form for the template. Raises ApiError where it has none for them."""
+    if tools and not service.template.supports_tools:
+        raise ApiError(400, f"tools: the chat template {service.template.name} has no form for tools; template=g1 has one, and "
+                            "a jinja2 file may have one", "tools")
+    return [_for_template(tool) for tool in tools] if tools else None
 
 
 def _for_template(tool: Tool) -> dict[str, Any]:
@@ -322,13 +359,17 @@ def _closing(call_start: str) -> str:
 
 
 async def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+    return Answer(service.engine, await _submitted(service, texts), shape, bool(body.stream), service.config.timeout_s)
+
+
+async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
     if texts[0].grammar is not None:     # which may take long to compile
         await asyncio.to_thread(texts[0].grammar.check)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
     ticket = service.engine.submit(texts)
     service.metrics.begin([text.id for text in ticket.texts])
-    return Answer(service.engine, ticket, shape, bool(body.stream), service.config.timeout_s)
+    return ticket
 
 
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
@@ -342,6 +383,12 @@ def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
                      grammar)
             for number in range(n)]
+
+
+def _with_states(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str,
+                 turn: Turn | None = None) -> list[Generate]:
+    """The texts, which continue `start`, each with a state to keep its end in where the request asks for that."""
+    return [replace(text, start=start, save=service.states.new(owner, turn) if body.save_state else None) for text in texts]
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -360,9 +407,11 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     return list(prompt)                                          # type: ignore[arg-type]
 
 
-def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> list[int]:
+def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
+    """The ids of a prompt, which follows `start`."""
     if isinstance(prompt, str):
-        ids = _encoded(service.tokenizer.encode, prompt, param)
+        before = start.last_ids if start else ()
+        ids = _encoded(lambda text: service.tokenizer.encode_after(text, before), prompt, param)
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
@@ -370,7 +419,7 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt") -> li
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
-    return ids or [service.tokenizer.end_of_text]
+    return ids if ids or start else [service.tokenizer.end_of_text]
 
 
 def _encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
@@ -390,6 +439,108 @@ def _check_model(service: Service, name: str | None) -> None:
     """A name may have a prefix, as gateways add: openai/NAME."""
     if name is not None and name != service.model and not name.endswith(f"/{service.model}"):
         raise ApiError(404, f"there is no model {name[:100]!r} here; there is {service.model!r}", "model", "model_not_found")
+
+
+# States
+
+
+async def make_state(service: Service, request: Request) -> Any:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
+        content = await _body(service, request, least=2 * service.states.state_bytes + MIB)
+        return _state(service, await service.engine.upload(service.states.new(_owner(request)), content))
+    text = await _worked(service, request, partial(_state_text, owner=_owner(request)))
+    shape = Shape("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
+    return StateAnswer(service.engine, await _submitted(service, [text]), shape, False, service.config.timeout_s)
+
+
+def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
+    """A text of no tokens, whose end is the state."""
+    body = read(sent, StateRequest)
+    _check_model(service, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "a state is made of a prompt or of messages: send one of them, or a file with the content type "
+                            f"{FORMS[0]}", "prompt")
+    start = service.states.start(body.state, owner)
+    turn = None
+    if body.messages is None:
+        if body.tools:
+            raise ApiError(400, "tools are shown in messages, and not in a prompt", "tools")
+        ids = _ids(service, body.prompt or "", start=start)
+    else:
+        tools = _shown_tools(service, body.tools)
+        prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
+        turn = service.states.turn(body.messages, tools, start)
+        ids = _ids(service, _encoded(lambda text: service.states.ids(text, start), prompt, "messages"), "messages", start)
+    return Generate(-1, ids, 0, 0, (), service.sampling, False, start=start, save=service.states.new(owner, turn))
+
+
+async def list_states(service: Service, request: Request) -> Response:
+    states = [shown(state, service.model) for state in service.states.of(_owner(request))]
+    return json_response({"object": "list", "data": states, "has_more": False})
+
+
+async def one_state(service: Service, request: Request) -> Response:
+    return _state(service, service.states.get(request.path_params["id"], _owner(request)))
+
+
+async def state_content(service: Service, request: Request) -> Response:
+    state = service.states.start(request.path_params["id"], _owner(request))
+    assert state is not None
+    headers = {"content-disposition": f'attachment; filename="{state.id}.safetensors"'}
+    return Response(await service.engine.download(state), media_type=FORMS[0], headers=headers)
+
+
+async def delete_state(service: Service, request: Request) -> Response:
+    state = service.states.get(request.path_params["id"], _owner(request))
+    service.engine.drop(state)
+    return json_response({"id": state.id, "object": "state.deleted", "deleted": True})
+
+
+def _state(service: Service, state: SavedState) -> Response:
+    return json_response(shown(state, service.model))
+
+
+# Responses
+
+
+async def make_response(service: Service, request: Request) -> Answer:
+    texts, shape, asked = await _worked(service, request, partial(_response_texts, owner=_owner(request)))
+    try:
+        ticket = await _submitted(service, texts)
+    except ApiError as error:
+        raise responses.renamed(error) from None
+    return ResponseAnswer(service.engine, ticket, shape, service.config.timeout_s, asked, service.responses)
+
+
+def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, responses.Asked]:
+    return responses.ask(read(sent, ResponseRequest), owner, service.responses, service.states,
+                         lambda body: _tools(service, body)[0], lambda body: _chat_texts(service, body, owner))
+
+
+async def one_response(service: Service, request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "stream is for a new response: this one has ended", "stream")
+    return json_response(_stored(service, request).response)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    stored = _stored(service, request)
+    service.responses.drop(stored.response["id"])
+    return json_response({"id": stored.response["id"], "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    _stored(service, request)
+    raise ApiError(400, "this response has ended: one that runs is cancelled by closing its connection, and there are none in "
+                        "the background on this server")
+
+
+async def response_input(service: Service, request: Request) -> Response:
+    return json_response(responses.listed(_stored(service, request).input, request.query_params))
+
+
+def _stored(service: Service, request: Request) -> responses.Stored:
+    return service.responses.get(request.path_params["id"], _owner(request))
 
 
 # Models, tokenizer, state of the server
@@ -474,6 +625,11 @@ async def page(service: Service, request: Request) -> Response:
 
 ROUTES: list[tuple[str, str, Handler]] = [
     ("/v1/completions", "POST", completions), ("/v1/chat/completions", "POST", chat_completions),
+    ("/v1/states", "POST", make_state), ("/v1/states", "GET", list_states), ("/v1/states/{id}", "GET", one_state),
+    ("/v1/states/{id}", "DELETE", delete_state), ("/v1/states/{id}/content", "GET", state_content),
+    ("/v1/responses", "POST", make_response), ("/v1/responses/{id}", "GET", one_response),
+    ("/v1/responses/{id}", "DELETE", delete_response), ("/v1/responses/{id}/cancel", "POST", cancel_response),
+    ("/v1/responses/{id}/input_items", "GET", response_input),
     ("/v1/models", "GET", models), ("/v1/models/{name:path}", "GET", one_model),
     ("/tokenizer_info", "GET", tokenizer_info), ("/tokenize", "POST", tokenize), ("/detokenize", "POST", detokenize),
     ("/health", "GET", health), ("/ready", "GET", ready), ("/metrics", "GET", metrics),

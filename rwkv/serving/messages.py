@@ -8,16 +8,50 @@ from rwkv.generation.grammar import Grammar
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Where a conversation stands whose state is kept.
+
+    role: of the message that was read last. tail: what was read after its text, as of a stop string, which the text of what
+    follows begins with. tools, template: digests of what the conversation was shown with.
+    """
+
+    role: str
+    tail: str
+    tools: str
+    template: str
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What is known of a state that a client keeps; the engine's process holds it.
+
+    owner: a digest of the key that made it. tokens: those that it has read; None for a file that does not say. last_ids: as of
+    PrefillResult. turn: None where it is not known to be that of a conversation. refusal: why it cannot be used here.
+    """
+
+    id: str
+    owner: str
+    created: int                         # seconds since 1970
+    tokens: int | None
+    bytes: int
+    last_ids: tuple[int, ...] = ()
+    turn: Turn | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
 class Ready:
     """The model is loaded.
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people.
+    people. states: those that were kept before the server began. state_bytes: of one.
     """
 
     tokenizer: dict[str, Any]
     template: str
     plan: list[tuple[str, str]]
+    states: list[SavedState]
+    state_bytes: int
 
 
 @dataclass(frozen=True)
@@ -30,7 +64,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be."""
+    """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be.
+
+    start: the state that it continues. save: its end is kept as this state, whose tokens, bytes and last_ids are not yet known.
+    """
 
     id: int
     prompt: list[int]
@@ -42,6 +79,8 @@ class Generate:
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
     grammar: Grammar | None = None
+    start: SavedState | None = None
+    save: SavedState | None = None
 
 
 @dataclass(frozen=True)
@@ -49,11 +88,42 @@ class Cancel:
     id: int
 
 
+@dataclass(frozen=True)
+class Upload:
+    """Asks that a file's content is kept as `state`; the Reply has that state as it was found to be."""
+
+    id: int
+    state: SavedState
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Download:
+    """Asks for the file of a state."""
+
+    id: int
+    state: SavedState
+
+
+@dataclass(frozen=True)
+class Drop:
+    state: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """To an Upload or a Download. error: why it cannot be done."""
+
+    id: int
+    value: SavedState | bytes | None = None
+    error: str | None = None
+
+
 @dataclass
 class Event:
     """What is new of a text. finish_reason, the counts of tokens and prompt_logprobs come with the last one of it.
 
-    error: why the text cannot be generated.
+    state: what was kept of its end. error: why the text cannot be generated.
     """
 
     id: int
@@ -64,13 +134,19 @@ class Event:
     cached_tokens: int = 0
     completion_tokens: int = 0
     prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
+    state: SavedState | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """The events of one step of the engine, and the state of the cache."""
+    """The events of one step of the engine, what the cache holds, and of the states that clients keep those in memory.
+
+    gone: states that are not kept any more, for want of room.
+    """
 
     events: list[Event]
     cache_bytes: int
     cache_entries: int
+    state_bytes: int = 0
+    gone: tuple[str, ...] = ()

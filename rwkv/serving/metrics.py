@@ -26,6 +26,7 @@ class Metrics:
                                 registry=registry)
         self._cache_bytes = Gauge("timemix_cache_bytes", "Memory of the cached prefixes", registry=registry)
         self._cache_entries = Gauge("timemix_cache_entries", "Number of cached prefixes", registry=registry)
+        self._state_bytes = Gauge("timemix_state_bytes", "Memory of the states that clients keep", registry=registry)
         Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(resident_memory)
@@ -48,6 +49,7 @@ class Metrics:
             self._generated.inc(event.completion_tokens)
         self._cache_bytes.set(step.cache_bytes)
         self._cache_entries.set(step.cache_entries)
+        self._state_bytes.set(step.state_bytes)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

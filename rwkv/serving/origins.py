@@ -18,7 +18,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")        # host= of a server for this ma
 
 def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
     """Raises ApiError for what a page of another site sends, unless a key is asked for or cors= names the site."""
-    if config.api_key is not None or "*" in config.cors:
+    if config.api_key or "*" in config.cors:
         return
     host, origin = headers.get("host", ""), headers.get("origin")
     allowed = [_place(one) for one in config.cors]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
+from rwkv.serving.messages import Cancel, Download, Drop, Event, Failed, Generate, Ready, Reply, SavedState, Step, Upload
 
 if TYPE_CHECKING:
     from rwkv.serving.worker import Load
@@ -65,6 +65,7 @@ class Ticket:
 class RemoteEngine:
     """Starts the process, in which `load` gives the model, and keeps at most max_rows texts in it; max_queue more may wait.
 
+    states: those that clients keep, by their ids; they are in that process.
     failed: why there is no engine any more. observe: called with each event and what the cache holds, for the metrics.
     report: called with the reason where the engine ends by itself.
     """
@@ -78,11 +79,13 @@ class RemoteEngine:
         self._config, self._ids = config, count()
         self._running: dict[int, Ticket] = {}            # by the text's id
         self._waiting: deque[Ticket] = deque()
-        self._outbox: SimpleQueue[list[Generate] | Cancel | None] = SimpleQueue()
+        self._outbox: SimpleQueue[list[Generate] | Cancel | Upload | Download | Drop | None] = SimpleQueue()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self.states: dict[str, SavedState] = {}
         self.failed: str | None = None
         self.observe: Callable[[Step], Any] = lambda step: None
         self.report: Callable[[str], Any] = lambda reason: None
-        self._cache = (0, 0)                             # bytes and entries, as the last step told
+        self._held = (0, 0, 0)           # bytes and entries of the cache, and bytes of states, as the last step told
         self._attached = False
 
     def wait_until_ready(self) -> Ready:
@@ -95,6 +98,7 @@ class RemoteEngine:
         if isinstance(message, Failed):
             raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
         assert isinstance(message, Ready)
+        self.states = {state.id: state for state in message.states}
         return message
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -113,8 +117,7 @@ class RemoteEngine:
 
     def submit(self, texts: list[Generate]) -> Ticket:
         """A ticket for these texts. Raises ApiError: 429 where the queue is full, 503 where there is no engine."""
-        if self.failed is not None:
-            raise ApiError(503, "the engine has ended; the server's log says why", code="engine_ended")
+        self._require_engine()
         room = self._config.max_rows + self._config.max_queue - self.n_running - self.n_waiting
         if len(texts) > self._config.max_rows:
             raise ApiError(400, f"one request is for at most {self._config.max_rows} texts; this one is for {len(texts)}", "n")
@@ -125,6 +128,31 @@ class RemoteEngine:
         self._start_waiting()
         return ticket
 
+    async def upload(self, state: SavedState, content: bytes) -> SavedState:
+        """Keeps the state in a file's content under the id of `state`. Raises ApiError where it is none of this model."""
+        found: SavedState = await self._ask(Upload(next(self._ids), state, content))
+        return found
+
+    async def download(self, state: SavedState) -> bytes:
+        """The file of a state. Raises ApiError where it is gone."""
+        content: bytes = await self._ask(Download(next(self._ids), state))
+        return content
+
+    def drop(self, state: SavedState) -> None:
+        """Frees the state's memory, and deletes its file."""
+        if self.states.pop(state.id, None) is not None:
+            self._outbox.put(Drop(state.id))
+
+    async def _ask(self, message: Upload | Download) -> Any:
+        self._require_engine()
+        self._asked[message.id] = answer = asyncio.get_running_loop().create_future()
+        self._outbox.put(message)
+        return await answer
+
+    def _require_engine(self) -> None:
+        if self.failed is not None:
+            raise ApiError(503, "the engine has ended; the server's log says why", code="engine_ended")
+
     def cancel(self, ticket: Ticket) -> None:
         """Ends the ticket's texts at the engine's next step; those that have not begun never begin, and are a 503."""
         if ticket.cancelled:
@@ -134,7 +162,7 @@ class RemoteEngine:
             self._waiting.remove(ticket)
             ticket.put(ApiError(503, "the request has waited for too long, or the server is stopping", code="not_begun",
                                 retry_after=RETRY_AFTER))
-            self.observe(Step([Event(text.id, finish_reason="cancelled") for text in ticket.texts], *self._cache))
+            self.observe(Step([Event(text.id, finish_reason="cancelled") for text in ticket.texts], *self._held))
             self._start_waiting()                        # those behind it may need less room
             return
         for text in ticket.texts:
@@ -161,21 +189,47 @@ class RemoteEngine:
             self._running.update((text.id, ticket) for text in ticket.texts)
             self._outbox.put(ticket.texts)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: Step | Reply) -> None:
+        if isinstance(step, Reply):
+            self._answer(step)
+            return
         for event in step.events:
             ticket = self._running[event.id]
+            if event.state is not None:
+                self.states[event.state.id] = event.state
+                if ticket.cancelled:     # nobody learns of it
+                    self.drop(event.state)
+                    event.state = None
             if event.finish_reason is not None or event.error is not None:
                 del self._running[event.id]
             ticket.put(event)
             if ticket.unread > UNREAD * len(ticket.texts):
                 self.cancel(ticket)
-        self._cache = step.cache_bytes, step.cache_entries
+        for state_id in step.gone:
+            self.states.pop(state_id, None)
+        self._held = step.cache_bytes, step.cache_entries, step.state_bytes
         self.observe(step)
         self._start_waiting()
+
+    def _answer(self, reply: Reply) -> None:
+        answer = self._asked.pop(reply.id)
+        if isinstance(reply.value, SavedState):
+            self.states[reply.value.id] = reply.value
+        if answer.cancelled():           # who asked has gone
+            if isinstance(reply.value, SavedState):
+                self.drop(reply.value)
+        elif reply.error is not None:
+            answer.set_exception(ApiError(400, reply.error))
+        else:
+            answer.set_result(reply.value)
 
     def _fail(self, reason: str) -> None:
         self.failed = reason
         self.report(reason)
+        for answer in self._asked.values():
+            if not answer.cancelled():
+                answer.set_exception(ApiError(500, "the engine has ended; the server's log says why", code="engine_ended"))
+        self._asked.clear()
         for ticket in {*self._running.values(), *self._waiting}:
             ticket.put(ApiError(500, "the engine has ended; the server's log says why", code="engine_ended"))
         self._running.clear()
@@ -193,7 +247,7 @@ class RemoteEngine:
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:
-        message: list[Generate] | Cancel | None
+        message: list[Generate] | Cancel | Upload | Download | Drop | None
         while True:
             message = self._outbox.get()
             try:

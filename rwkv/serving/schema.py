@@ -25,6 +25,7 @@ MOST_TOOLS = 128                         # of one request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
 
@@ -98,6 +99,8 @@ class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
     n: Count | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    state: StateId | None = None         # which the prompt follows
+    save_state: bool | None = None       # the end of each text is kept as a state
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
     grammar: GrammarText | None = None
     user: Any = None                     # this one and those below are ignored
@@ -232,6 +235,81 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         return Thinking(asked.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 
 
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A function, as chat completions have it within another object."""
+
+    type: Literal["function"]
+    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    effort: Effort | None = None
+    summary: Any = None                  # ignored, as the next: thoughts come whole
+    generate_summary: Any = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    format: dict[str, Any] | None = None         # checked as response_format
+    verbosity: Any = None                # ignored
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None      # ignored
+
+
+class ResponseRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+    background: bool | None = None
+    stop: str | list[str] | None = None  # this one and those up to user are not OpenAI's
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
+    state: StateId | None = None
+    save_state: bool | None = None
+    user: Any = None                     # this one and those below are ignored
+    truncation: Any = None
+    max_tool_calls: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    conversation: None = None            # not supported, as those below
+    prompt: None = None
+    context_management: None = None
+
+
+class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A state that has read `prompt` or `messages`, after `state`."""
+
+    prompt: str | list[TokenId] | None = None
+    messages: Any = None
+    tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
+    state: StateId | None = None
+    model: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     prompt: str
     model: str | None = None
@@ -251,6 +329,9 @@ UNSUPPORTED = {
     "audio": "audio is not supported by this server: the model writes text alone",
     "web_search_options": "web_search_options is not supported by this server: the model cannot search",
     "moderation": "moderation is not supported by this server",
+    "conversation": "conversation is not supported by this server: send previous_response_id",
+    "prompt": "prompt is not supported by this server, which keeps no prompts: send instructions and input",
+    "context_management": "context_management is not supported by this server: a state has one size, however long the text is",
 }
 
 
@@ -259,19 +340,30 @@ def read(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        path = re.search(r" (?:at|in) `\$\.?([^`]*)`", message)
-        unknown = re.search(r"unknown field `([^`]*)`", message)
-        missing = re.search(r"missing required field `([^`]*)`", message)
-        inner = unknown or missing
-        param = ".".join(part for part in (path and path[1], inner and inner[1]) if part)
-        field = re.split(r"[.[]", param)[0]
-        if kind is ChatRequest and field in UNSUPPORTED:
-            raise ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter") from None
-        raise ApiError(400, f"the body does not fit: {message}", param or None,
-                       "unknown_parameter" if unknown else None) from None
+        raise _misfit(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """The request with these fields. Raises ApiError as read does."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(error, kind) from None
+
+
+def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
+    message = str(error)
+    path = re.search(r" (?:at|in) `\$\.?([^`]*)`", message)
+    unknown = re.search(r"unknown field `([^`]*)`", message)
+    missing = re.search(r"missing required field `([^`]*)`", message)
+    inner = unknown or missing
+    param = ".".join(part for part in (path and path[1], inner and inner[1]) if part)
+    field = re.split(r"[.[]", param)[0]
+    if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED:
+        return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
+    return ApiError(400, f"the body does not fit: {message}", param or None, "unknown_parameter" if unknown else None)
 
 
 def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:

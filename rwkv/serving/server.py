@@ -22,6 +22,8 @@ from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine
+from rwkv.serving.responses import Responses
+from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def serve(config: ServeConfig, load: "Load") -> None:
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
-    if config.cors and "*" in config.cors and config.api_key is not None:
+    if config.cors and "*" in config.cors and config.api_key:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
@@ -81,6 +83,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     service = Service(config, Sampling.of(config), engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
+                      Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
     engine.observe, engine.report = service.metrics.observe, lambda reason: say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections

@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
-from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
+from rwkv.serving.kept_states import KeptStates
+from rwkv.serving.messages import Cancel, Download, Drop, Event, Failed, Generate, Ready, Reply, SavedState, Step, Upload
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
@@ -26,12 +28,13 @@ COMPILING_S = 0.002                      # between two looks whether a grammar i
 
 
 class Loaded(NamedTuple):
-    """template: the chat template's name. plan: lines (subject, text) for people."""
+    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept."""
 
     model: Any
     tokenizer: Tokenizer
     template: str
     plan: list[tuple[str, str]]
+    state_bytes: int
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -48,9 +51,13 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
         engine = Engine(loaded.model, loaded.tokenizer, cache=cache)
         engine.warm_up()
-        worker = _Worker(connection, engine, loaded.tokenizer, cache)
-        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan))
-        worker.run()
+        states = KeptStates(config, loaded.model, loaded.tokenizer)
+        worker = _Worker(connection, engine, loaded.tokenizer, cache, states)
+        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
+        try:
+            worker.run()
+        finally:
+            states.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ValueError, RuntimeError, OSError) as error:
@@ -76,20 +83,36 @@ class _Job:
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
+        if self.row.damaged:
+            return Event(self.request.id, error="the state is damaged: it leads to logits that are not finite")
         event = Event(self.request.id, self.text, logprobs)
         self.text, self._logprobs_sent = "", self._logprobs_sent + len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
-            event.prompt_tokens, event.cached_tokens = len(self.row.prompt_ids), self.row.cached_tokens
+            before = (self.request.start and self.request.start.tokens) or 0         # which were read for an earlier request
+            event.prompt_tokens, event.cached_tokens = before + len(self.row.prompt_ids), before + self.row.cached_tokens
             event.completion_tokens, event.prompt_logprobs = len(sample.tokens), self.row.prompt_logprobs
         return event
+
+    def saved(self) -> SavedState | None:
+        """What is known of the state that is to be kept now, if any."""
+        save, kept, start = self.request.save, self.row.kept, self.request.start
+        if save is None or kept is None:
+            return None
+        read = len(self.row.prompt_ids) + len(self.row.sample.tokens)
+        before = start.tokens if start else 0
+        turn = save.turn and replace(save.turn, tail=save.turn.tail + self.row.read_after_text)
+        return replace(save, tokens=None if before is None else before + read, bytes=kept.nbytes(), last_ids=kept.last_ids,
+                       turn=turn)
 
 
 class _Worker:
     """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
 
-    def __init__(self, connection: Connection, engine: Engine, tokenizer: Tokenizer, cache: PrefixCache | None) -> None:
+    def __init__(self, connection: Connection, engine: Engine, tokenizer: Tokenizer, cache: PrefixCache | None,
+                 states: KeptStates) -> None:
         self._connection, self._engine, self._tokenizer, self._cache = connection, engine, tokenizer, cache
+        self._states = states
         self._jobs: dict[int, _Job] = {}         # by the row's index
         self._refused: list[Event] = []
         self._compiler = ThreadPoolExecutor(1)
@@ -109,14 +132,24 @@ class _Worker:
             self._begin_compiled()
             for index, piece in self._engine.step():
                 self._jobs[index].text += piece
-            events = self._refused + [event for job in self._jobs.values() if (event := job.event())]
+            events = self._refused + [event for job in self._jobs.values() if (event := self._event(job))]
             self._refused = []
             self._jobs = {index: job for index, job in self._jobs.items() if not job.row.complete}
-            if events:
+            gone = self._states.take_gone()
+            if events or gone:
                 cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
-                self._connection.send(Step(events, *cached))
+                self._connection.send(Step(events, *cached, self._states.bytes, tuple(gone)))
 
-    def _take(self, message: list[Generate] | Cancel) -> None:
+    def _event(self, job: _Job) -> Event | None:
+        """What is to be sent of a text; a state that is to be kept at its end is kept before."""
+        event, saved = job.event(), job.saved()
+        if event is not None and saved is not None:
+            assert job.row.kept is not None
+            self._states.put(saved, job.row.kept)
+            event.state = saved
+        return event
+
+    def _take(self, message: "list[Generate] | Cancel | Upload | Download | Drop") -> None:
         """The texts of one request come together and begin at the same step, so that their prompt is read once, and that the
         last bits of their log-probabilities do not depend on when each came: products of more rows may have others.
         """
@@ -127,11 +160,25 @@ class _Worker:
             if any(text.id == message.id for _, texts in self._compiling for text in texts):
                 self._cancelled.add(message.id)
             return
+        if isinstance(message, Drop):
+            self._states.drop(message.state)
+            return
+        if isinstance(message, (Upload, Download)):
+            self._connection.send(self._reply(message))
+            return
         if message[0].grammar is not None:
             self._compiling.append((self._compiler.submit(compiled, message[0].grammar, self._tokenizer), message))
             return
         for text in message:
             self._begin(text)
+
+    def _reply(self, message: Upload | Download) -> Reply:
+        try:
+            if isinstance(message, Upload):
+                return Reply(message.id, self._states.upload(message.state, message.content))
+            return Reply(message.id, self._states.content(message.state))
+        except UserError as error:
+            return Reply(message.id, error=str(error))
 
     def _begin_compiled(self) -> None:
         """Begins the texts whose grammar is compiled, which another thread does so that no other text waits for it."""
@@ -142,9 +189,10 @@ class _Worker:
 
     def _begin(self, message: Generate) -> None:
         try:
+            context = self._states.get(message.start.id) if message.start else None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
-                                   prompt_logprobs=message.prompt_logprobs, grammar=message.grammar)
+                                   context, message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))
         else:

@@ -92,6 +92,11 @@ class Tokenizer(ABC):
         """The ids of each text where it goes on within another one: as encode_batch, and no space is added."""
         return self.encode_batch(texts)
 
+    def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
+        """The ids of a text that follows the ids `before`: one that begins anew, unless they end within another."""
+        within = before and before[-1] not in self.special.values()
+        return self.encode_within([text])[0] if within else self.encode(text)
+
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
         return (ids for _, ids in self.encode_pieces(texts))

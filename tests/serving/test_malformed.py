@@ -14,11 +14,12 @@ import httpx
 import pytest
 from serving_runs import Running, post, reset, wait_until
 from test_limits import BODIES, ENDLESS, MESSAGES, OK, WRONG, refused
+from test_responses import WRONG as OF_RESPONSES
 
 pytestmark = [pytest.mark.programs, pytest.mark.soak]
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-POSTS = (COMPLETIONS, CHAT, "/tokenize", "/detokenize")
+COMPLETIONS, CHAT, STATES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/states", "/v1/responses"
+POSTS = (COMPLETIONS, CHAT, RESPONSES, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/tiny", "/tokenizer_info", "/health", "/ready", "/metrics", "/openapi.json", "/")
 VALID_IN_CHAT = [("logprobs", True)]
 CHECKS = ("not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
@@ -71,8 +72,9 @@ def _trials(server: Running) -> list[Callable[[], None]]:
     fields = [(COMPLETIONS, {**OK, name: value}) for name, value in WRONG]
     fields += [(CHAT, {**chat, name: value}) for name, value in WRONG if (name, value) not in VALID_IN_CHAT]
     fields += [(CHAT, {**chat, "messages": messages}) for messages in MESSAGES]
+    fields += [(RESPONSES, {"input": "a", "max_output_tokens": 1, name: value}) for name, value in OF_RESPONSES]
     contents = [(path, json.dumps(fields).encode()) for path, fields in fields]
-    contents += [(path, content) for path in POSTS for content in BODIES]
+    contents += [(path, content) for path in (*POSTS, STATES) for content in BODIES]
     methods = [(name, path) for paths, names in ((POSTS, ("GET", "PUT", "DELETE")), (GETS, ("POST", "PUT", "DELETE")))
                for path in paths for name in names]
     return [*(partial(body, *each) for each in contents), *(partial(method, *each) for each in methods),

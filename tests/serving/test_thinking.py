@@ -142,3 +142,19 @@ def test_what_cannot_be_asked_for_is_one_sentence(server: Running, options: dict
 def test_what_goes_together_is_accepted(server: Running, options: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **options}
     assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_an_item_of_a_response(client: "openai.OpenAI", stream: bool) -> None:
+    answer: Any = client.responses.create(model=NAME, input="Hi", temperature=0, max_output_tokens=20, stream=stream,
+                                          reasoning={"effort": "high"})
+    response = answer
+    if stream:
+        events = list(answer)
+        response = events[-1].response
+        assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "Hm. Well"
+    assert [(item.type, item.content[0].text) for item in response.output] == [("reasoning", "Hm. Well"), ("message", "No!")]
+    assert (response.output_text, response.reasoning.effort) == ("No!", "high")
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens <= response.usage.output_tokens
+    cut = client.responses.create(model=NAME, input="Hi", temperature=0, max_output_tokens=2, reasoning={"effort": "high"})
+    assert [(item.type, item.status) for item in cut.output] == [("reasoning", "incomplete")]      # type: ignore[union-attr]

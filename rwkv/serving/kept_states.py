@@ -1,0 +1,220 @@
+"""The states that clients keep, in the engine's process: in bounded memory, and in a folder where there is one.
+
+Without a folder the least recently used ones are dropped where memory is full. With one each state is written there when it is
+made, and memory holds those used last; a file that no client has used for longest is deleted where the folder is full.
+"""
+
+import json
+import os
+import re
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.states import StateForm, metadata_of
+from rwkv.io.atomic import write_file
+from rwkv.model.base import Model
+from rwkv.serving.log import say
+from rwkv.serving.messages import SavedState, Turn
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+MIB = 2**20
+NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
+OURS = "timemix-serve"                   # in the metadata of a file: what the server knows of a state
+LONGEST_HEADER = 2**20                   # bytes of a file that are read to see what it is
+MOST_UNWRITTEN = 8                       # states that wait to be written
+
+
+class KeptStates:
+    """found: those that the folder has from earlier, of other models too. Raises UserError for a folder that cannot be used.
+
+    bytes: of those in memory.
+    """
+
+    def __init__(self, config: ServeConfig, model: Model, tokenizer: Tokenizer) -> None:
+        self._form = StateForm(model, tokenizer)
+        self._most, self._most_of_files = config.states_mib * MIB, config.states_dir_mib * MIB
+        self._folder = Path(config.states_dir) if config.states_dir else None
+        self._in_memory: OrderedDict[str, PrefillResult] = OrderedDict()         # most recently used last, as below
+        self._files: OrderedDict[str, int] = OrderedDict()                       # their bytes
+        self._unwritten: dict[str, Future[None]] = {}
+        self._writer = ThreadPoolExecutor(1)             # a disk is slow, and others wait for the engine
+        self._gone: list[str] = []
+        self.bytes = 0
+        self.found = self._scan(self._folder) if self._folder else []
+
+    def put(self, state: SavedState, context: PrefillResult) -> None:
+        """Keeps a state, and drops others where there is no room."""
+        self._settle()
+        if self._folder:
+            self._write(self._folder, state, context)
+        self._remember(state.id, context)
+
+    def upload(self, state: SavedState, content: bytes) -> SavedState:
+        """Keeps the state in a file; `state` says what to call it. Raises UserError where it is none of this model."""
+        context, metadata = self._form.read(content, "the file")
+        known = _known(metadata)
+        found = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=known.tokens, turn=known.turn)
+        self.put(found, context)
+        return found
+
+    def get(self, state_id: str) -> PrefillResult:
+        """Raises UserError where it is no longer there."""
+        self._settle()
+        if state_id in self._files:
+            self._files.move_to_end(state_id)
+        if state_id in self._in_memory:
+            self._in_memory.move_to_end(state_id)
+            return self._in_memory[state_id]
+        if self._folder is None or state_id not in self._files:
+            raise UserError(f"there is no state {state_id} any more: others were used since, and states_mib= bounds memory")
+        path = self._path(self._folder, state_id)
+        try:
+            self._settle(state_id)
+            context = self._form.read(path.read_bytes(), str(path)).context
+            os.utime(path)                               # a restart finds the order of use by it
+        except (OSError, UserError) as error:
+            self._lose(state_id)
+            say("states", f"{path} is lost: {error}")
+            raise UserError(f"there is no state {state_id} any more: its file cannot be read") from None
+        self._remember(state_id, context)
+        return context
+
+    def content(self, state: SavedState) -> bytes:
+        """The file of a state, for its owner. Raises UserError as get does."""
+        return self._form.content(self.get(state.id), {OURS: _written(replace(state, owner=""))})
+
+    def drop(self, state_id: str) -> None:
+        self._forget(state_id)
+        if self._folder and state_id in self._files:
+            self._delete(self._folder, state_id)
+
+    def take_gone(self) -> list[str]:
+        """Those that have been dropped for want of room, or lost, since this was called last."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        self._writer.shutdown()
+
+    def _remember(self, state_id: str, context: PrefillResult) -> None:
+        self._forget(state_id)
+        self._in_memory[state_id] = context
+        self.bytes += context.nbytes()
+        while self.bytes > self._most:
+            oldest = next(iter(self._in_memory))
+            self._forget(oldest)
+            if oldest not in self._files:
+                self._gone.append(oldest)
+
+    def _forget(self, state_id: str) -> None:
+        if state_id in self._in_memory:
+            self.bytes -= self._in_memory.pop(state_id).nbytes()
+
+    def _lose(self, state_id: str) -> None:
+        self._files.pop(state_id, None)
+        self._gone.append(state_id)
+
+    # The folder
+
+    def _write(self, folder: Path, state: SavedState, context: PrefillResult) -> None:
+        content = self._form.content(context, {OURS: _written(state)})
+        self._files[state.id] = len(content)
+        while sum(self._files.values()) > self._most_of_files and len(self._files) > 1:
+            oldest = next(iter(self._files))
+            self._forget(oldest)
+            self._delete(folder, oldest)
+            self._gone.append(oldest)
+        self._unwritten[state.id] = self._writer.submit(write_file, self._path(folder, state.id),
+                                                        lambda file: file.write(content))
+        while len(self._unwritten) > MOST_UNWRITTEN:
+            self._settle(next(iter(self._unwritten)))
+
+    def _settle(self, wanted: str | None = None) -> None:
+        """Looks at the files that are written now, and waits for one; what cannot be written is in memory alone."""
+        for state_id, future in [*self._unwritten.items()]:
+            if not (future.done() or state_id == wanted):
+                continue
+            del self._unwritten[state_id]
+            error = future.exception()
+            if error is None:
+                continue
+            say("states", f"{state_id} cannot be written to {self._folder}: {error}; it is in memory alone")
+            self._files.pop(state_id, None)
+            if state_id not in self._in_memory:
+                self._gone.append(state_id)
+
+    def _delete(self, folder: Path, state_id: str) -> None:
+        """Also one that is being written: the writer does one thing after the other."""
+        self._files.pop(state_id)
+        self._unwritten.pop(state_id, None)
+        self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
+
+    @staticmethod
+    def _path(folder: Path, state_id: str) -> Path:
+        return folder / f"{state_id}.safetensors"
+
+    def _scan(self, folder: Path) -> list[SavedState]:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_file(folder / ".try", lambda file: file.write(b""))
+            (folder / ".try").unlink()
+            for unfinished in folder.glob(".state_*.safetensors.*"):     # of a process that was killed
+                unfinished.unlink()
+            paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+            paths.sort(key=lambda path: path.stat().st_mtime)
+        except OSError as error:
+            raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
+        found = []
+        for path in paths:
+            state_id, size = path.stem, path.stat().st_size
+            try:
+                with path.open("rb") as file:
+                    metadata = metadata_of(file.read(LONGEST_HEADER))
+                state = self._found(state_id, metadata)
+            except (OSError, ValueError) as error:
+                say("states", f"{path} is left out: {error}")
+                continue
+            self._files[state_id] = size
+            found.append(state)
+        return found
+
+    def _found(self, state_id: str, metadata: dict[str, str]) -> SavedState:
+        state = replace(_known(metadata), id=state_id)
+        try:
+            self._form.require_same(state_id, metadata)
+        except UserError as error:
+            return replace(state, refusal=str(error))
+        return replace(state, last_ids=self._form.last_ids(state_id, metadata))
+
+
+def _written(state: SavedState) -> str:
+    """What the server knows of a state beside what every state file has, as JSON."""
+    turn = state.turn and vars(state.turn)
+    return json.dumps({"owner": state.owner, "created": state.created, "tokens": state.tokens, "bytes": state.bytes,
+                       "turn": turn})
+
+
+def _known(metadata: dict[str, str]) -> SavedState:
+    """What the metadata of a file say of a state. Raises UserError where they are damaged."""
+    try:
+        told: dict[str, Any] = json.loads(metadata.get(OURS, "{}"))
+        turn = told.get("turn")
+        state = SavedState("", str(told.get("owner", "")), told.get("created", int(time.time())), told.get("tokens"),
+                           told.get("bytes", 0), turn=None if turn is None else Turn(**turn))
+        numbers = [state.created, state.bytes, *([] if state.tokens is None else [state.tokens])]
+        texts = list(vars(state.turn).values()) if state.turn else []
+        if not all(isinstance(number, int) and 0 <= number < 2**53 for number in numbers):
+            raise ValueError("no such numbers")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("no such texts")
+        return state
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        raise UserError("the file has metadata that no server wrote: it is damaged") from None

@@ -1,0 +1,526 @@
+"""/v1/responses: OpenAI's Responses by its documented form, each of them a conversation whose end is kept as a state.
+
+A request becomes one for a chat completion, whose text comes back as items: thoughts, a message, calls. What is stored has the
+items of its input and output, and its end as a state; previous_response_id goes on from that state, so that nothing is read
+again. Where the instructions or the tools have changed, which stand at a conversation's beginning, or where the state has been
+dropped, the items of all responses before are read once more.
+"""
+
+import asyncio
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.responses import Response
+
+from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.io.atomic import write_file
+from rwkv.serving.answers import Answer, Shape, chat_entry
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.log import say
+from rwkv.serving.messages import Event, Generate, SavedState
+from rwkv.serving.remote import RemoteEngine, Ticket
+from rwkv.serving.schema import ChatRequest, ResponseRequest, ResponseTool, converted
+from rwkv.serving.states import Keeper
+
+MIB = 2**20
+NAME = re.compile(r"(resp_[0-9a-f]{32})\.json")
+LOGPROBS = "message.output_text.logprobs"        # of include
+RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+           "response_format": "text.format"}     # fields of chat completions, and what they are of here
+OWN = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")      # made anew for a chat
+TEXTS = ("input_text", "output_text", "text", "refusal")         # kinds of content that are text
+NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
+
+
+class Stored(msgspec.Struct):
+    """A response that is kept. input: the items of its request. state: the id of its end's. kept: that outlives this."""
+
+    owner: str
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+    state: str | None = None
+    kept: bool = False
+
+
+class Responses:
+    """Those that are kept, in at most responses_mib of memory; those used longest ago are dropped. With states_dir each is a
+    file there, too.
+    """
+
+    def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
+        self._most, self._engine = config.responses_mib * MIB, engine
+        self._folder = Path(config.states_dir) if config.states_dir else None
+        self._kept: OrderedDict[str, bytes] = OrderedDict()      # most recently used last
+        self._bytes = 0
+        for path in self._files():
+            content = path.read_bytes()
+            try:
+                msgspec.json.decode(content, type=Stored)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                say("responses", f"{path} is left out: {error}")
+            else:
+                self._remember(path.stem, content)
+
+    def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
+        """field: of the request that names it. Raises ApiError where the owner has no such response."""
+        content = self._kept.get(response_id)
+        stored = msgspec.json.decode(content, type=Stored) if content else None
+        if stored is None or stored.owner != owner:
+            raise ApiError(404, f"there is no response {response_id[:100]!r}: it was not made with this key or not stored, or "
+                                "it has been deleted, or dropped for want of room", field, "response_not_found")
+        with suppress(KeyError):         # dropped meanwhile: a long request is read in another thread
+            self._kept.move_to_end(response_id)
+        return stored
+
+    async def put(self, stored: Stored) -> None:
+        response_id, content = stored.response["id"], msgspec.json.encode(stored)
+        if self._folder:
+            path = self._folder / f"{response_id}.json"
+            try:
+                await asyncio.to_thread(write_file, path, lambda file: file.write(content))
+            except OSError as error:
+                say("responses", f"{path} cannot be written: {error}; it is in memory alone")
+        self._remember(response_id, content)
+
+    def drop(self, response_id: str) -> None:
+        content = self._kept.pop(response_id)
+        self._bytes -= len(content)
+        stored = msgspec.json.decode(content, type=Stored)
+        state = self._engine.states.get(stored.state or "")
+        if state is not None and not stored.kept:
+            self._engine.drop(state)
+        if self._folder:
+            (self._folder / f"{response_id}.json").unlink(missing_ok=True)
+
+    def _remember(self, response_id: str, content: bytes) -> None:
+        self._kept[response_id] = content
+        self._bytes += len(content)
+        while self._bytes > self._most:
+            self.drop(next(iter(self._kept)))
+
+    def _files(self) -> list[Path]:
+        """The oldest first."""
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+@dataclass
+class Asked:
+    """A request. input: its items. tools: as they come back."""
+
+    body: ResponseRequest
+    owner: str
+    input: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, shown_tools: Callable[[ChatRequest], Any],
+        chat: Callable[[ChatRequest], tuple[list[Generate], Shape, ChatRequest]]) -> tuple[list[Generate], Shape, Asked]:
+    """The text that answers a request. shown_tools: those of a chat's request as the template gets them. chat: its texts.
+
+    Raises ApiError with the fields that a request for a response has.
+    """
+    if body.background:
+        raise ApiError(400, "background is not supported by this server: send stream, and read the answer as it comes",
+                       "background", "unsupported_parameter")
+    if body.previous_response_id is not None and body.state is not None:
+        raise ApiError(400, "previous_response_id and state both say what the input follows: send one of them", "state")
+    asked = Asked(body, owner, input_items(body.input), [msgspec.to_builtins(tool) for tool in body.tools or ()])
+    try:
+        request = _chat_request(asked, asked.input)
+        if body.previous_response_id is not None:
+            previous = kept.get(body.previous_response_id, owner, "previous_response_id")
+            start = _start(previous, asked, states, shown_tools(request))
+            if start is None:
+                request = _chat_request(asked, [*_items_up_to(previous, owner, kept), *asked.input])
+            else:
+                request = _chat_request(asked, asked.input, instructions=False)
+                request.state = start.id
+        if body.save_state or (body.store is not False and states.has_room):
+            request.save_state = True
+        texts, shape, _ = chat(request)
+    except ApiError as error:
+        raise renamed(error) from None
+    except UserError as error:
+        field = re.split(r"[^a-z_]", str(error))[0]
+        raise renamed(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
+    return texts, shape, asked
+
+
+def _start(previous: Stored, asked: Asked, states: Keeper, tools: Any) -> SavedState | None:
+    """The state that the conversation goes on from; None where its beginning is another one now, or the state is gone."""
+    state = states.engine.states.get(previous.state or "")
+    same = previous.response["instructions"] == asked.body.instructions
+    if state is None or state.refusal is not None or not same or not states.goes_on(state, tools):
+        return None
+    return state
+
+
+def _items_up_to(last: Stored, owner: str, kept: Responses) -> list[dict[str, Any]]:
+    """The items of a response and of all before it. Raises ApiError where one of them is gone."""
+    parts = [[*last.input, *last.response["output"]]]
+    while (earlier := last.response["previous_response_id"]) is not None:
+        last = kept.get(earlier, owner, "previous_response_id")
+        parts.insert(0, [*last.input, *last.response["output"]])
+    return [item for part in parts for item in part]
+
+
+def _chat_request(asked: Asked, items: list[dict[str, Any]], instructions: bool = True) -> ChatRequest:
+    body = asked.body
+    system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
+    messages = [*system, *messages_of(items)]
+    if not messages:
+        raise ApiError(400, "input is a text, or a list of at least one item", "input")
+    given = {name: getattr(body, name) for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__}
+    given = {name: msgspec.to_builtins(value) for name, value in given.items() if value is not None and name not in OWN}
+    logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    choice: Any = msgspec.to_builtins(body.tool_choice)
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    more = {"tools": [_for_chat(tool) for tool in body.tools] if body.tools else None, "tool_choice": choice,
+            "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
+            "top_logprobs": body.top_logprobs if logprobs else None,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+            "response_format": _response_format(body.text.format if body.text else None)}
+    return converted({"messages": messages, **given, **{name: value for name, value in more.items() if value is not None}},
+                     ChatRequest)
+
+
+def _for_chat(tool: ResponseTool) -> dict[str, Any]:
+    fields = msgspec.to_builtins(tool)
+    return {"type": fields.pop("type"), "function": fields}
+
+
+def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """As chat completions have it: there a schema and its name are within another object."""
+    if given is None or given == {"type": "text"}:
+        return None
+    if given.get("type") != "json_schema":
+        return dict(given)
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def renamed(error: ApiError) -> ApiError:
+    """The error with the names that fields have here."""
+    content = error.body["error"]
+    message, param = content["message"] or "", content["param"]
+    field = re.split(r"[.[]", param)[0] if param else ""
+    if field in RENAMED:
+        param = RENAMED[field]
+        message = re.sub(rf"^{field}\b", param, message)
+    return ApiError(error.status, message, param, content["code"], error.retry_after)
+
+
+# Items
+
+
+def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """A request's, each with an id, and a message with a list of contents. Raises ApiError with the place of a wrong one."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_input_item(item, f"input[{i}]") for i, item in enumerate(given)]
+
+
+def _input_item(item: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise ApiError(400, f"{where}.role is one of user, assistant, system, developer", where)
+        return {"id": _id(item, "msg"), "type": "message", "role": role, "status": "completed",
+                "content": _contents(item.get("content"), role, f"{where}.content")}
+    if kind == "function_call":
+        names = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+        if not all(isinstance(value, str) for value in names.values()):
+            raise ApiError(400, f"{where} has the texts call_id, name and arguments", where)
+        return {"id": _id(item, "fc"), "type": kind, "status": "completed", **names}
+    if kind == "function_call_output":
+        output, call_id = item.get("output"), item.get("call_id")
+        if not isinstance(call_id, str) or not isinstance(output, (str, list)):
+            raise ApiError(400, f"{where} has call_id, a text, and output, a text or a list of texts", where)
+        if isinstance(output, list):
+            output = _contents(output, "user", f"{where}.output")
+        return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": call_id, "output": output}
+    if kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str)
+                                                  for part in parts):
+            raise ApiError(400, f"{where}.content is a list of {{\"type\": \"reasoning_text\", \"text\": \"...\"}}", where)
+        return {"id": _id(item, "rs"), "type": kind, "summary": [], "status": "completed",
+                "content": [{"type": "reasoning_text", "text": part["text"]} for part in parts]}
+    raise ApiError(400, f"{where}.type is message, function_call, function_call_output or reasoning on this server", where,
+                   "unsupported_parameter")
+
+
+def _id(item: Mapping[str, Any], kind: str) -> str:
+    given = item.get("id")
+    return given if isinstance(given, str) and 0 < len(given) <= 64 else f"{kind}_{secrets.token_hex(16)}"
+
+
+def _contents(given: Any, role: str, where: str) -> list[dict[str, Any]]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    if isinstance(given, str):
+        given = [{"type": kind, "text": given}]
+    if not isinstance(given, list):
+        raise ApiError(400, f"{where} is a text, or a list of texts", where)
+    found = []
+    for i, part in enumerate(given):
+        sort = part.get("type") if isinstance(part, dict) else None
+        if sort in NO_TEXT:
+            raise ApiError(400, f"{where}[{i}] is {NO_TEXT[sort]}, and this model reads text alone", where)
+        text = part.get("refusal" if sort == "refusal" else "text") if isinstance(part, dict) else None
+        if sort not in TEXTS or not isinstance(text, str):
+            raise ApiError(400, f'{where}[{i}] is a text, {{"type": "{kind}", "text": "..."}}', where)
+        found.append({"type": kind, "text": text, **({"annotations": []} if role == "assistant" else {})})
+    return found
+
+
+def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items as messages of a chat: thoughts, a text and calls that follow each other are one answer."""
+    found: list[dict[str, Any]] = []
+    answer: dict[str, Any] | None = None         # that may go on
+    for item in items:
+        kind = item["type"]
+        if kind == "function_call_output":
+            output = item["output"]
+            text = output if isinstance(output, str) else "".join(part["text"] for part in output)
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            answer = None
+            continue
+        if kind == "message":
+            text = "".join(part["text"] for part in item["content"])
+            if item["role"] != "assistant":
+                found.append({"role": item["role"], "content": text})
+                answer = None
+                continue
+        begins = kind == "reasoning" or (kind == "message" and answer is not None and answer["content"])
+        if answer is None or begins:
+            answer = {"role": "assistant", "content": ""}
+            found.append(answer)
+        if kind == "message":
+            answer["content"] = text
+        elif kind == "reasoning":
+            answer["reasoning_content"] = "".join(part["text"] for part in item.get("content") or ())
+        else:
+            call = {"id": item["call_id"], "type": "function",
+                    "function": {"name": item["name"], "arguments": item["arguments"]}}
+            answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
+    return found
+
+
+# Answers
+
+
+class Told(NamedTuple):
+    """What is new of an answer."""
+
+    thoughts: str
+    text: str
+    calls: list[dict[str, Any]]
+    logprobs: list[dict[str, Any]]
+
+
+class Output:
+    """The items of an answer as it comes, and the events that tell of them, without their numbers."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = False               # whether the last item may go on
+
+    def add(self, told: Told) -> Iterator[dict[str, Any]]:
+        if told.thoughts:
+            yield from self._add_text("reasoning", told.thoughts, [])
+        if told.text or told.logprobs:
+            yield from self._add_text("message", told.text, told.logprobs)
+        for call in told.calls:
+            yield from self.close("completed")
+            yield from self._add_call(call)
+
+    def close(self, status: str) -> Iterator[dict[str, Any]]:
+        """The end of the item that is open."""
+        if not self._open:
+            return
+        self._open = False
+        item, part = self.items[-1], self.items[-1]["content"][0]
+        item["status"] = status
+        place = self._place()
+        if item["type"] == "message":
+            yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": part["logprobs"]}
+        else:
+            yield {"type": "response.reasoning_text.done", **place, "text": part["text"]}
+        yield {"type": "response.content_part.done", **place, "part": part}
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if not self._open or self.items[-1]["type"] != kind:
+            yield from self.close("completed")
+            yield from self.begin(kind)
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        if kind == "message":
+            part["logprobs"] += logprobs
+            yield {"type": "response.output_text.delta", **self._place(), "delta": text, "logprobs": logprobs}
+        else:
+            yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
+
+    def begin(self, kind: str) -> Iterator[dict[str, Any]]:
+        """A new item without text, a message or thoughts."""
+        if kind == "message":
+            item: dict[str, Any] = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            item = {"id": f"rs_{secrets.token_hex(16)}", "type": kind, "summary": []}
+            part = {"type": "reasoning_text", "text": ""}
+        self.items.append({**item, "status": "in_progress", "content": [part]})
+        self._open = True
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1,
+               "item": {**self.items[-1], "content": []}}
+        yield {"type": "response.content_part.added", **self._place(), "part": {**part}}
+
+    def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "completed", "call_id": call["id"],
+                "name": name, "arguments": arguments}
+        self.items.append(item)
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        yield {"type": "response.output_item.added", "output_index": place["output_index"],
+               "item": {**item, "status": "in_progress", "arguments": ""}}
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+        yield {"type": "response.function_call_arguments.done", **place, "name": name, "arguments": arguments}
+        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": item}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+
+
+class ResponseAnswer(Answer):
+    """The ASGI response of a response, whole or as events."""
+
+    def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, timeout_s: float, asked: Asked,
+                 kept: Responses) -> None:
+        super().__init__(engine, ticket, shape, bool(asked.body.stream), timeout_s)
+        self._asked, self._kept = asked, kept
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._output = Output()
+        self._text = self._texts[0]
+        self._decoder = shape.tokenizer.decoder(shape.after)
+
+    def _take(self, number: int, event: Event) -> None:
+        for _ in self._events(event):
+            pass
+
+    async def _finish(self) -> None:
+        await self._store()
+
+    def _whole(self) -> Response:
+        return json_response(self._response())
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        number = 0
+
+        def sse(event: dict[str, Any]) -> bytes:
+            nonlocal number
+            numbered = {**event, "sequence_number": number}
+            number += 1
+            return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(numbered))
+
+        begun = self._response("in_progress")
+        yield sse({"type": "response.created", "response": begun}) + sse({"type": "response.in_progress", "response": begun})
+        try:
+            async for _, event in self._ticket:
+                if chunk := b"".join(map(sse, self._events(event))):
+                    yield chunk
+        except ApiError as error:
+            yield sse({"type": "error", **{name: error.body["error"][name] for name in ("code", "message", "param")}})
+            return
+        self._complete = True
+        await self._store()
+        response = self._response()
+        yield sse({"type": f"response.{response['status']}", "response": response})
+
+    def _events(self, event: Event) -> Iterator[dict[str, Any]]:
+        thoughts, text, calls, logprobs = self._text.parsed(event)
+        entries = [chat_entry(entry, self._decoder) for entry in logprobs]
+        for entry in entries:
+            for each in (entry, *entry["top_logprobs"]):
+                each["bytes"] = each["bytes"] or []
+        yield from self._output.add(Told(thoughts, text, calls, entries))
+        if event.finish_reason is None:
+            return
+        self._text.last = event
+        status = self._status()
+        if not self._output.items:       # an empty answer is an empty message
+            yield from self._output.begin("message")
+        yield from self._output.close(status)
+
+    def _status(self) -> str:
+        return "incomplete" if self._text.reason(self._text.last) == "length" else "completed"
+
+    async def _store(self) -> None:
+        body, state = self._asked.body, self._text.last.state
+        if body.store is not False:
+            await self._kept.put(Stored(self._asked.owner, self._response(), self._asked.input,
+                                        state.id if state else None, bool(body.save_state)))
+
+    def _response(self, status: str | None = None) -> dict[str, Any]:
+        body, sampling = self._asked.body, self._ticket.texts[0].sampling
+        status = status or self._status()
+        ended = status != "in_progress"
+        found = {
+            "id": self._id, "object": "response", "created_at": self._shape.created, "status": status, "background": False,
+            "completed_at": int(time.time()) if status == "completed" else None, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
+            "model": self._shape.model, "output": self._output.items if ended else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto", "tools": self._asked.tools,
+            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
+            "usage": self._counts() if ended else None, "user": body.user}
+        if body.save_state:
+            found["state"] = self._text.last.state.id if self._text.last.state else None
+        return found
+
+    def _counts(self) -> dict[str, Any]:
+        usage = self._usage()
+        # the engine counts no thoughts apart: they are cut here as the tokenizer does, which may differ from what was drawn
+        thoughts = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")
+        return {"input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": min(usage["completion_tokens"],
+                                                                  len(self._shape.tokenizer.encode(thoughts)))},
+                "total_tokens": usage["total_tokens"]}
+
+
+def listed(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of items, the last one first unless the query says order=asc. Raises ApiError for a query that is none."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order is asc or desc", "order")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):
+        raise ApiError(400, "limit is a whole number from 1 to 100", "limit")
+    found = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in found]
+        if after not in ids:
+            raise ApiError(400, "after is the id of an item of this list", "after")
+        found = found[ids.index(after) + 1:]
+    page = found[:int(limit)]
+    return {"object": "list", "data": page, "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None, "has_more": len(found) > len(page)}

@@ -1,0 +1,156 @@
+"""States as values: /v1/states, and what it takes to continue one.
+
+A conversation's state has read the turns so far, and a request that continues it has the turns after those alone. They are
+rendered after a stand-in for the last message that was read, because templates write a turn in one way at the beginning of a
+text and in another after other turns; what precedes the stand-in is dropped.
+"""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.responses import Response
+
+from rwkv.chat.messages import check_messages
+from rwkv.chat.rendered import encode
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import Think
+from rwkv.config import ServeConfig
+from rwkv.serving.answers import Answer
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.messages import SavedState, Turn
+from rwkv.serving.remote import RemoteEngine
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+MIB = 2**20
+FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # of an upload
+STAND_IN = secrets.token_hex(16)
+BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may ask for before the stand-in's
+    "assistant": [{"role": "user", "content": "."}],
+    "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
+
+
+@dataclass
+class Keeper:
+    """The states that clients keep, each for its owner alone. state_bytes: the memory of one."""
+
+    config: ServeConfig
+    engine: RemoteEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    state_bytes: int
+
+    def of(self, owner: str) -> list[SavedState]:
+        """The newest first."""
+        mine = [state for state in self.engine.states.values() if state.owner == owner]
+        return sorted(mine, key=lambda state: state.created, reverse=True)
+
+    def get(self, state_id: str, owner: str) -> SavedState:
+        """Raises ApiError where the owner has no such state."""
+        state = self.engine.states.get(state_id)
+        if state is None or state.owner != owner:
+            raise ApiError(404, f"there is no state {state_id[:100]!r}: it was not made with this key, or it has been deleted, "
+                                "or dropped for want of room", "state", "state_not_found")
+        return state
+
+    def start(self, state_id: str | None, owner: str) -> SavedState | None:
+        """The state that a request's texts follow. Raises ApiError where it cannot be used."""
+        if state_id is None:
+            return None
+        state = self.get(state_id, owner)
+        if state.refusal is not None:
+            raise ApiError(400, state.refusal, "state", "state_of_another_model")
+        return state
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any state can be kept."""
+        return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
+
+    def goes_on(self, start: SavedState, tools: Any) -> bool:
+        """Whether what a conversation with these tools begins with is what the state has read."""
+        return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
+                                                                tools=_digest(tools) if tools else "")
+
+    def new(self, owner: str, turn: Turn | None = None) -> SavedState:
+        """A state that is to be kept. Raises ApiError where there is room for none."""
+        if not self.has_room:
+            raise ApiError(400, f"this server keeps no states: one takes {self.state_bytes / MIB:.3g} MiB, and it has "
+                                f"states_mib={self.config.states_mib}", code="states_disabled")
+        return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn)
+
+    def prompt(self, start: SavedState | None, messages: Sequence[Any], tools: Any, think: Think = False,
+               effort: str | None = None, add_generation_prompt: bool = True) -> str:
+        """The messages as the template shows them, after what `start` has read. Raises ApiError and UserError."""
+        render = self.template.render
+        turn = start.turn if start else None
+        if turn is None:
+            return render(messages, add_generation_prompt, tools, think, effort)
+        if turn.template != _digest(self.template.definition):
+            raise ApiError(400, "state: its conversation has the form of another chat template than this server's", "state")
+        if tools and turn.tools != _digest(tools):
+            raise ApiError(400, "tools: they stand at the beginning of a conversation, and that of the state has others; send "
+                                "the same ones, or begin anew", "tools")
+        together = [*_up_to(turn.role), *check_messages(messages)]
+        return self._after_stand_in(render(together, add_generation_prompt, tools, think, effort)).removeprefix(turn.tail)
+
+    def turn(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
+        """Where the conversation stands after these messages, which follow `start`."""
+        role = check_messages(messages)[-1]["role"]
+        tail = self._after_stand_in(self.template.render(_up_to(role), False, tools))
+        return self._turn(role, tail, tools, start)
+
+    def answered(self, tools: Any, start: SavedState | None) -> Turn:
+        """Where the conversation stands after an answer; the engine's process adds what is read after its text."""
+        return self._turn("assistant", "", tools, start)
+
+    def ids(self, text: str, start: SavedState | None) -> list[int]:
+        """Of a rendered conversation, after what `start` has read. Raises UserError as the tokenizer does."""
+        before = self.tokenizer.decode(start.last_ids) if start else ""
+        return encode(self.tokenizer, [text], before)[0]
+
+    def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
+        known = start.turn.tools if start and start.turn else ""
+        return Turn(role, tail, _digest(tools) if tools else known, _digest(self.template.definition))
+
+    def _after_stand_in(self, rendered: str) -> str:
+        _, found, after = rendered.rpartition(STAND_IN)
+        if not found:
+            raise ApiError(400, f"the chat template {self.template.name} leaves earlier messages out, so that a conversation's "
+                                "state cannot be continued: send all of its messages without state", "state")
+        return after
+
+
+class StateAnswer(Answer):
+    """The state that the ticket's only text ends with, as an object."""
+
+    def _whole(self) -> Response:
+        state = self._texts[0].last.state
+        if state is None:
+            return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
+        return json_response({**shown(state, self._shape.model), "usage": self._usage()})
+
+
+def _up_to(role: str) -> list[dict[str, Any]]:
+    """Messages that end with the stand-in for one of this role."""
+    return [*BEFORE.get(role, ()), {"role": role, "content": STAND_IN}]
+
+
+def owner_of(key: str) -> str:
+    """A digest of an API key, which files may hold."""
+    return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
+
+
+def shown(state: SavedState, model: str) -> dict[str, Any]:
+    return {"id": state.id, "object": "state", "created": state.created, "model": None if state.refusal else model,
+            "tokens": state.tokens, "bytes": state.bytes}
+
+
+def _digest(value: Any) -> str:
+    written = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:32]

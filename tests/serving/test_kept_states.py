@@ -1,0 +1,354 @@
+"""States as values: made of prompts, messages, files and answers; continued, listed, downloaded, freed; kept over a restart."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import small_model
+from safetensors.torch import load, save
+from serving_runs import Running, post, reset, wait_until
+from test_limits import BODIES, JSON, refused
+
+from rwkv.chat.templates import chat_template
+from rwkv.generation.engine import generate, generate_batch
+from rwkv.generation.prefill import prefill
+from rwkv.generation.states import load_context, metadata_of, save_context
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+pytestmark = pytest.mark.programs
+BYTES = ByteTokenizer()
+FILE = {"content-type": "application/octet-stream"}
+PLAIN = {"temperature": 1.0, "top_p": 1.0}
+LETTERS = {str(letter): 100.0 for letter in range(97, 123)}         # as a bias: texts that are read as they were written
+STATE_MIB = 1                            # holds a number of small states
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> RWKV:
+    return RWKV.from_pretrained(checkpoint, "reference")
+
+
+@pytest.fixture
+def api(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+        yield client
+
+
+def ok(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def made(api: httpx.Client, **body: Any) -> Any:
+    return ok(api.post("/states", json=body))
+
+
+def completed(api: httpx.Client, **body: Any) -> Any:
+    return ok(api.post("/completions", json={"max_tokens": 12, "seed": 3, **body}))
+
+
+def text_after(model: RWKV, prompt: str, n: int = 12, seed: int = 3, **options: Any) -> str:
+    return generate_batch(model, BYTES, [prompt], n, seeds=[seed], **{**PLAIN, **options})[0].text
+
+
+def test_a_state_is_continued_as_its_text_and_nothing_is_read_again(api: httpx.Client, model: RWKV) -> None:
+    long = "It was a long story. " * 100
+    state = made(api, prompt=long)
+    assert (state["object"], state["tokens"]) == ("state", len(long))
+    assert state["bytes"] == prefill(model, torch.tensor([BYTES.encode(long)])).nbytes()
+    for more in ("And then", ""):
+        answer = completed(api, state=state["id"], prompt=more)
+        assert answer["choices"][0]["text"] == text_after(model, long + more)
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] == len(long + more)
+        assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == len(more), "tokens read"
+    assert completed(api, state=state["id"])["choices"] == completed(api, state=state["id"], prompt="")["choices"]
+    branch = made(api, state=state["id"], prompt="And")
+    assert (branch["tokens"], branch["usage"]["prompt_tokens"]) == (len(long) + 3, len(long) + 3)
+    assert completed(api, state=branch["id"], prompt=" then")["choices"][0]["text"] == text_after(model, long + "And then")
+    ids = completed(api, state=state["id"], prompt=[[*b"A"], [*b"B"]])["choices"]
+    assert [choice["text"] for choice in ids] == [text_after(model, long + more) for more in "AB"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ending", [{}, {"stop": ["e", "\n"]}, {"logit_bias": {"0": 100}}, {"max_tokens": 0}], ids=str)
+def test_the_end_of_an_answer_is_a_state_as_generate_saves_it(api: httpx.Client, model: RWKV, tmp_path: Path, stream: bool,
+                                                              ending: dict[str, Any]) -> None:
+    """After the text, and the stop string that ended it."""
+    from rwkv.config import Sampling
+    from rwkv.generation.engine import Engine
+    from rwkv.generation.stopping import StoppingCriteria
+
+    body = {"prompt": "once", "max_tokens": 20, "seed": 7, "save_state": True, "stream": stream, **ending}
+    answer = api.post("/completions", json=body)
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+        assert [chunk["choices"][0].get("state") for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        state = chunks[-1]["choices"][0]["state"]
+    else:
+        state = ok(answer)["choices"][0]["state"]
+    engine = Engine(model, BYTES, ["once"], [7], StoppingCriteria(body["max_tokens"], ending.get("stop", ())),
+                    Sampling(**PLAIN, logit_bias={0: 100.0} if "logit_bias" in ending else {}))
+    for _ in engine:
+        pass
+    (tmp_path / "found.safetensors").write_bytes(api.get(f"/states/{state}/content").content)
+    found, expected = load_context(tmp_path / "found.safetensors", model, BYTES), engine.context()
+    assert found.last_ids == expected.last_ids
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
+    for one, other in zip(found.state, expected.state, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert ok(api.get(f"/states/{state}"))["tokens"] == len(expected.last_ids)
+
+
+def test_each_of_several_texts_has_its_state(api: httpx.Client, model: RWKV) -> None:
+    choices = completed(api, prompt="ab", n=3, save_state=True, logit_bias=LETTERS)["choices"]
+    assert len({choice["state"] for choice in choices}) == 3
+    for choice in choices:
+        after = completed(api, state=choice["state"], prompt="!")["choices"][0]["text"]
+        assert after == text_after(model, f"ab{choice['text']}!")
+
+
+def test_states_are_listed_and_deleted(api: httpx.Client) -> None:
+    states = [made(api, prompt=prompt) for prompt in ("a", "ab")]
+    listed = {state["id"]: state for state in ok(api.get("/states"))["data"]}
+    for state in states:
+        assert state.pop("usage")
+        assert listed[state["id"]] == ok(api.get(f"/states/{state['id']}")) == state
+    gone = states[0]["id"]
+    assert ok(api.delete(f"/states/{gone}"))["deleted"] is True
+    for answer in (api.get(f"/states/{gone}"), api.get(f"/states/{gone}/content"), api.delete(f"/states/{gone}"),
+                   api.post("/completions", json={"prompt": "a", "state": gone}),
+                   api.post("/states", json={"prompt": "a", "state": gone}),
+                   api.post("/chat/completions", json={"messages": SAID, "state": gone})):
+        refused(answer)
+        assert answer.status_code == 404
+    assert gone not in {state["id"] for state in ok(api.get("/states"))["data"]}
+
+
+def test_a_file_comes_back_and_one_of_generate_is_taken(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
+    state = made(api, prompt="once upon")
+    content = api.get(f"/states/{state['id']}/content").content
+    assert "owner" not in json.dumps(metadata_of(content)).replace('"owner": ""', "").replace('\\"owner\\": \\"\\"', "")
+    again = ok(api.post("/states", content=content, headers=FILE))
+    assert again["id"] != state["id"]
+    assert (again["tokens"], again["bytes"]) == (state["tokens"], state["bytes"])
+    read = prefill(model, torch.tensor([[*b"once upon"]]))._replace(last_ids=(*b"once upon",))
+    save_context(tmp_path / "own.safetensors", read, model, BYTES)
+    own = ok(api.post("/states", content=(tmp_path / "own.safetensors").read_bytes(), headers=FILE))
+    assert own["tokens"] is None
+    for each in (again, own):
+        assert completed(api, state=each["id"], prompt=" a")["choices"][0]["text"] == text_after(model, "once upon a")
+
+
+def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
+    content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
+    other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
+    save_context(tmp_path / "other.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
+    tensors, metadata = load(content), metadata_of(content)
+    broken = [b"", b"x" * 100, content[:-1], content[:50], (tmp_path / "other.safetensors").read_bytes(),
+              save({**tensors, "logits": tensors["logits"] * torch.nan}, metadata), save({"a": torch.ones(1)}, metadata),
+              save(tensors, {**metadata, "last_ids": "[300]"}), save(tensors, {**metadata, "timemix-serve": '{"turn": 3}'}),
+              save(tensors, {**metadata, "timemix-serve": '{"tokens": -1}'}),
+              save(tensors, {**metadata, "timemix-serve": "[]"}),
+              save({name: tensor.long() for name, tensor in tensors.items()}, metadata)]
+    for each in broken:
+        refused(api.post("/states", content=each, headers=FILE))
+    assert "another model" in api.post("/states", content=broken[4], headers=FILE).json()["error"]["message"]
+    assert completed(api, prompt="a")["choices"]
+
+
+@pytest.mark.parametrize("size", [1e38, -1e38])
+def test_numbers_at_the_limit_of_float32_end_nothing(api: httpx.Client, size: float) -> None:
+    content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
+    tensors = {name: torch.full_like(tensor, size) for name, tensor in load(content).items()}
+    state = ok(api.post("/states", content=save(tensors, metadata_of(content)), headers=FILE))["id"]
+    for options in ({}, {"temperature": 0}, {"top_k": 5, "temperature": 2}, {"logprobs": 2, "presence_penalty": 1},
+                    {"save_state": True}, {"prompt": "", "save_state": True, "max_tokens": 0}, {"stream": True}):
+        assert api.post("/completions", json={"prompt": "a", "state": state, "max_tokens": 5, **options}).status_code < 500
+    assert completed(api, prompt="a")["choices"]
+
+
+SAID: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_conversation_goes_on_from_its_messages_and_from_its_answers(api: httpx.Client, model: RWKV, kept: int) -> None:
+    chat = {"max_tokens": 12, "seed": 5, "save_state": True, "logit_bias": LETTERS}
+    bias = {int(letter): value for letter, value in LETTERS.items()}
+    first = ok(api.post("/chat/completions", json={**chat, "messages": SAID}))
+    begun = made(api, messages=SAID[:kept])
+    if kept == 1:                        # the other's next turn is an answer that the model begins
+        again = ok(api.post("/chat/completions", json={**chat, "messages": SAID[kept:], "state": begun["id"]}))
+        assert again["choices"][0]["message"] == first["choices"][0]["message"]
+        assert again["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
+    more = [{"role": "user", "content": "and?"}]
+    second = ok(api.post("/chat/completions", json={**chat, "messages": more, "state": first["choices"][0]["state"]}))
+    assert second["usage"]["prompt_tokens"] - second["usage"]["prompt_tokens_details"]["cached_tokens"] \
+        <= len("\n\nUser: and?\n\nAssistant:")
+    said = "System: be\n\nUser: hi\n\nAssistant:"
+    prompt = f"{said}{text_after(model, said, 12, 5, logit_bias=bias)}\n\nUser: and?\n\nAssistant:"
+    assert second["choices"][0]["message"]["content"] == text_after(model, prompt, 12, 5, logit_bias=bias)
+
+
+def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model: RWKV) -> None:
+    """The bias makes the model write line ends, and so the template's stop string."""
+    answer = ok(api.post("/chat/completions", json={"messages": SAID, "max_tokens": 9, "save_state": True,
+                                                    "logit_bias": {"10": 100}}))
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "")
+    second = ok(api.post("/chat/completions", json={"messages": [{"role": "user", "content": "and?"}], "state": choice["state"],
+                                                    "max_tokens": 12, "seed": 5}))
+    prompt = "System: be\n\nUser: hi\n\nAssistant:\n\nUser: and?\n\nAssistant:"
+    assert second["choices"][0]["message"]["content"] == text_after(model, prompt, 12, 5, stop=["\n\n"]).lstrip()
+    assert second["usage"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize("name", ["world", "g1", "flower"])
+def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
+    """Whatever the last message was: what is read before and after are together what the template writes."""
+    from rwkv.config import ServeConfig
+    from rwkv.serving.states import Keeper
+
+    template = chat_template(name)
+    keeper = Keeper(ServeConfig(), None, BYTES, template, 0)                 # type: ignore[arg-type]
+    tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    said: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
+                                  {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
+                                  {"role": "assistant", "content": "it is"}, {"role": "user", "content": "good"}]
+    for tools in ([None] if name == "world" else [None, tool]):
+        whole = template.render(said, tools=tools)
+        for place in range(1, len(said)):
+            turn = keeper.turn(said[:place], tools, None)
+            start: Any = type("State", (), {"turn": turn, "last_ids": ()})
+            read = template.render(said[:place], False, tools)
+            assert read + keeper.prompt(start, said[place:], tools) == whole
+
+
+def test_a_file_of_a_tuned_state_precedes_a_whole_conversation(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
+    """As state= of chat.py."""
+    save_context(tmp_path / "tuned.safetensors", prefill(model, torch.tensor([[*b"learnt"]])), model, BYTES)
+    state = ok(api.post("/states", content=(tmp_path / "tuned.safetensors").read_bytes(), headers=FILE))["id"]
+    answer = ok(api.post("/chat/completions", json={"messages": SAID, "state": state, "max_tokens": 12, "seed": 5}))
+    context = load_context(tmp_path / "tuned.safetensors", model, BYTES)
+    prompt = "System: be\n\nUser: hi\n\nAssistant:"
+    expected = "".join(generate(model, BYTES, prompt, 12, 5, ["\n\n"], context=context, **PLAIN))
+    assert answer["choices"][0]["message"]["content"] == expected.lstrip()
+
+
+def test_the_official_client_has_states_by_extra_body(client: Any) -> None:
+    first = client.chat.completions.create(model="tiny", messages=SAID, max_tokens=5, extra_body={"save_state": True})
+    state = first.choices[0].state
+    more = [{"role": "user", "content": "and?"}]
+    chunks = list(client.chat.completions.create(model="tiny", messages=more, max_tokens=5, stream=True,
+                                                 extra_body={"state": state, "save_state": True}))
+    assert client.get(f"/states/{chunks[-1].choices[0].state}", cast_to=object)["tokens"] > 5
+    answer = client.completions.create(model="tiny", prompt="a", max_tokens=3, logprobs=1, echo=True,
+                                       extra_body={"state": state})
+    assert answer.choices[0].logprobs.tokens[0] == "a"
+
+
+def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Running]) -> None:
+    server = start(f"states_mib={STATE_MIB}")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
+        first, used = made(api, prompt="first"), made(api, prompt="used")
+        room = STATE_MIB * 2**20 // first["bytes"]
+        assert f"{STATE_MIB} MiB" in server.log
+        for number in range(room):
+            made(api, prompt=f"{number}")
+            completed(api, state=used["id"], prompt="x", max_tokens=1)
+        wait_until(lambda: len(ok(api.get("/states"))["data"]) == room)
+        left = {state["id"] for state in ok(api.get("/states"))["data"]}
+        assert used["id"] in left
+        assert first["id"] not in left
+        assert 0 < server.metric("timemix_state_bytes") <= STATE_MIB * 2**20
+
+
+def test_states_of_a_folder_survive_a_restart_and_belong_to_their_key(start: Callable[..., Running], checkpoint: Path,
+                                                                      tmp_path: Path, model: RWKV) -> None:
+    options = ("states_mib=0", f"states_dir={tmp_path}/kept", "api_key=one", "api_key=two")
+    server = start(*options)
+    one, two = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
+        state = made(api, messages=SAID)
+        freed = made(api, prompt="freed")["id"]
+        assert ok(api.delete(f"/states/{freed}"))
+        before = ok(api.post("/completions", json={"prompt": "a", "state": state["id"], "seed": 1}))["choices"]
+        listed = ok(api.get("/states"))
+        assert api.get(f"/states/{state['id']}", headers=two).status_code == 404
+        assert ok(api.get("/states", headers=two))["data"] == []
+    wait_until(lambda: [path.stem for path in (tmp_path / "kept").iterdir()] == [state["id"]])
+    server.process.kill()
+    server.process.wait()
+    damaged = tmp_path / "kept" / f"state_{'0' * 32}.safetensors"
+    damaged.write_bytes(b"nothing")
+    server = start(*options)
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
+        assert ok(api.get("/states")) == listed
+        assert ok(api.post("/completions", json={"prompt": "a", "state": state["id"], "seed": 1}))["choices"] == before
+        assert api.get(f"/states/{state['id']}", headers=two).status_code == 404
+        assert api.delete(f"/states/{state['id']}", headers=two).status_code == 404
+    small_model("reference", vocab_size=256, n_embd=32, seed=1).save_pretrained(tmp_path / "other.pth", BYTES, format="pth")
+    server = start(*options, f"checkpoint={tmp_path}/other.pth")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
+        answer = api.post("/completions", json={"prompt": "a", "state": state["id"]})
+        refused(answer, "state")
+        assert "another model" in answer.json()["error"]["message"]
+        assert len(ok(api.get("/states"))["data"]) == 1
+
+
+def test_a_server_may_keep_none(start: Callable[..., Running]) -> None:
+    server = start("states_mib=0")
+    for path, body in (("states", {"prompt": "a"}), ("completions", {"prompt": "a", "save_state": True})):
+        refused(httpx.post(f"{server.url}/v1/{path}", json=body))
+    refused(httpx.post(f"{server.url}/v1/states", content=b"x", headers=FILE))
+
+
+def test_a_client_that_hangs_up_leaves_no_state(server: Running, api: httpx.Client) -> None:
+    before = {state["id"] for state in ok(api.get("/states"))["data"]}
+    body = {"prompt": "a", "max_tokens": 100_000, "save_state": True, "logit_bias": {"0": -100}}
+    for stream in (True, False):
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.sendall(post("/v1/completions", {**body, "stream": stream}))
+        wait_until(lambda: server.running_texts() > 0)
+        reset(connection)
+        wait_until(lambda: server.running_texts() == 0)
+    assert {state["id"] for state in ok(api.get("/states"))["data"]} == before
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": SAID}, {"prompt": "a", "tools": []}, {"prompt": 3},
+                                  {"prompt": [-1]}, {"prompt": [256]}, {"messages": []}, {"messages": "x"}, {"state": "x"},
+                                  {"prompt": "a", "state": 3}, {"prompt": "a", "state": "x" * 100}, {"prompt": "a", "other": 1},
+                                  {"prompt": "a", "model": "other"}, {"prompt": "a" * 40_000}, {"prompt": "a", "state": ""},
+                                  {"prompt": "a", "state": "../../etc/passwd"}], ids=lambda each: str(each)[:40])
+def test_a_wrong_request_for_a_state_is_refused(api: httpx.Client, body: dict[str, Any]) -> None:
+    refused(api.post("/states", json=body))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
+def test_a_wrong_body_is_refused(api: httpx.Client, body: bytes) -> None:
+    refused(api.post("/states", content=body))
+    refused(api.post("/states", content=body, headers=FILE))
+
+
+@given(st.dictionaries(st.sampled_from(["prompt", "messages", "tools", "state", "model", "x"]), JSON, max_size=4),
+       st.text(min_size=1, max_size=8).filter(lambda name: "/" not in name and name not in (".", "..")))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+def test_any_request_gets_an_answer(api: httpx.Client, body: dict[str, Any], name: str) -> None:
+    for chosen in (body, {"prompt": "a", **body}, {"messages": SAID, **body}):
+        answer = api.post("/states", json=chosen)
+        assert answer.status_code < 500, (chosen, answer.text)
+        if answer.status_code >= 400:
+            refused(answer)
+    for path in ("/completions", "/chat/completions"):
+        refused(api.post(path, json={"prompt": "a", "messages": SAID, **body, "state": name}))
+    place = "".join(f"%{byte:02x}" for byte in name.encode())
+    for answer in (api.get(f"/states/{place}"), api.delete(f"/states/{place}"), api.get(f"/states/{place}/content")):
+        refused(answer)

@@ -1,0 +1,314 @@
+"""OpenAI's Responses, by the official client against the real server."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import following
+from serving_runs import Running, wait_until
+from test_limits import BODIES, JSON, refused
+from test_tools import ROWS, TEMPLATE, TOOLS
+
+from rwkv.serving.responses import input_items, messages_of
+from rwkv.tokenizer.tokenizers import WorldTokenizer
+
+if TYPE_CHECKING:
+    import openai
+
+pytestmark = pytest.mark.programs
+LETTERS = {str(letter): 100.0 for letter in range(97, 123)}      # as a bias: texts that are read as they were written
+FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+SAID = {"messages": [{"role": "user", "content": "a"}], "input": "a"}
+
+
+@pytest.fixture
+def api(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tool_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
+    """Of a model that writes ROWS."""
+    import openai
+
+    folder = tmp_path_factory.mktemp("responses")
+    singles = [bytes([value]) for value in range(256)]
+    words = sorted({piece.encode() for row in ROWS for piece in row} - set(singles))
+    lines = [f"{index} {token!r} {len(token)}" for index, token in enumerate([*singles, *words], start=1)]
+    tokenizer = WorldTokenizer("\n".join(lines))
+    path = folder / "tiny.safetensors"
+    ids = [[tokenizer.encode(piece)[0] for piece in row] + [tokenizer.end_of_text] for row in ROWS]
+    following(tokenizer.vocab_size, *ids, n_embd=64).save_pretrained(path, tokenizer)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
+    assert server.process.poll() is None, server.log
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+    server.end()
+
+
+def read_of(response: Any) -> int:
+    """The tokens that were read for it."""
+    return int(response.usage.input_tokens - response.usage.input_tokens_details.cached_tokens)
+
+
+def test_a_response_is_the_answer_of_a_chat(client: "openai.OpenAI") -> None:
+    chat = client.chat.completions.create(model="tiny", seed=5, max_tokens=12, messages=[
+        {"role": "system", "content": "be"}, {"role": "user", "content": "hi"}])
+    forms: list[Any] = ["hi", [{"role": "user", "content": "hi"}],
+                        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}]]
+    for form in forms:
+        response = client.responses.create(model="tiny", instructions="be", input=form, max_output_tokens=12,
+                                           metadata={"a": "b"}, extra_body={"seed": 5})
+        assert response.output_text == chat.choices[0].message.content
+        assert response.usage is not None
+        assert chat.usage is not None
+        assert (response.usage.input_tokens, response.usage.output_tokens) == (chat.usage.prompt_tokens,
+                                                                              chat.usage.completion_tokens)
+        assert (response.object, response.metadata, response.instructions) == ("response", {"a": "b"}, "be")
+        cut = chat.choices[0].finish_reason == "length"
+        assert (response.status, response.incomplete_details is not None) == ("incomplete" if cut else "completed", cut)
+
+
+def test_the_streams_events_tell_the_whole_response(client: "openai.OpenAI") -> None:
+    options: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 12,
+                               "extra_body": {"seed": 5, "logit_bias": LETTERS}}
+    whole: Any = client.responses.create(**options)
+    events = list(client.responses.create(**options, stream=True))
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+                     "response.output_text.done", "response.content_part.done", "response.output_item.done",
+                     "response.incomplete"]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last: Any = events[-1]
+    assert text == last.response.output_text == whole.output_text
+    assert last.response.usage.output_tokens == whole.usage.output_tokens
+    options["extra_body"]["stop"] = ["a", "e", "i", "o"]
+    options["max_output_tokens"] = 100
+    with client.responses.stream(**options) as stream:
+        assert [event.type for event in stream][-1] == "response.completed"
+        assert stream.get_final_response().output_text == client.responses.create(**options).output_text
+    stored = client.responses.retrieve(last.response.id)
+    assert stored.to_dict() == last.response.to_dict()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_previous_response_is_a_state(client: "openai.OpenAI", stream: bool) -> None:
+    options: dict[str, Any] = {"model": "tiny", "max_output_tokens": 12, "extra_body": {"seed": 5, "logit_bias": LETTERS}}
+    long = "It was a long story. " * 90
+
+    def ask(**more: Any) -> Any:
+        answer = client.responses.create(**options, **more, stream=stream)
+        return list(answer)[-1].response if stream else answer
+
+    first = ask(instructions="be", input=long)
+    turn = "\n\nUser: and?\n\nAssistant:"
+    second = ask(instructions="be", input="and?", previous_response_id=first.id)
+    assert read_of(second) == len(turn), "nothing is read again"
+    third = ask(instructions="be", input="so?", previous_response_id=second.id)
+    assert read_of(third) == len(turn.replace("and", "so"))
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": long},
+                {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "and?"}]
+    chat = client.chat.completions.create(model="tiny", max_tokens=12, seed=5, messages=messages,         # type: ignore[arg-type]
+                                          extra_body={"logit_bias": LETTERS})
+    items = [{"role": "user", "content": long}, *[item.to_dict() for item in first.output], {"role": "user", "content": "and?"}]
+    alone = ask(instructions="be", input=items)
+    assert alone.output_text == chat.choices[0].message.content
+    other = ask(instructions="do", input="and?", previous_response_id=first.id)
+    messages[0]["content"] = "do"
+    chat = client.chat.completions.create(model="tiny", max_tokens=12, seed=5, messages=messages,         # type: ignore[arg-type]
+                                          extra_body={"logit_bias": LETTERS})
+    assert other.output_text == chat.choices[0].message.content, "instructions are those of the last request"
+
+
+def test_responses_are_kept_listed_and_deleted(client: "openai.OpenAI", api: httpx.Client) -> None:
+    import openai
+
+    response = client.responses.create(model="tiny", input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+                                       max_output_tokens=3)
+    assert client.responses.retrieve(response.id).to_dict() == response.to_dict()
+    items: list[Any] = list(client.responses.input_items.list(response.id, limit=1))
+    assert [item.content[0].text for item in items] == ["b", "a"]
+    assert [item.id for item in client.responses.input_items.list(response.id, order="asc")] == [items[1].id, items[0].id]
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(response.id)
+    states = len(api.get("/states").json()["data"])
+    client.responses.delete(response.id)
+    assert len(api.get("/states").json()["data"]) == states - 1, "its state is freed"
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call(response.id)
+    unkept = client.responses.create(model="tiny", input="a", max_output_tokens=3, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+    assert len(api.get("/states").json()["data"]) == states - 1
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="tiny", input="a", previous_response_id=unkept.id)
+
+
+def test_where_the_state_is_gone_all_is_read_again(client: "openai.OpenAI", api: httpx.Client) -> None:
+    options: dict[str, Any] = {"model": "tiny", "max_output_tokens": 12, "extra_body": {"seed": 5, "logit_bias": LETTERS}}
+    first = client.responses.create(input="hi", **options)
+    second = client.responses.create(input="and?", previous_response_id=first.id, **options)
+    for state in api.get("/states").json()["data"]:
+        assert api.delete(f"/states/{state['id']}").status_code == 200
+    again = client.responses.create(input="and?", previous_response_id=first.id, **options)
+    assert again.output_text == second.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(Exception, match="no response"):
+        client.responses.create(input="so?", previous_response_id=again.id, instructions="x", **options)
+
+
+def test_a_response_continues_a_state_and_gives_one(client: "openai.OpenAI", api: httpx.Client) -> None:
+    state = api.post("/states", json={"messages": [{"role": "system", "content": "be"}]}).json()["id"]
+    response: Any = client.responses.create(model="tiny", input="hi", max_output_tokens=5,
+                                            extra_body={"state": state, "save_state": True, "seed": 1})
+    whole = client.responses.create(model="tiny", instructions="be", input="hi", max_output_tokens=5, extra_body={"seed": 1})
+    assert response.output_text == whole.output_text
+    client.responses.delete(response.id)
+    assert api.get(f"/states/{response.state}").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_items_and_their_results_go_on(tool_client: "openai.OpenAI", stream: bool) -> None:
+    def ask(**more: Any) -> Any:
+        answer = tool_client.responses.create(model="tiny", temperature=0, max_output_tokens=50, tools=FUNCTIONS, stream=stream,
+                                              **more)
+        if not stream:
+            return answer
+        events = list(answer)
+        deltas = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+        assert deltas == "".join(item.arguments for item in events[-1].response.output if item.type == "function_call")
+        return events[-1].response
+
+    response = ask(input="1")
+    text, call = response.output
+    assert (text.type, text.content[0].text) == ("message", "Let me see.")
+    assert (call.type, call.name, json.loads(call.arguments), call.status) == ("function_call", "weather", {"city": "Oslo"},
+                                                                             "completed")
+    assert response.status == "completed"
+    two = ask(input="2")
+    assert [item.name for item in two.output] == ["weather", "time_of_day"]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
+    after = ask(input=[result], previous_response_id=response.id)
+    sent_back = ask(input=[{"role": "user", "content": "1"}, *[item.to_dict() for item in response.output], result])
+    assert after.output_text == sent_back.output_text
+    demanded = ask(input="x", tool_choice={"type": "function", "name": "weather"})
+    assert demanded.tool_choice.name == "weather"
+
+
+def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> None:
+    response: Any = client.responses.create(model="tiny", input="hi", max_output_tokens=5, top_logprobs=2,
+                                            include=["message.output_text.logprobs"], extra_body={"logit_bias": LETTERS})
+    part = response.output[0].content[0]
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
+
+
+def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
+    pydantic = pytest.importorskip("pydantic")
+    pytest.importorskip("llguidance")
+
+    class Answer(pydantic.BaseModel):
+        good: bool
+        kind: Literal["a", "b"]
+
+    first = client.responses.parse(model="tiny", input="hi", text_format=Answer, max_output_tokens=100)
+    assert isinstance(first.output_parsed, Answer)
+    second = client.responses.parse(model="tiny", input="and?", text_format=Answer, previous_response_id=first.id)
+    assert isinstance(second.output_parsed, Answer)
+    with client.responses.stream(model="tiny", input="hi", text_format=Answer) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Answer)
+
+
+def test_items_are_messages() -> None:
+    given = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+             {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+             {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+             {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+             {"type": "function_call_output", "call_id": "1", "output": "c"},
+             {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "d"}]},
+             {"role": "assistant", "content": "e"}, {"role": "assistant", "content": "f"}]
+    calls = [{"id": each, "type": "function", "function": {"name": name, "arguments": "{}"}} for each, name in ("1f", "2g")]
+    assert messages_of(input_items(given)) == [
+        {"role": "developer", "content": "be"}, {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "c"}, {"role": "tool", "tool_call_id": "2", "content": "d"},
+        {"role": "assistant", "content": "e"}, {"role": "assistant", "content": "f"}]
+
+
+def test_responses_and_their_states_survive_a_restart_in_bounded_memory(start: Callable[..., Running], tmp_path: Path) -> None:
+    options = (f"states_dir={tmp_path}/kept", "responses_mib=1", "max_tokens=100", "api_key=one", "api_key=two")
+    one, two = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    server = start(*options)
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
+        first = api.post("/responses", json={"input": "hi", "max_output_tokens": 5}).json()
+        assert api.get(f"/responses/{first['id']}", headers=two).status_code == 404
+        assert api.post("/responses", json={"input": "a", "previous_response_id": first["id"]}, headers=two).status_code == 404
+    wait_until(lambda: len(list((tmp_path / "kept").glob("state_*.safetensors"))) == 1)
+    server.process.kill()
+    server.process.wait()
+    server = start(*options)
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
+        assert api.get(f"/responses/{first['id']}").json() == first
+        again = api.post("/responses", json={"input": "a", "previous_response_id": first["id"], "max_output_tokens": 5}).json()
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"]
+        body = {"input": "long", "max_output_tokens": 1, "metadata": {"a": "b" * 300_000}}
+        large = [api.post("/responses", json=body).json() for _ in range(4)]
+        assert api.get(f"/responses/{first['id']}").status_code == 404, "those used longest ago are dropped"
+        assert api.get(f"/responses/{large[-1]['id']}").status_code == 200
+        assert sum(path.stat().st_size for path in (tmp_path / "kept").glob("resp_*.json")) <= 2**20
+
+
+WRONG: list[tuple[str, Any]] = [
+    *[("input", value) for value in ([], 3, {}, [3], [{}], [{"role": "nobody", "content": "x"}], [{"role": "user"}],
+                                     [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "input_image"}]}],
+                                     [{"type": "item_reference", "id": "x"}], [{"type": "function_call", "name": "f"}],
+                                     [{"type": "function_call_output", "call_id": "x"}], [{"type": []}],
+                                     [{"type": "reasoning", "content": [3]}], "\0", "a" * 40_000)],
+    *[("previous_response_id", value) for value in ("x", 3, "", "../x", "resp_" + "0" * 32)],
+    *[("background", value) for value in (True, 3)], *[("conversation", value) for value in ("x", {})],
+    *[("tools", value) for value in ([{"type": "web_search"}], [{}], 3, [{"type": "function", "name": "f"}])],
+    *[("tool_choice", value) for value in ("required", "x", {"type": "function", "name": "f"})],
+    *[("max_output_tokens", value) for value in (-1, 1.5, "x", 100_001)],
+    *[("reasoning", value) for value in (3, {"effort": "x"})],
+    *[("text", value) for value in ({"format": {"type": "x"}}, {"format": 3}, {"x": 1})], ("top_logprobs", 21),
+    *[("metadata", value) for value in ({"a": 1}, 3, {str(number): "" for number in range(17)})], ("temperature", 3),
+    *[("state", value) for value in ("x", 3)], ("unknown", 1), ("model", "other"), ("stop", ""), ("instructions", 3),
+    ("prompt", {"id": "x"}), ("stream", "yes"), ("n", 2)]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda each: str(each)[:30])
+def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> None:
+    refused(api.post("/responses", json={"input": "a", "max_output_tokens": 1, field: value}), field)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
+def test_a_wrong_body_is_refused(api: httpx.Client, body: bytes) -> None:
+    refused(api.post("/responses", content=body))
+
+
+@given(st.dictionaries(st.sampled_from(sorted({field for field, _ in WRONG})), JSON, max_size=4),
+       st.text(min_size=1, max_size=8).filter(lambda name: "/" not in name and name not in (".", "..")),
+       st.dictionaries(st.sampled_from(["order", "limit", "after"]), st.text(max_size=4)))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+def test_any_request_gets_an_answer(api: httpx.Client, body: dict[str, Any], name: str, query: dict[str, str]) -> None:
+    kept = api.post("/responses", json={"input": "a", "max_output_tokens": 1}).json()["id"]
+    for sent in (body, {"input": "a", "max_output_tokens": 1, **body}):
+        answer = api.post("/responses", json=sent)
+        assert answer.status_code < 500, (sent, answer.text)
+        if answer.status_code >= 400:
+            refused(answer)
+    assert api.get(f"/responses/{kept}/input_items", params=query).status_code in (200, 400)
+    place = "".join(f"%{byte:02x}" for byte in name.encode())
+    for answer in (api.get(f"/responses/{place}"), api.delete(f"/responses/{place}"), api.post(f"/responses/{place}/cancel"),
+                   api.get(f"/responses/{place}/input_items")):
+        refused(answer)
