@@ -11,7 +11,7 @@ from typing import Any
 
 from rwkv.report import svg
 from rwkv.report.findings import BAD, NOTE, Finding
-from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, column, columns, flat
+from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs
 from rwkv.report.reading import Curve, Run
 
 LABELS = {BAD: "Look:", NOTE: "Note:"}
@@ -26,8 +26,8 @@ SAMPLES_SHOWN = 3                        # the first and the latest
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *map(_finding, findings), *_summary(comparison),
-            *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison),
-            *_setting(comparison), _method(comparison)]
+            *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
+            *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n")
@@ -61,8 +61,8 @@ def _finding(finding: Finding) -> str:
 
 def _summary(comparison: Comparison) -> list[str]:
     compared = comparison.reference is not None
-    header = ["kernel", "val/loss, nats", *["difference"] * compared, "tokens/s", *[f"x {comparison.reference}"] * compared,
-              "step, ms", "WKV forward", "WKV backward", "rest", "memory, MiB"]
+    header = ["kernel", f"val/loss, {_unit(comparison)}", *["difference"] * compared, "tokens/s",
+              *[f"x {comparison.reference}"] * compared, "step, ms", "WKV forward", "WKV backward", "rest", "memory, MiB"]
     rows = [_summary_row(kernel, comparison) for kernel in comparison.kernels]
     return ["<h2>Summary</h2>", _table(header, rows)]
 
@@ -81,6 +81,26 @@ def _summary_row(kernel: Kernel, comparison: Comparison) -> str:
              *(_cell(shown, key, "{:.3g}") for key in ("step_ms", "forward_ms", "backward_ms", "rest_ms")),
              _cell(shown, "peak_mib", "{:,.0f}")]
     return f"<tr><td>{name}</td>{''.join(cells)}</tr>"
+
+
+def _preferences(comparison: Comparison) -> list[str]:
+    """The rewards of pairs of answers, of the held-out pairs and of the last logged step."""
+    rows = []
+    for run, numbers in ((run, numbers) for kernel in comparison.kernels
+                         for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)):
+        for split, words in (("val", "held-out pairs"), ("train", "last logged step")):
+            cells = "".join(f"<td>{_shown(numbers.get(f'{split}_{name}'))}</td>" for name in REWARDS)
+            rows.append(f"<tr><td>{escape(run.name)}</td><td>{words}</td>{cells}</tr>")
+    if not rows:
+        return []
+    return ["<h2>Preferences</h2>",
+            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of how much more probable it is than '
+            "under the model of init_from=. The losses of this report are the objective's, per pair.</p>",
+            _table(["run", "pairs", "margin", "accuracy", "reward of chosen", "reward of rejected"], rows)]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _difference(kernel: Kernel) -> str:
@@ -177,10 +197,10 @@ def _plots(comparison: Comparison) -> list[str]:
     losses = _lines(comparison, _column("train/loss"), _mean)
     differences = _lines(comparison, lambda run: comparison.differences.get(run.name, {}))
     figures = [
-        ("Training loss, nats per token", svg.lines("training loss", "step", "", losses)),
+        (f"Training loss, {_unit(comparison)} per {_of_what(comparison)}", svg.lines("training loss", "step", "", losses)),
         (f"Distance of each loss to that of {escape(str(comparison.reference))} with the same seed, nats",
          svg.lines("difference of the losses", "step", "", differences, logarithmic=True)),
-        ("Validation loss, nats per token",
+        (f"Validation loss, {_unit(comparison)} per {_of_what(comparison)}",
          svg.lines("validation loss", "step", "", _lines(comparison, _column("val/loss"), _mean, marked=True))),
         ("Norm of the gradients, before clipping",
          svg.lines("gradient norm", "step", "", _lines(comparison, _column("grad_norm")), logarithmic=True)),
@@ -189,6 +209,15 @@ def _plots(comparison: Comparison) -> list[str]:
     ]
     drawn = [f"<figure><figcaption>{caption}</figcaption>{figure}</figure>" for caption, figure in figures if figure]
     return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(drawn)}</div>'] if drawn else []
+
+
+def _of_what(comparison: Comparison) -> str:
+    """What a loss is the mean over."""
+    return "pair" if any(map(learns_pairs, comparison.runs)) else "token"
+
+
+def _unit(comparison: Comparison) -> str:
+    return "objective" if _of_what(comparison) == "pair" else "nats"
 
 
 def _published(comparison: Comparison) -> list[str]:

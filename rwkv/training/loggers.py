@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from rwkv.config import LoggerConfig
+from rwkv.config import PREFERENCES, LoggerConfig
 from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
+from rwkv.report.numbers import reward_names
 from rwkv.report.reading import METRICS, read_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
@@ -48,7 +49,8 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     if config.name == "none" or rank() > 0:
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
-    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], norms, resumed_at)
+    rewards = reward_names() if run["tune"]["objective"] in PREFERENCES else ()
+    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*rewards, *norms), resumed_at)
     if config.name == "csv":
         return [file]
     mode = _mode()
@@ -98,18 +100,18 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
 class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
-    A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
-    row names the kernel, since a resumed run may use another.
+    more: columns of metrics that not every run has. A resumed run drops the rows of the steps after its checkpoint; it keeps
+    the columns, and adds new ones after them. Every row names the kernel, since a resumed run may use another.
     """
 
-    def __init__(self, path: Path, kernel: str, norms: Sequence[str] = (), resumed_at: int | None = None) -> None:
+    def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
         self.path = path
         self.kernel = kernel
         kept = []                        # rows of earlier steps, without a last row that a kill cut short
         if resumed_at is not None:
             kept = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
-        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *norms]))
+        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *more]))
         write_file(path, lambda file: file.write(self._text(kept, header=True)))
 
     @property
