@@ -43,6 +43,7 @@ from rwkv.config import ModelConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
+from rwkv.model.decoding.c_step import step_of
 from rwkv.model.quantized import Int4Linear, Int8Linear
 from rwkv.pretrained import BITS, RWKV
 
@@ -209,7 +210,7 @@ def decode_name(B: int) -> str:
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
     """What a step for B rows must read: all weights but the embedding, of which it reads B rows, and the state."""
     kind = generation(model.config)
-    of_matrices = BITS["bfloat16" if model.bfloat16_copies else dtype]
+    of_matrices = BITS["bfloat16" if step_of(model).reads_copies else dtype]
     bits = {name: of_matrices if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
     sizes = {name: math.prod(shape) for name, shape in kind.shapes(model.config, model.vocab_size).items()}
     return sum(sizes[name] * bits[name] / 8 for name in sizes if name != "emb.weight") + model.empty_state(B).nbytes()

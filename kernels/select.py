@@ -15,7 +15,7 @@ import torch
 from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, name_now, names, operators, why_not
 
 AUTO = "auto"
-Dtype = torch.dtype | str                # that of the inputs; of matvec and decoding the form of the weights
+Dtype = torch.dtype | str                # that of the inputs; of matvec the form of the weights
 
 
 class Rule(NamedTuple):
@@ -49,7 +49,6 @@ RULES = {
     ("matvec", "cpu", "int8"): Rule(("fbgemm", "c_v0", "reference"), measured=False),
     ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
-    **{("decoding", "cpu", form): Rule(("c_v0",), measured=True) for form in ("float32", "bfloat16", "int8", "int4")},
 }
 
 

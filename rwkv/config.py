@@ -278,6 +278,7 @@ class LoggerConfig:
 
 
 LORA = ("tune.method", "lora")
+ENGLISH = "english"                      # the text of tune.guard that comes with the package
 
 
 @dataclass
@@ -292,6 +293,8 @@ class TuneConfig:
                                 verbatim=GRAMMAR, needs=LORA)
     base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
                        one_of=("float32", "bfloat16", "int8", "int4"))
+    guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
+                               "comes with this program, FILE, or null for none", verbatim=PATH)
     objective: str = option("likelihood", "likelihood of the data; dpo or ipo: preference of the chosen answer over the "
                             "rejected one, of pairs (data=chat)", one_of=("likelihood", *PREFERENCES))
     beta: float = option(0.1, "weight of staying near the model of init_from= (dpo, ipo)", above=0.0,
@@ -586,6 +589,9 @@ class GenerateConfig(SavedModelConfig):
     max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
     stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times")
     stop_tokens: list[int] = option(list, "[ID,...]: tokens that end a sample and are not shown")
+    json_schema: str | None = option(None, "file with a JSON schema, by which each text is valid", verbatim=PATH)
+    grammar: str | None = option(None, "file with a Lark grammar, which each text follows", verbatim=PATH)
+    regex: str | None = option(None, "regular expression that each text matches as a whole", verbatim=TEXT)
     sampling: str = preset_option("default")
     stream: bool = option(True, "show a single text token by token", heading="Output")
     out: str | None = option(None, "file for the texts as lines of JSON, with tokens and finish reason", verbatim=PATH)

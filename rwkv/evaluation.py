@@ -124,13 +124,16 @@ class LastWord:
         return Scored(self.context + self.word, [False] * len(self.context) + [True] * len(self.word), self.lost)
 
 
-def read_text(path: Path) -> Iterator[str]:
-    """Yields the text of a file in pieces. Raises UserError where it cannot be read or, with the place, is not UTF-8."""
-    _require_file(path)
-    return chunks(path)
+def read_text(path: Path, option: str = "data.path") -> Iterator[str]:
+    """Yields the text of a file in pieces. option: which names the file, in errors.
+
+    Raises UserError where it cannot be read or, with the place, is not UTF-8.
+    """
+    _require_file(path, option)
+    return chunks(path, option=option)
 
 
-def count_tokens(tokenizer: Tokenizer, path: Path) -> tuple[int, Lost]:
+def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
     """The number of tokens that score_text will predict, and what the tokenizer loses of the text.
 
     Raises UserError where there are none, or as `read_text` does.
@@ -138,12 +141,12 @@ def count_tokens(tokenizer: Tokenizer, path: Path) -> tuple[int, Lost]:
     counter = LossCounter(tokenizer)
     tokens = 0
     lost = NOTHING
-    for text, ids in tokenizer.encode_pieces(read_text(path)):
+    for text, ids in tokenizer.encode_pieces(read_text(path, option)):
         tokens += len(ids)
         lost += counter.count([text], [ids])
     if not tokens:
         why = lost.describe("it") if lost.bytes else "it is empty"
-        raise UserError(f"data.path={path} has nothing to predict: {why}")
+        raise UserError(f"{option}={path} has nothing to predict: {why}")
     return tokens, lost
 
 
@@ -325,9 +328,9 @@ def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         yield rest
 
 
-def _require_file(path: Path) -> None:
+def _require_file(path: Path, option: str = "data.path") -> None:
     if path.exists() and not path.is_file():
-        raise UserError(f"data.path={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
+        raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
 
 
 def _exp(value: float) -> float | None:

@@ -1,16 +1,20 @@
 """Small models of every generation whose every weight matters, and the kernels that they can run on here."""
 
+import copy
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kernels.matvec import Packed, pack
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.model.base import generation as module_of
+from rwkv.model.decoding.c_step import LINEAR
+from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 
@@ -54,6 +58,35 @@ def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, 
             elif "ln" in name or generation == "rwkv7":
                 weight.add_(0.1 * torch.randn_like(weight))
     return model
+
+
+class Rounding(nn.Module):
+    """A product in float64 of rounded inputs and weights."""
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__()
+        self._packed, self._matvec = packed, select("matvec", "reference")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._matvec(x, self._packed))
+
+
+def in_form(model: RWKV, form: str) -> RWKV:
+    """The model, which is not trained any more, with matrices in a form of kernels/matvec."""
+    model = model.requires_grad_(False).eval()
+    if form in ("int8", "int4"):
+        return {"int8": to_int8, "int4": to_int4}[form](model)
+    return model.to(getattr(torch, form))
+
+
+def exact(model: RWKV) -> RWKV:
+    """The model in float64, which rounds what its form rounds."""
+    doubled = copy.deepcopy(model).double()
+    for name, layer in model.named_modules():
+        if isinstance(layer, LINEAR):
+            packed = layer.packed if not isinstance(layer, nn.Linear) else pack(layer.weight, str(layer.weight.dtype)[6:])
+            doubled.set_submodule(name, Rounding(packed))
+    return doubled
 
 
 def saying(*rows: str) -> RWKV:

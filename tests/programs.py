@@ -31,9 +31,13 @@ def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def one_sentence(result: tuple[int, str, str], *said: str) -> None:
-    """A user's mistake: exit status 2, nothing on standard output, and one line that says all of `said`."""
+    """A user's mistake: exit status 2, nothing on standard output, and one line that says all of `said`.
+
+    Before it, a program may have said what it loads.
+    """
     status, output, error = result
     assert (status, output) == (2, "")
+    error = "".join(line for line in error.splitlines(keepends=True) if not line.startswith("loading "))
     assert error.startswith("error: ")
     assert error.endswith("\n")
     assert error.count("\n") == 1

@@ -294,7 +294,10 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("logger.project=null", "logger.project cannot be null"),
     ("logger.project=a/b", "logger.project"),
     ("optim.lrr=1", "optim.lrr; did you mean optim.lr?"),
-    ("n_layer=1", "n_layer; did you mean model.n_layer?"),
+    ("n_layer=1", "n_layer; did you mean model.n_layer?"), ("max_stepz=3", "did you mean trainer.max_steps?"),
+    ("model.layers=1", "did you mean model.n_layer?"), ("trainr.max_stepz=1", "did you mean trainer.max_steps?"),
+    ("optim.batch_size=1", "did you mean data.batch_size?"), ("trainer.optim.lr=1", "did you mean optim.lr?"),
+    ("modle=small", "did you mean model?"), ("kernel=taichi_v33", "did you mean taichi_v3?"),
     ("nonsense=1", "nonsense; --help"),
     ("+model.nonsense=1", "model.nonsense"),
     ("++nonsense=1", "nonsense"),
@@ -443,6 +446,19 @@ def test_help_explains_every_option_and_fits_a_terminal(program: str) -> None:
     assert max(map(len, page.splitlines())) <= WIDTH
     for option in options(PROGRAMS[program][1]):
         assert re.search(rf"^  {re.escape(option)}  +\w*", page, re.MULTILINE), option
+
+
+def test_the_options_of_a_program_come_before_the_kernels(program: str) -> None:
+    page = help_of(program)
+    assert page.index("\nOptions, ") < page.index("\nChoices, ") < page.rindex("taichi_v3")
+
+
+@pytest.mark.parametrize(("argument", "hinted"), [
+    (r"stop=\n", True), (r"stop=User:\n\n", True), ("stop=\n", False), ("stop=User:", False), (r"prompt=C:\name", True),
+    (r"checkpoint=C:\new", False)])
+def test_a_backslash_and_an_n_are_told_from_a_line_end(run: Run, argument: str, hinted: bool) -> None:
+    _, _, error = run("generate", "checkpoint=missing.pth", argument)
+    assert ("line end" in error) == hinted
 
 
 def test_help_describes_every_choice() -> None:

@@ -24,7 +24,8 @@ SET_ENVIRONMENT = [ROOT / "kernels" / name
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("programs",),
     ("tools", "__init__"),
-    ("training", "serving", "evaluation", "pretrained"),
+    ("training", "serving", "pretrained"),
+    ("evaluation",),
     ("checkpoint", "data", "generation"),
     ("chat",),
     ("model", "tokenizer", "report", "cli"),
@@ -63,7 +64,7 @@ RULES = (
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
-    Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation|model|pretrained|checkpoint)"),
+    Rule(r"rwkv\.serving\.(?!worker$).*", r"torch|rwkv\.(generation(?!\.grammar)|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
     Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),

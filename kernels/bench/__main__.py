@@ -17,10 +17,12 @@ GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and n
 and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
 traffic; their shares of a copy's and of reading (by all threads; the limit of matvec) show how much is left to gain.
 `extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch operators in
-a pass (launches.py). The last line of standard output is the result as JSON.
+a pass (launches.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where that of a
+time or of what it is compared with is over a quarter, the machine was busy and the ratio is left out of the table.
 """
 
 import argparse
+import os
 import sys
 from statistics import median
 from typing import Any
@@ -32,9 +34,9 @@ from kernels.bench import plot
 from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
-from kernels.bench.results import exit_status, output_file, publish
+from kernels.bench.results import exit_status, output_file, save
 from kernels.bench.text import aligned
-from kernels.bench.timing import interleaved
+from kernels.bench.timing import interleaved, spread
 from kernels.machine import hardware
 from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators
@@ -45,8 +47,13 @@ READ = ("machine", "read")
 COPY_ONE = ("machine", "copy of one tensor")
 MAX_SECONDS = 6                          # a slower or larger implementation is measured only if --only names it
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
+UNSTEADY = "?"
+MAX_SPREAD = 0.25                        # of times whose ratios are shown
+RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}      # and what each compares with
+LIMITS = {"matmul": MATMUL, "copy": COPY, "read": READ, "copy_one": COPY_ONE}
 COLUMNS = {                              # of a result: heading and format
-    "ms": ("ms", ".3f"), "best_ms": ("best", ".3f"), "runs": ("runs", "d"), "gflops": ("GFLOP/s", ".1f"),
+    "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
+    "gflops": ("GFLOP/s", ".1f"),
     "x_limit": ("x limit", ".2f"), "gbs": ("GB/s", ".1f"), "of_copy": ("of copy", ".0%"), "of_read": ("of read", ".0%"),
     "copies": ("x one copy", ".1f"), "vs_baseline": ("x {baseline}", ".2f"), "launches": ("launches", "d"),
     "extra_mb": ("extra MB", ".1f"), "err_ratio": ("err_ratio", ".0e"),
@@ -55,6 +62,9 @@ COLUMNS = {                              # of a result: heading and format
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
+    busy = _others_on_the_machine()
+    if busy:
+        print(busy, flush=True)
     malloc = "tuned" if args.malloc == "tuned" and keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
@@ -63,10 +73,23 @@ def main(argv: list[str] | None = None) -> int:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
             report[kind].append(measured)
             print(table(report, measured), flush=True)
-    publish(report, args.json)
+    if args.json:
+        save(report, args.json)
     if args.plot:
         plot.draw(args.plot, [report])
     return 1 if any(measured["wrong"] for measured in report["shapes"] + report["sweep"]) else 0
+
+
+def _others_on_the_machine() -> str | None:
+    """A sentence where programs kept half of the cores busy in the last minute; they may have been the user's own."""
+    if not hasattr(os, "getloadavg"):    # Windows
+        return None
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
+    if load < cores / 2:
+        return None
+    return (f"the machine was busy, with a load of {load:.1f} on {cores} cores in the last minute: if it still is,\n"
+            "times are too long, and ratios are left out where times vary too much")
 
 
 def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], budget_s: float) -> dict[str, Any]:
@@ -82,7 +105,8 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     results = [_result(key, passes[key], samples, limits, case.baseline)
                | {"launches": counts[key], "extra_mb": peak_extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
     return {"shape": dict(zip(case.AXES, shape, strict=True)), "baseline": case.baseline, "limits": limits,
-            "results": results, "skipped": skipped, "wrong": wrong}
+            "spread": {name: spread(samples[key]) for name, key in LIMITS.items()}, "results": results,
+            "skipped": skipped, "wrong": wrong}
 
 
 def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
@@ -95,8 +119,10 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
             f"copy of one such tensor {limits['copy_one_ms']:.3f} ms")
     shown = [column for column in COLUMNS if any(result[column] is not None for result in measured["results"])]
     rows = [["", "", *(COLUMNS[column][0].format(**measured) for column in shown)]]
-    rows += [[result["name"], result["pass"], *(_cell(result, column) for column in shown)] for result in measured["results"]]
-    notes = [f"not measured: {reason}" for reason in _grouped(measured["skipped"])]
+    rows += [[result["name"], result["pass"], *(_cell(result, column, measured) for column in shown)]
+             for result in measured["results"]]
+    notes = _unsteady(measured)
+    notes += [f"not measured: {reason}" for reason in _grouped(measured["skipped"])]
     notes += [f"WRONG, not timed: {name}: {reason}" for name, reason in measured["wrong"].items()]
     return "\n".join((head, aligned(rows, left=2), *notes))
 
@@ -168,6 +194,7 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
     gbs = part.bytes / seconds / 1e9
     same_pass = samples.get((baseline, pass_name))
     return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
+            "spread": spread(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
             "x_limit": limits["matmul_gflops"] / gflops if gflops else None,
             "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"] if part.reads else None,
@@ -175,8 +202,31 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
             "vs_baseline": median(same_pass) / seconds if same_pass else None}
 
 
-def _cell(result: dict[str, Any], column: str) -> str:
-    return "" if result[column] is None else format(result[column], COLUMNS[column][1])
+def _cell(result: dict[str, Any], column: str, measured: dict[str, Any]) -> str:
+    if result[column] is None:
+        return ""
+    return format(result[column], COLUMNS[column][1]) if _is_steady(result, column, measured) else UNSTEADY
+
+
+def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) -> bool:
+    """Whether both times of a ratio are alike in all runs; other columns are no ratios of two times."""
+    if column in RATIOS:
+        return max(result["spread"], measured["spread"][RATIOS[column]]) <= MAX_SPREAD
+    if column != "vs_baseline":
+        return True
+    baseline = next(other for other in measured["results"]
+                    if (other["name"], other["pass"]) == (measured["baseline"], result["pass"]))
+    return max(result["spread"], baseline["spread"]) <= MAX_SPREAD
+
+
+def _unsteady(measured: dict[str, Any]) -> list[str]:
+    """A note where ratios are left out."""
+    ratios = [(result, column) for result in measured["results"] for column in (*RATIOS, "vs_baseline")
+              if result[column] is not None]
+    if all(_is_steady(result, column, measured) for result, column in ratios):
+        return []
+    return [f"{UNSTEADY}: a ratio of times whose middle half spreads over more than {MAX_SPREAD:.0%} of the median;\nmeasure "
+            "again when the machine is idle, or with a larger --seconds"]
 
 
 def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:

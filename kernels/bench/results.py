@@ -42,13 +42,25 @@ def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> i
 
 def publish(report: Report, file: Path | None) -> None:
     """Prints the report as one line of JSON, and writes that line to `file` as well."""
-    line = json.dumps(report)
-    print(line, flush=True)
+    print(json.dumps(report), flush=True)
     if file:
-        try:
-            file.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UnusableFile(f"cannot write {file} ({error.strerror}); the result is the last line above") from None
+        _write(report, file)
+
+
+def save(report: Report, file: Path) -> None:
+    """Writes the report to `file` as one line of JSON; prints the line where the file cannot be written."""
+    try:
+        _write(report, file)
+    except UnusableFile:
+        print(json.dumps(report), flush=True)
+        raise
+
+
+def _write(report: Report, file: Path) -> None:
+    try:
+        file.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UnusableFile(f"cannot write {file} ({error.strerror}); the result is the last line above") from None
 
 
 def output_file(text: str) -> Path:

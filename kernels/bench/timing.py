@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from statistics import quantiles
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,14 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
                     function()           # fills the caches with its own data
                 samples[key].append(seconds(function, device, repeats[key]))
     return samples
+
+
+def spread(samples: Sequence[float]) -> float:
+    """The distance between the quartiles of several runs as a share of their median; 0 for one run, which shows none."""
+    if len(samples) < 2:
+        return 0.0
+    lower, middle, upper = quantiles(samples, n=4, method="inclusive")
+    return (upper - lower) / middle
 
 
 def shortest(function: Callable[[], Any], device: str, calls: int = 2) -> float:

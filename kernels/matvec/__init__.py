@@ -219,6 +219,7 @@ class Int4(Packed):
 
 
 FORMS: dict[str, type[Packed]] = {kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}
+KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # in products.h; of 1, x is not rounded
 
 
 class MatVec(Operator):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.matvec import FORMS, GROUP, TOGETHER, BFloat16, Int4, Int8, Packed
+from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Int4, Int8, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), native=True, forms=tuple(FORMS))
@@ -40,7 +40,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         floats, whole = _inputs(x, packed)
         y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run(f"matvec_{packed.form}", threads, N, K, R, floats.shape[1], K * whole.itemsize, offset, threads,
+        native.run("matvec", threads, KINDS[packed.form], N, K, R, floats.shape[1], K * whole.itemsize, offset, threads,
                    weight, scale, shift, floats, whole, y)
         return y
 

@@ -64,7 +64,7 @@ def run(name: str, threads: int, *arguments: int | float | Tensor | None) -> Non
     float as a double; a tensor is the address of its first number, None the null address."""
     of_level = level()
     assert of_level is not None, why_not()
-    call = (ctypes.c_int64 * len(arguments))(*map(_number, arguments))
+    call = (ctypes.c_int64 * len(arguments))(*map(number, arguments))
     _function(name, of_level)(call, threads)
 
 
@@ -73,7 +73,8 @@ def threads_for(tasks: int) -> int:
     return min(tasks, torch.get_num_threads())
 
 
-def _number(argument: int | float | Tensor | None) -> int:
+def number(argument: int | float | Tensor | None) -> int:
+    """What stands for the argument in a struct of 64-bit numbers."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, float):

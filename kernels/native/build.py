@@ -1,4 +1,4 @@
-"""Makes the libraries of kernels/native: csrc/*.c of the package, each for every level, by zig's clang, with no other compiler.
+"""Makes the libraries of kernels/native: csrc/*.c of all packages, for every level, by zig's clang, with no other compiler.
 
     python -m kernels.native.build [--zig PYTHON] [SYSTEM-MACHINE ...]
 
@@ -20,7 +20,6 @@ from kernels.native import LEVELS, TARGETS, Target
 ROOT = Path(__file__).parents[2]
 ZIG = "0.17.1"
 PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # not made for each level
-SOURCES = ("kernels/*/csrc/*.[ch]", "rwkv/*/csrc/*.[ch]")
 SYSTEMS = {"linux": "linux-gnu.2.28", "macos": "macos.11.0", "windows": "windows-gnu"}   # as zig names them
 FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror",
          "-Wno-unused-command-line-argument")
@@ -31,8 +30,9 @@ OF_LEVEL["avx512bf16"] = (*OF_LEVEL["avx512"], "-mavx512bf16")
 
 
 def sources() -> list[str]:
-    """The sources, headers among them, as paths below the folder of the packages."""
-    return sorted(path.relative_to(ROOT).as_posix() for pattern in SOURCES for path in ROOT.glob(pattern))
+    """The sources in a csrc folder of this package and of those beside it, headers among them, as paths below their folder."""
+    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
+    return sorted(path.relative_to(ROOT).as_posix() for package in packages for path in package.glob("**/csrc/*.[ch]"))
 
 
 def name_of_sources() -> str:

@@ -104,6 +104,7 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
                             "-m out")
         if any(flag in SWEEP_FLAGS for flag in line.flags):
             _say_what_is_not_split(line, schema)
+        _say_what_is_no_line_end(line, schema)
         if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
@@ -169,6 +170,15 @@ def _say_what_is_not_split(line: CommandLine, schema: type) -> None:
             print(f"{key}={value} is one value, also with -m: names and texts are taken verbatim", file=sys.stderr)
 
 
+def _say_what_is_no_line_end(line: CommandLine, schema: type) -> None:
+    """A hint for stop='\\n': a shell's quotes leave a backslash and an n, which is what a text of code may mean as well."""
+    for key, value in line.verbatim.items():
+        values = value if isinstance(value, list) else [value]
+        if free_text(options(schema)[key]) != PATH and any("\\n" in text and "\n" not in text for text in values):
+            print(f"{key}: \\n is taken verbatim, as a backslash and an n; a line end is written {key}=$'\\n' in bash and zsh",
+                  file=sys.stderr)
+
+
 def split(arguments: list[str], schema: type) -> CommandLine:
     """Sorts the arguments into overrides, values of verbatim options of `schema`, and flags."""
     line = CommandLine([], {}, [])
@@ -212,10 +222,25 @@ def check_override(override: str, schema: type) -> None:
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):
-        known = list(options(schema))
-        close = get_close_matches(key, known, n=1) or [option for option in known if option.endswith(f".{key}")]
-        hint = f"did you mean {close[0]}?" if close else "--help lists them all"
+        close = close_to(key, [*options(schema), *(group for group in of_program if (CONFIGS / group).is_dir())])
+        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
         raise UserError(f"unknown option {key}; {hint}")
+
+
+def close_to(key: str, known: list[str]) -> list[str]:
+    """The names that a wrong key may mean, at most three: the same last part in other groups, or the same but for letters,
+    with groups or without them.
+    """
+    last = key.rpartition(".")[2]
+    same = [option for option in known if option.rpartition(".")[2] == last]
+    if same:
+        return get_close_matches(key, same, n=3, cutoff=0.0)
+    whole = get_close_matches(key, known, n=1, cutoff=0.75)
+    if whole:
+        return whole
+    leaves = get_close_matches(last, [option.rpartition(".")[2] for option in known], n=1, cutoff=0.7)
+    found = [option for option in known if option.rpartition(".")[2] in leaves]
+    return get_close_matches(key, found, n=3, cutoff=0.0) or get_close_matches(key, known, n=1)
 
 
 def choices(group: str) -> list[str]:
@@ -227,7 +252,9 @@ def _check_choice(group: str, choice: str) -> None:
     if group == "kernel" and choice in FORMER_KERNELS:
         return
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
-        raise UserError(f"unknown {group} {choice!r}; there are: {', '.join(choices(group))}")
+        close = get_close_matches(choice, choices(group), n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"unknown {group} {choice!r}; {meant}there are: {', '.join(choices(group))}")
 
 
 def preset(group: str, choice: str) -> dict[str, Any]:

@@ -12,18 +12,18 @@ WIDTH, COLUMN = 80, 30                   # of the page, and where the texts besi
 def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
          config: Any) -> str:
     """choices: for each group a description by name. options: fields by dotted key. config: holds the values to show."""
-    lines = [about.strip(), "", "Choices, GROUP=NAME:"]
-    lines += _entry("kernel=", f"{', '.join(kernels)}; described by: python -m kernels")
-    for group, described in choices.items():
-        for name, text in described.items():
-            lines += _entry(f"{group}={name}", text)
-    lines += ["", "Options, OPTION=VALUE, with [the value under this command line]:"]
+    lines = [about.strip(), "", "Options, OPTION=VALUE, with [the value under this command line]:"]
     heading = None
     for key, item in options.items():
         if item.metadata["heading"] not in (None, heading):
             heading = item.metadata["heading"]
             lines += ["", heading]
         lines += _entry(key, f"{item.metadata['help']}{_shown(_value(config, key))}")
+    lines += ["", "Choices, GROUP=NAME:"]
+    for group, described in choices.items():
+        for name, text in described.items():
+            lines += _entry(f"{group}={name}", text)
+    lines += _entry("kernel=", f"{', '.join(kernels)}; described by: python -m kernels")
     return "\n".join(lines)
 
 

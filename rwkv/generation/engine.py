@@ -5,6 +5,7 @@ per token do not depend on the length of a text. Rows join and leave between ste
 and its options: not on the rows beside it, nor on how it is streamed.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from rwkv.config import Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import ProgramDecoder, decoder_of
+from rwkv.generation.decoder import CDecoder, decoder_of
+from rwkv.generation.grammar import Grammar, Matcher
 from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Penalties, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
@@ -26,7 +28,9 @@ from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
-CANCELLED = "cancelled"                  # finish reason
+CANCELLED, NO_TOKEN = "cancelled", "no_token"            # finish reasons
+# Of each byte its 8 bits, the lowest first, as bools that are True where the bit is 0; 8 bools are one int64, (256) in all.
+ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
 WARM_TOKENS = 4                          # of a text that nobody reads
 AT_ONCE = 64                             # random numbers of a row that are made together
 
@@ -36,8 +40,10 @@ class Sample:
     """One generated text.
 
     prompt: the text to continue; empty where it was given as ids. text: the continuation of the prompt. finish_reason:
-    "length", "stop", "end_of_text" or "cancelled"; None while the text is generated.
-    tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested.
+    "length", "stop", "end_of_text", "cancelled", or "no_token" where the grammar, with the tokens that are banned, leaves no
+    token or has become too complex; None while the text is generated.
+    tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested; of the
+    tokens that the grammar allows, before all other options.
     """
 
     prompt: str
@@ -50,22 +56,24 @@ class Sample:
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
              stop: Sequence[str] = (), stop_tokens: Sequence[int] = (), context: PrefillResult | None = None,
-             cache: PrefixCache | None = None, **sampling: Any) -> Iterator[str]:
+             cache: PrefixCache | None = None, grammar: Grammar | None = None, **sampling: Any) -> Iterator[str]:
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
-    sampling: the fields of rwkv.config.Sampling. context: the result of reading the text before the prompt.
+    sampling: the fields of rwkv.config.Sampling. grammar: what the text may be (rwkv/generation/grammar.py). context: the
+    result of reading the text before the prompt.
     Without a context and a prompt, generation starts from the end-of-text token, which also ends a text. Raises ValueError,
     before the first piece is requested, where an option is wrong, the prompt cannot be encoded or the tokenizer does not fit
     the model.
     """
     engine = Engine(model, tokenizer, [prompt], [seed], StoppingCriteria(max_new_tokens, stop, stop_tokens),
-                    Sampling(**sampling), context, cache)
+                    Sampling(**sampling), context, cache, grammar=grammar)
     return (piece for _, piece in engine if piece)
 
 
 def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 200,
                    seeds: Sequence[int] | None = None, stop: Sequence[str] = (), stop_tokens: Sequence[int] = (),
-                   cache: PrefixCache | None = None, logprobs: int = 0, **sampling: Any) -> list[Sample]:
+                   cache: PrefixCache | None = None, logprobs: int = 0, grammar: Grammar | None = None,
+                   **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
 
     It is so to the token for small models, for int8, and for large models on a CPU with C kernels (kernels/native). Otherwise
@@ -76,7 +84,8 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     """
     prompts = strings("prompts", prompts)
     engine = Engine(model, tokenizer, prompts, [0] * len(prompts) if seeds is None else seeds,
-                    StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), cache=cache, n_logprobs=logprobs)
+                    StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), cache=cache, n_logprobs=logprobs,
+                    grammar=grammar)
     for _ in engine:
         pass
     return engine.samples
@@ -98,7 +107,7 @@ class Engine:
                  seeds: Sequence[int] = (),
                  stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
                  context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0,
-                 earlier: Sequence[int] = ()) -> None:
+                 earlier: Sequence[int] = (), grammar: Grammar | None = None) -> None:
         checked = _checked(prompts)
         seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(checked) != len(seeds):
@@ -115,7 +124,7 @@ class Engine:
         self._added = 0                                  # rows so far
 
         n = whole_number("logprobs", n_logprobs) or None
-        rows = [self.add(prompt, seed, stopping, sampling, n, context, earlier=earlier)
+        rows = [self.add(prompt, seed, stopping, sampling, n, context, earlier=earlier, grammar=grammar)
                 for prompt, seed in zip(checked, seeds, strict=True)]
         self.samples = [row.sample for row in rows]
         self.prompt_tokens = sum(len(row.prompt_ids) for row in rows)
@@ -124,12 +133,12 @@ class Engine:
 
     def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
             sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
-            prompt_logprobs: bool = False, earlier: Sequence[int] = ()) -> "Row":
+            prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None) -> "Row":
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
         n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
         prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that repetition_penalty takes for tokens of
-        the prompt too, since the context has read them. Raises ValueError as `generate` does.
+        the prompt too, since the context has read them. grammar: what the text may be. Raises ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
         sampling.check_ids(self._tokenizer.vocab_size)
@@ -139,7 +148,7 @@ class Engine:
         if sampling.has_penalties:
             penalties = Penalties(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
-                  self._cache if context is None else None, context.last_ids if context else ())
+                  self._cache if context is None else None, context.last_ids if context else (), grammar)
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
         shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
         if shared is None:
@@ -183,12 +192,12 @@ class Engine:
         self._drop_finished()
         self._read_drawn()
         self._read_prompts()
+        pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.find_allowed()]
         self._drop_finished()                            # those that may have no token at all
         if not self._rows:
-            return []
+            return pieces
         tokens = self._draw()
         self._drawn = torch.tensor(tokens)
-        pieces = []
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
@@ -211,7 +220,7 @@ class Engine:
         """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._draw_by = drawing() if isinstance(self._decoder, ProgramDecoder) else None
+        self._draw_by = drawing() if isinstance(self._decoder, CDecoder) else None
 
     def _read_new_weights(self) -> None:
         """Goes on with the model's weights as they are now; prompts are read anew. What old ones have read is not cached."""
@@ -281,7 +290,7 @@ class Engine:
 
     def _draw(self) -> list[int]:
         """The next token of each row; rows with equal options are drawn together."""
-        logits = self._logits[:, :self._tokenizer.vocab_size]
+        logits = self._of_grammars(self._logits[:, :self._tokenizer.vocab_size])
         tokens = [0] * len(self._rows)
         groups: dict[Sampling, list[int]] = {}
         for position, row in enumerate(self._rows):
@@ -298,6 +307,15 @@ class Engine:
                     row.penalties.add(token)
         self._keep_logprobs(logits, tokens)
         return tokens
+
+    def _of_grammars(self, logits: Tensor) -> Tensor:
+        """The logits with -inf for each token that a row's grammar forbids; those given stay as they are."""
+        held = [(position, row.forbidden) for position, row in enumerate(self._rows) if row.forbidden is not None]
+        if held:
+            logits = logits.clone()
+        for position, forbidden in held:
+            logits[position].masked_fill_(forbidden.to(logits.device), -torch.inf)
+        return logits
 
     def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
         positions = [position for position, row in enumerate(self._rows) if row.n_logprobs is not None]
@@ -329,7 +347,7 @@ class Engine:
         logprobs = [logprob.item(), *their_logprobs.tolist()[:n]]
         own, *top = [{"token": each, "text": name, "logprob": value}
                      for each, name, value in zip(tokens, names, logprobs, strict=True)]
-        return {**own, "top": top}
+        return {**own, "top": [entry for entry in top if entry["logprob"] > -math.inf]}
 
 
 @dataclass
@@ -351,12 +369,12 @@ class Row:
 
     sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
     result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. before: the last
-    ids that were read before the prompt.
+    ids that were read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
                  sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
-                 before: Sequence[int] = ()) -> None:
+                 before: Sequence[int] = (), grammar: Grammar | None = None) -> None:
         self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
         self.sampling, self.penalties = sampling, penalties
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
@@ -365,9 +383,11 @@ class Row:
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.last_token_in_text = True           # False after an end-of-text or stop token
-        self._ends = {*tokenizer.ends}
+        self._ends, self._vocab_size = {*tokenizer.ends}, tokenizer.vocab_size
         self._stopping = stopping
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
+        self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
+        self.forbidden: Tensor | None = None
         self._random = _uniform(sample.seed)
         self._before = [*before, *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
         self._text_decoder = tokenizer.decoder(self._before)
@@ -402,6 +422,27 @@ class Row:
         """The row's next random number from [0, 1)."""
         return next(self._random)
 
+    def find_allowed(self) -> bool:
+        """Finds what the grammar allows next; returns whether that is any token. What options ban is not drawn either."""
+        if self._matcher is None:
+            return True
+        mask = self._matcher.allowed()
+        if mask is None:
+            return False
+        self.forbidden = ZEROS[torch.frombuffer(mask, dtype=torch.uint8).int()].view(torch.bool)[:self._vocab_size]
+        if not self.sampling.banned:
+            return True
+        left_out = self.forbidden.clone()
+        left_out[list(self.sampling.banned)] = True
+        return not bool(left_out.all())
+
+    def end_without_token(self) -> str:
+        """Ends the text where no token may follow; returns the text that was held back."""
+        self.sample.finish_reason = NO_TOKEN
+        text = self._flush()
+        self.sample.text += text
+        return text
+
     def push(self, token: int) -> str:
         """Appends a token that was drawn; returns the text that can be shown now. Sets finish_reason where the text ends."""
         sample = self.sample
@@ -411,6 +452,8 @@ class Row:
             text = self._flush()
         else:
             sample.tokens.append(token)
+            if self._matcher is not None:
+                self._matcher.push(token)
             text = self._stop_strings.push(self._text_decoder.push(token))
             if self._stop_strings.found is None and len(sample.tokens) == self._stopping.max_new_tokens:
                 sample.finish_reason = "length"

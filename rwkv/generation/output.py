@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TextIO
@@ -16,16 +16,18 @@ from typing import TextIO
 from rwkv.config import GenerateConfig, Sampling, whole_number
 from rwkv.errors import UserError
 from rwkv.generation.engine import LARGEST_SEED, Engine, Sample
+from rwkv.generation.grammar import Grammar
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.output_file import require_writable
 from rwkv.io.signals import StopRequest
-from rwkv.io.utf8 import decode
+from rwkv.io.utf8 import decode, read_text
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+LEAST_READ = 64                          # tokens of prompts, below which the time is that of starting
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
@@ -44,11 +46,32 @@ def check_config(config: GenerateConfig) -> None:
         raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     stopping_from(config)
+    if grammar := grammar_from(config):
+        grammar.check()
 
 
 def stopping_from(config: GenerateConfig) -> StoppingCriteria:
     """When the texts end. Raises UserError for a value out of range."""
     return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
+
+
+def grammar_from(config: GenerateConfig) -> Grammar | None:
+    """What the texts may be, None for any text. Raises UserError where two options say it or a file is missing or wrong."""
+    given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
+    if config.regex is not None:
+        return Grammar.regex(config.regex)
+    if config.grammar is not None:
+        return Grammar.lark(read_text(Path(config.grammar), f"grammar={config.grammar}"))
+    if config.json_schema is None:
+        return None
+    source = f"json_schema={config.json_schema}"
+    try:
+        schema = json.loads(read_text(Path(config.json_schema), source))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{source} is not JSON: {error}") from None
+    return Grammar.json_schema(schema)
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
@@ -76,7 +99,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     returns False.
     """
     stopping = stopping_from(config)
-    sampling = Sampling.of(config)
+    sampling, grammar = Sampling.of(config), grammar_from(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
@@ -85,15 +108,16 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
         while batch := list(itertools.islice(jobs, config.batch_size)):
             texts, seeds = zip(*batch, strict=True)
             started = time.perf_counter()
-            engine = Engine(model, tokenizer, texts, seeds, stopping, sampling, context, n_logprobs=config.logprobs)
-            prefilled = time.perf_counter()
+            engine = Engine(model, tokenizer, texts, seeds, stopping, sampling, context, n_logprobs=config.logprobs,
+                            grammar=grammar)
+            clock = _Clock(engine, started)
             if config.stream and single:
-                _stream(engine, stop)
+                _stream(engine, clock, stop)
             else:
-                _write_texts(engine, stop, written)
-            finished = time.perf_counter()
+                _write_texts(engine, clock, stop, written)
+            clock.stop()
             _write_json(engine.samples, out or (sys.stderr if config.logprobs else None))
-            _report_speed(engine, prefilled - started, finished - prefilled)
+            print(clock.report(), file=sys.stderr)
             if config.save_state:
                 save_context(config.save_state, engine.context(), model, tokenizer)
             if stop.requested:
@@ -102,10 +126,54 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     return True
 
 
-def _stream(engine: Engine, stop: StopRequest) -> None:
+class _Clock:
+    """The times of an engine's run. The first step of an engine also prepares the weights: its rate is that of the others.
+
+    Iterating over it iterates over the engine.
+    """
+
+    def __init__(self, engine: Engine, started: float) -> None:
+        self._engine = engine
+        self._started = started
+        self._read = self._first = self._finished = time.perf_counter()
+        self._written_first = 0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        pieces = self._engine.step()
+        self._first = time.perf_counter()
+        self._written_first = self._written()
+        yield from pieces
+        yield from self._engine
+
+    def stop(self) -> None:
+        self._finished = time.perf_counter()
+
+    def report(self) -> str:
+        """One line: what was read and written, in what time, with rates where enough was measured for one."""
+        read = self._engine.prompt_tokens
+        read_s = self._read - self._started
+        written = self._written()
+        said = f"read {_tokens(read)} in {read_s:.2f} s"
+        if read >= LEAST_READ:
+            said += f" ({read / read_s:.0f} tokens/s)"
+        said += f", wrote {written} in {self._finished - self._read:.2f} s"
+        seconds = self._finished - self._first
+        if written > self._written_first and seconds > 0:
+            said += f" ({(written - self._written_first) / seconds:.0f} tokens/s after the first)"
+        return said
+
+    def _written(self) -> int:
+        return sum(len(sample.tokens) for sample in self._engine.samples)
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
+
+
+def _stream(engine: Engine, clock: _Clock, stop: StopRequest) -> None:
     """Writes the only text as it is generated."""
     print(engine.samples[0].prompt, end="", flush=True)
-    for _, piece in engine:
+    for _, piece in clock:
         if piece:
             print(piece, end="", flush=True)
         if stop.requested:
@@ -113,9 +181,9 @@ def _stream(engine: Engine, stop: StopRequest) -> None:
     print()
 
 
-def _write_texts(engine: Engine, stop: StopRequest, written: int) -> None:
+def _write_texts(engine: Engine, clock: _Clock, stop: StopRequest, written: int) -> None:
     """Generates all texts, then writes them; `written` is the number of texts written before."""
-    for _ in engine:
+    for _ in clock:
         if stop.requested:
             break
     for number, sample in enumerate(engine.samples, start=written):
@@ -129,13 +197,6 @@ def _write_json(samples: Sequence[Sample], file: TextIO | None) -> None:
         entry = {"prompt": sample.prompt, "seed": sample.seed, "text": sample.text, "finish": sample.finish_reason,
                  "tokens": sample.tokens, "logprobs": sample.logprobs}
         print(json.dumps(entry, ensure_ascii=False), file=file, flush=True)
-
-
-def _report_speed(engine: Engine, read_s: float, written_s: float) -> None:
-    read = engine.prompt_tokens
-    written = sum(len(sample.tokens) for sample in engine.samples)
-    print(f"read {read} tokens in {read_s:.2f} s ({read / read_s:.0f} tokens/s), wrote {written} in {written_s:.2f} s "
-          f"({written / max(written_s, 1e-9):.0f} tokens/s)", file=sys.stderr)
 
 
 def _json_prompts(content: bytes, path: Path) -> list[str]:

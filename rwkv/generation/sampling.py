@@ -195,7 +195,8 @@ def _likeliest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     They are found before anything is computed from the logits, which may make different ones equal.
     """
     values, ids = logits.topk(n)
-    most = int((logits >= values[:, -1:]).sum(-1).max())
+    least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # -inf marks tokens that are not drawn
+    most = int((logits >= least).sum(-1).max())
     if most > n:                         # topk takes any of equal ones
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values

@@ -12,6 +12,7 @@ A generation is a file beside this one, found by its name: rwkv4.py says everyth
     group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
     LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
     Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
+    c_model(model, builder)        what the step in C reads (decoding/c_step.py)
     non_negative(config)           linear layers whose inputs are never negative (int8)
     add_deep_embed(model), merge(model), first_carry(tokens)       where ModelConfig may have a deep_embed_dim: adds the tables
                                    of a new model; merges what is apart for training alone; what the first block is handed
@@ -34,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.machine.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
-from rwkv.model.derived import Bfloat16Copies
+from rwkv.model.derived import Kept
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
@@ -107,7 +108,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged
-        self.bfloat16_copies = Bfloat16Copies()          # of its matrices, for decoding
+        self.kept = Kept()                               # what its decoding in C has made of its weights
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:

@@ -9,7 +9,7 @@ seen, and one of a few of its numbers is not. Write `with torch.no_grad(): weigh
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from kernels.matvec import Packed
 
 ROWS = 1024                              # of a matrix that are compared at once
 WATCHED = 8                              # elements in the middle of each tensor that a Watch compares, for each token
-SAMPLED = 4096                           # elements of each matrix that are compared with its copy, for each text
+SAMPLED = 64                             # elements of each tensor that are compared for each text
 
 
 class Watch:
@@ -32,21 +32,15 @@ class Watch:
         self.model = model
         self._parts = [(module._modules, dict(module._modules)) for module in modules if module._modules]
         self._places = [place for module in modules for place in _places(module)]
-        self._elements: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for place in self._places:
-            if place.tensor is not None and place.tensor.is_contiguous():        # else they would be a copy
-                flat = place.tensor.detach().flatten()
-                self._elements[flat.dtype].append(flat[len(flat) // 2:][:WATCHED])
-        self._before = self._read()
+        flat = [place.tensor.detach().flatten() for place in self._places
+                if place.tensor is not None and place.tensor.is_contiguous()]    # else they would be a copy
+        self._elements = _by_dtype(tensor[len(tensor) // 2:][:WATCHED] for tensor in flat)
+        self._before = _bytes_of(self._elements)
 
     def unchanged(self) -> bool:
         """Whether they are, as far as can be known: see above."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
-                and self._read() == self._before)
-
-    def _read(self) -> list[bytes]:
-        """The elements that are compared, as bytes: NaN is not equal to itself."""
-        return [torch.cat(elements).view(torch.uint8).cpu().numpy().tobytes() for elements in self._elements.values()]
+                and _bytes_of(self._elements) == self._before)
 
 
 class _Place(NamedTuple):
@@ -78,68 +72,68 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(container, name, held, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())
 
 
-class Bfloat16Copies:
-    """A model's matrices in float32, as bfloat16 where that is exact: what is read for each token is half as much.
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """The tensors of all modules."""
+    return [place.tensor for module in model.modules() for place in _places(module) if place.tensor is not None]
 
-    Published files are in bfloat16, and a model that is loaded from one in float32 has the same numbers until it is trained. A
-    copy of the model has no copies at first.
-    """
+
+class Kept:
+    """What is computed from all weights of a model, until they change. It keeps no weight's memory; a copy of the model has
+    nothing at first."""
 
     def __init__(self) -> None:
-        self._copies: list[_Copy] = []
+        self._value: Any = None
+        self._seen: list[Any] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Bfloat16Copies, ()
+        return Kept, ()
 
-    def __bool__(self) -> bool:
-        """Whether there are copies, which the model's steps read."""
-        return bool(self._copies)
-
-    def of(self, weights: Sequence[Tensor]) -> list[Tensor] | None:
-        """Of these matrices (N,K), made anew where they have changed. None where a number would change, where changes are not
-        counted, and where memory is short: then there are no copies at all."""
-        known, self._copies = self._copies, []
-        if not (len(known) == len(weights) and all(copy.is_of(weight) for copy, weight in zip(known, weights, strict=True))):
-            known.clear()                                # their memory is free before others are made
-            known = _exact_copies(weights)
-        self._copies = known
-        return [copy.copy for copy in known] or None
-
-    def drop(self) -> None:
-        """Frees their memory."""
-        self._copies = []
+    def of(self, model: nn.Module, compute: Callable[[Any], Any]) -> Any:
+        """compute(model), of the weights as they are now, as far as can be known: see above."""
+        if self._value is None or _seen(model) != self._seen:
+            self._value = None                           # its memory is free before other is taken
+            self._value = compute(model)
+            self._seen = _seen(model)
+        return self._value
 
 
-class _Copy(NamedTuple):
-    """A matrix in bfloat16, and what the matrix was."""
-
-    copy: Tensor
-    storage: StorageWeakRef              # which keeps no memory, but whose id no other storage gets
-    version: int | None
-    address: int
-    strides: tuple[int, ...]
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether it is, as far as can be known: see above."""
-        same = (weight.shape == self.copy.shape and StorageWeakRef(weight.untyped_storage()) == self.storage
-                and (weight.data_ptr(), weight.stride(), _version(weight)) == (self.address, self.strides, self.version))
-        return same and torch.equal(_spaced(weight, SAMPLED), _spaced(self.copy, SAMPLED).float())
+def _seen(model: nn.Module) -> list[Any]:
+    """What tells the weights from others: where they lie, what changes torch has counted, and some of their numbers."""
+    tensors = tensors_of(model)
+    return [*_bytes_of(_by_dtype(_spaced(tensor.detach(), SAMPLED) for tensor in tensors)),
+            *((StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
+               _version(tensor), tensor.requires_grad) for tensor in tensors)]
 
 
-def _exact_copies(weights: Sequence[Tensor]) -> list[_Copy]:
-    """A copy of each matrix; none where one of them has no exact one."""
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.dtype].append(tensor)
+    return list(groups.values())
+
+
+def _bytes_of(groups: list[list[Tensor]]) -> list[bytes]:
+    """The numbers as bytes: NaN is not equal to itself."""
+    return [torch.cat(tensors).view(torch.uint8).cpu().numpy().tobytes() for tensors in groups]
+
+
+def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
+    """Matrices (N,K) in float32 as bfloat16: what is read for each token is half as much.
+
+    Published files are in bfloat16, and a model that is loaded from one in float32 has the same numbers until it is trained.
+    None where a number would change, where changes are not counted, and where memory is short.
+    """
     available = available_memory()
     if any(weight.is_inference() for weight in weights):
-        return []
+        return None
     if available is not None and sum(weight.nbytes for weight in weights) > available:       # the copies take half as much
-        return []
+        return None
     copies = []
     for weight in weights:
         copy = _exact_copy(weight)
         if copy is None:
-            return []
-        copies.append(_Copy(copy, StorageWeakRef(weight.untyped_storage()), _version(weight), weight.data_ptr(),
-                            weight.stride()))
+            return None
+        copies.append(copy)
     return copies
 
 

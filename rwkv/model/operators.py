@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from kernels.draw import Draw
-from kernels.matvec import FORMS, MatVec
+from kernels.matvec import MatVec
 from kernels.registry import UnknownKernel, all_names, load, name_now, why_not
-from kernels.select import AUTO, resolve, runnable_on, select, why_auto
+from kernels.select import AUTO, resolve, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.distributed import log
 from rwkv.model.base import generation
@@ -44,23 +44,6 @@ def why_no_int8() -> str | None:
     """None where torch or the C library multiplies integers on this CPU, otherwise the reasons."""
     reasons = [why_not("matvec", name) for name in ("fbgemm", "c_v0")]
     return None if None in reasons else "; ".join(filter(None, reasons))
-
-
-def decoding_for(form: str) -> Any:
-    """The function bind of kernels/decoding for weights of the form, on a CPU."""
-    return load("decoding", resolve("decoding", AUTO, "cpu", form)).bind
-
-
-def why_no_decoding(form: str) -> str | None:
-    """None where an implementation of kernels/decoding can run on this CPU with weights of the form, otherwise the reason."""
-    if form not in FORMS:
-        return f"kernels/decoding does not take weights in {form}"
-    return why_not("decoding", resolve("decoding", AUTO, "cpu", form))
-
-
-def decoding_name(form: str) -> str:
-    """The implementation that decoding_for gives, and why."""
-    return why_auto("decoding", "cpu", form)
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.wkv4 import WKV4, WKVState
 from rwkv.config import ModelConfig
 from rwkv.model import fused, rwkv4_fused, state
-from rwkv.model.decoding.rwkv4_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv4_c import c_model as c_model
 from rwkv.model.decoding.rwkv4_step import Step as Step
 from rwkv.model.packing import Packing
 

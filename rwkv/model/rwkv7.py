@@ -35,7 +35,7 @@ from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import fused, rwkv7_fused, state
-from rwkv.model.decoding.rwkv7_program import ProgramBlocks as ProgramBlocks
+from rwkv.model.decoding.rwkv7_c import c_model as c_model
 from rwkv.model.decoding.rwkv7_step import Step as Step
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.decoding import FASTEST_LOG_W as FASTEST_LOG_W
-from kernels.decoding import LEAST_NORM as LEAST_NORM
 from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import (
@@ -28,6 +26,8 @@ from rwkv.model.fused import (
 )
 
 EPS = 64e-5                              # of the normalisation of each head
+FASTEST_LOG_W = -0.6065306597126334      # of the decay: -e^-0.5
+LEAST_NORM = 1e-12                       # of kk, as in torch.nn.functional.normalize
 
 
 class Gates(NamedTuple):

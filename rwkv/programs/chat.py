@@ -67,7 +67,7 @@ def _open(config: ChatConfig) -> Any:
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.states import load_context
-    from rwkv.model.decoding.program import decoding_line
+    from rwkv.model.decoding.c_step import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
 
     sampling = Sampling.of(config)

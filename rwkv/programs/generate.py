@@ -6,6 +6,7 @@
   python generate.py prompts=FILE num_samples=3 seed=7 out=TEXTS.jsonl
   python generate.py prompt="User: hi" stop="User:" save_state=chat.safetensors
   python generate.py state=chat.safetensors prompt=" and then?"
+  python generate.py prompt="A person as JSON: " json_schema=FILE.json
   cat story.txt | python generate.py prompt=- seed=1
 
 Texts and paths are taken verbatim: commas, quotes and equals signs need no
@@ -28,7 +29,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     model, tokenizer, prompts, context = _open(config)
 
     from rwkv.generation.output import run_generation
-    from rwkv.model.decoding.program import decoding_line
+    from rwkv.model.decoding.c_step import decoding_line
 
     files = config.out or config.save_state
     output = unread(sys.stdout) if files else sys.stdout         # the files are to be whole, whoever reads
@@ -50,6 +51,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
     """The model, the tokenizer, the prompts and what was read before them. Raises UserError as the parts of it do."""
+    print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
     from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
     from rwkv.pretrained import open_checkpoint

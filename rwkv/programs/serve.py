@@ -51,7 +51,7 @@ def load(config: ServeConfig) -> "Loaded":
 
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.decoding.program import decodes_by_program, decoding_line, matrix_copies, program_of
+    from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
     from rwkv.pretrained import BITS, open_checkpoint, template_choice, template_line
     from rwkv.serving.worker import Loaded
 
@@ -61,9 +61,8 @@ def load(config: ServeConfig) -> "Loaded":
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
-    program = program_of(model) if decodes_by_program(model) else None
-    copies = matrix_copies(model, program) if program else None
-    weights += sum(copy.nbytes for copy in copies or ())
+    if why_not(model) is None:
+        weights += sum(tensor.nbytes for tensor in step_of(model).own)
     decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),

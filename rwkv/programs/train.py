@@ -55,12 +55,16 @@ takes many times as long. A GOMP_SPINCOUNT or OMP_WAIT_POLICY that is set in
 the environment stays.
 """
 
+import sys
+
 from kernels.machine import threads
 from rwkv import cli
 from rwkv.config import TrainConfig
 
 
 def train(config: TrainConfig, line: cli.CommandLine) -> None:
+    if config.trainer.strategy == "single":       # else each of several processes would say so
+        print("loading    PyTorch and Lightning, then the data", file=sys.stderr, flush=True)
     from rwkv.training import fit
 
     fit.main(config, line)

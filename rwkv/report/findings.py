@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.reading import Run
 
@@ -18,12 +19,17 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """All findings; a good one at the end if there is a comparison and nothing is bad."""
-    found = [*_options(comparison), *_machines(comparison), *_damaged(comparison), *_lost(comparison)]
+    """All findings; at the end a good one on the kernels that compute the same, if nothing else differs."""
+    differing = [*_options(comparison), *_machines(comparison)]
+    found = [*differing, *_damaged(comparison), *_lost(comparison)]
+    same = []
     for kernel in comparison.kernels:
-        found += [*_errors(kernel, comparison.results), *_distances(kernel, comparison.reference), *_unfinished(kernel)]
-    if comparison.reference and not any(finding.kind == BAD for finding in found):
-        found.append(_good(comparison))
+        wrong = [*_errors(kernel, comparison.results), *_distances(kernel, comparison.reference)]
+        found += [*wrong, *_unfinished(kernel)]
+        if not wrong and any(kernel.numbers):
+            same.append(kernel)
+    if comparison.reference and not differing and len(same) > 1:
+        found.append(_good(comparison, same))
     return found
 
 
@@ -104,9 +110,17 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
             for (status, reason), count in counts.items() if status != "finished"]
 
 
-def _good(comparison: Comparison) -> Finding:
-    measured = [kernel.label for kernel in comparison.kernels if kernel.values("err_end_y")]
+def _good(comparison: Comparison, same: list[Kernel]) -> Finding:
+    """What was compared and is the same. Nothing is said of a kernel whose runs have no counterpart with the same seed."""
+    compared = [kernel for kernel in same if kernel.values("difference_early")]
+    said = "Only the kernel and the seed differ"
+    if compared:
+        early = max(max(kernel.values("difference_early")) for kernel in compared)
+        largest = max(max(kernel.values("difference")) for kernel in compared)
+        said += (f", and the losses of {', '.join(kernel.label for kernel in compared)} equal those of {comparison.reference} "
+                 f"up to rounding: at most {units.tiny(early)} nats apart in the first {EARLY} "
+                 f"steps, {units.tiny(largest)} in all")
+    measured = [kernel.label for kernel in same if kernel.values("err_end_y")]
     results = "outputs" if comparison.results == ["y"] else "outputs and gradients"
     errors = f" The {results} of {', '.join(measured)} are within the tests' tolerances." if measured else ""
-    return Finding(GOOD, "Only the kernel and the seed differ, and the losses equal those of "
-                         f"{comparison.reference} up to rounding.{errors}")
+    return Finding(GOOD, f"{said}.{errors}")

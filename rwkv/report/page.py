@@ -9,10 +9,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rwkv.report import svg
+from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs
 from rwkv.report.reading import Curve, Run
+from rwkv.report.verdict import speed_ratio, verdict
 
 LABELS = {BAD: "Look:", NOTE: "Note:"}
 PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # of a step
@@ -21,16 +22,20 @@ MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "trit
 SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
             "trainer.max_steps", "trainer.precision")
 SAMPLES_SHOWN = 3                        # the first and the latest
+EMPTY = "<td></td>"
+Row = list[str]                          # the cells of a row of a table, as HTML; or a name's cell and words
 
 
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
-    body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *map(_finding, findings), *_summary(comparison),
+    body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *_verdict(comparison), *map(_finding, findings),
+            *tuned.changes(comparison.runs), *tuned.answers(comparison.runs), *_summary(comparison),
             *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
             *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n")
+            f"<title>{escape(title)}</title><style>{STYLE}{tuned.STYLE}</style></head>\n<body>\n"
+            + "\n".join(body) + "\n</body></html>\n")
 
 
 def _is_single(comparison: Comparison) -> bool:
@@ -54,6 +59,10 @@ def _lead(comparison: Comparison) -> str:
     return f'<p>{escape(subject)}.</p><p class="quiet">{escape(settings)}</p>'
 
 
+def _verdict(comparison: Comparison) -> list[str]:
+    return [f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(comparison)]
+
+
 def _finding(finding: Finding) -> str:
     label = LABELS.get(finding.kind)
     return f'<div class="finding {finding.kind}">{f"<b>{label}</b>" if label else ""}{escape(finding.text)}</div>'
@@ -62,25 +71,24 @@ def _finding(finding: Finding) -> str:
 def _summary(comparison: Comparison) -> list[str]:
     compared = comparison.reference is not None
     header = ["kernel", f"val/loss, {_unit(comparison)}", *["difference"] * compared, "tokens/s",
-              *[f"x {comparison.reference}"] * compared, "step, ms", "WKV forward", "WKV backward", "rest", "memory, MiB"]
+              *[f"x {comparison.reference}"] * compared, "step", *(name for _, name in PARTS), "memory"]
     rows = [_summary_row(kernel, comparison) for kernel in comparison.kernels]
     return ["<h2>Summary</h2>", _table(header, rows)]
 
 
-def _summary_row(kernel: Kernel, comparison: Comparison) -> str:
+def _summary_row(kernel: Kernel, comparison: Comparison) -> Row:
     finished = kernel.finished()
-    name = f"{escape(kernel.label)}<small>{len(finished.runs)} of {len(kernel.runs)} finished</small>"
+    counted = f"<small>{len(finished.runs)} of {len(kernel.runs)} finished</small>"
+    name = f"<td>{escape(kernel.label)}{counted if len(comparison.runs) > 1 else ''}</td>"
     if not any(kernel.numbers):
         reason = next((run.reason for run in kernel.runs if run.reason), None)
-        columns = 7 + 2 * bool(comparison.reference)
-        return f'<tr><td>{name}</td><td class="text" colspan="{columns}">{escape(reason or kernel.status())}</td></tr>'
+        return [name, escape(reason or kernel.status())]
     shown = finished if finished.runs else kernel
     compared = comparison.reference is not None
-    cells = [_cell(shown, "val_loss", "{:.4f}"), *([_difference(shown)] if compared else []),
-             _cell(shown, "tok_per_sec", "{:,.0f}"), *([_ratio(shown, comparison)] if compared else []),
-             *(_cell(shown, key, "{:.3g}") for key in ("step_ms", "forward_ms", "backward_ms", "rest_ms")),
-             _cell(shown, "peak_mib", "{:,.0f}")]
-    return f"<tr><td>{name}</td>{''.join(cells)}</tr>"
+    return [name, _cell(shown, "val_loss", "{:.4f}".format), *([_difference(shown)] if compared else []),
+            _cell(shown, "tok_per_sec", units.count), *([_ratio(shown, comparison)] if compared else []),
+            *(_cell(shown, key, units.time) for key in ("step_ms", *(key for key, _ in PARTS))),
+            _cell(shown, "peak_mib", units.memory)]
 
 
 def _preferences(comparison: Comparison) -> list[str]:
@@ -89,14 +97,15 @@ def _preferences(comparison: Comparison) -> list[str]:
     for run, numbers in ((run, numbers) for kernel in comparison.kernels
                          for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)):
         for split, words in (("val", "held-out pairs"), ("train", "last logged step")):
-            cells = "".join(f"<td>{_shown(numbers.get(f'{split}_{name}'))}</td>" for name in REWARDS)
-            rows.append(f"<tr><td>{escape(run.name)}</td><td>{words}</td>{cells}</tr>")
+            cells = [f"<td>{_shown(numbers.get(f'{split}_{name}'))}</td>" for name in REWARDS]
+            rows.append([f"<td>{escape(run.name)}</td>", f'<td class="text">{words}</td>', *cells])
     if not rows:
         return []
     return ["<h2>Preferences</h2>",
             '<p class="quiet">The reward of an answer is tune.beta times the logarithm of how much more probable it is than '
             "under the model of init_from=. The losses of this report are the objective's, per pair.</p>",
-            _table(["run", "pairs", "margin", "accuracy", "reward of chosen", "reward of rejected"], rows)]
+            _table(["run", "pairs", "margin", "accuracy", "reward of chosen", "reward of rejected"], rows,
+                   text=("pairs",))]
 
 
 def _shown(value: float | None) -> str:
@@ -106,25 +115,26 @@ def _shown(value: float | None) -> str:
 def _difference(kernel: Kernel) -> str:
     """The largest difference of any run, and below it the largest within the first steps."""
     largest, early = kernel.values("difference"), kernel.values("difference_early")
-    return f"<td>{max(largest):.1e}<small>{max(early):.1e} in {EARLY} steps</small></td>" if largest and early else "<td></td>"
+    if not largest or not early:
+        return EMPTY
+    return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {EARLY} steps</small></td>"
 
 
-def _cell(kernel: Kernel, name: str, form: str) -> str:
+def _cell(kernel: Kernel, name: str, form: Callable[[float], str]) -> str:
     """The median over the runs, and below it the minimum and the maximum."""
     values = kernel.values(name)
     if not values:
-        return "<td></td>"
-    low, high = form.format(min(values)), form.format(max(values))
-    return f"<td>{form.format(statistics.median(values))}{f'<small>{low} to {high}</small>' if low != high else ''}</td>"
+        return EMPTY
+    low = form(min(values))
+    high = form(max(values))
+    same_unit = low.partition(" ")[2] == high.partition(" ")[2]
+    between = f"<small>{low.partition(' ')[0] if same_unit else low} to {high}</small>" if low != high else ""
+    return f"<td>{form(statistics.median(values))}{between}</td>"
 
 
 def _ratio(kernel: Kernel, comparison: Comparison) -> str:
-    """The kernel's throughput as a multiple of the reference's with the same other options."""
-    label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
-    reference = next((one for one in comparison.kernels if one.label == label), None)
-    speed = kernel.median("tok_per_sec")
-    reference_speed = reference.finished().median("tok_per_sec") if reference else None
-    return f"<td>{speed / reference_speed:.2f}</td>" if speed and reference_speed else "<td></td>"
+    ratio = speed_ratio(kernel, comparison)
+    return f"<td>{ratio:.2f}</td>" if ratio else EMPTY
 
 
 def _errors(comparison: Comparison) -> list[str]:
@@ -140,20 +150,20 @@ def _errors(comparison: Comparison) -> list[str]:
             _table(["kernel", "when", *comparison.results], [row for row in rows if row])]
 
 
-def _error_row(kernel: Kernel, when: str, results: Sequence[str]) -> str:
+def _error_row(kernel: Kernel, when: str, results: Sequence[str]) -> Row:
     if not kernel.values(column("err", when, "y")):
-        return ""
-    cells = []
+        return []
+    cells = [f"<td>{escape(kernel.label)}</td>", f"<td>{when}</td>"]
     for result in results:
         errors = kernel.values(column("err", when, result))
         if not errors:
-            cells.append("<td></td>")
+            cells.append(EMPTY)
             continue
         absolute = kernel.values(column("max", when, result))
         limit = min(run.allowed(when).get(result, float("inf")) for run in kernel.runs)
         wrong = ' class="bad"' if max(errors) > limit else ""
         cells.append(f"<td{wrong}>{max(errors):.1e}<small>{max(absolute):.1e}</small></td>")
-    return f"<tr><td>{escape(kernel.label)}</td><td>{when}</td>{''.join(cells)}</tr>"
+    return cells
 
 
 def _ranges(run: Run) -> str:
@@ -179,36 +189,62 @@ def _runs(comparison: Comparison) -> list[str]:
     return ["<h2>Runs</h2>", _table(header, rows, text=("reason",))]
 
 
-def _run_row(run: Run, numbers: dict[str, float]) -> str:
-    forms = {"steps": "{:.0f}", "val_loss": "{:.4f}", "train_loss": "{:.4f}", "tok_per_sec": "{:,.0f}", "difference": "{:.1e}",
-             "difference_step": "{:.0f}"}
-    cells = [f"<td>{form.format(numbers[key]) if key in numbers else ''}</td>" for key, form in forms.items()]
+def _run_row(run: Run, numbers: dict[str, float]) -> Row:
+    forms = {"steps": units.count, "val_loss": "{:.4f}".format, "train_loss": "{:.4f}".format, "tok_per_sec": units.count,
+             "difference": units.tiny, "difference_step": units.count}
     failed = ' class="bad"' if run.status == "failed" else ""
-    return (f"<tr><td>{escape(run.name)}</td><td>{run.order or ''}</td><td{failed}>{escape(run.status)}</td>{''.join(cells)}"
-            f'<td class="text">{escape(run.reason or "")}</td></tr>')
+    return [f"<td>{escape(run.name)}</td>", f"<td>{run.order or ''}</td>", f"<td{failed}>{escape(run.status)}</td>",
+            *(f"<td>{form(numbers[key])}</td>" if key in numbers else EMPTY for key, form in forms.items()),
+            f'<td class="text">{escape(run.reason)}</td>' if run.reason else EMPTY]
 
 
-def _table(header: Sequence[str], rows: Iterable[str], text: Sequence[str] = ()) -> str:
-    names = "".join(f"<th{' class=text' if name in text else ''}>{escape(name)}</th>" for name in header)
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+def _table(header: Sequence[str], rows: Sequence[Row], text: Sequence[str] = ()) -> str:
+    """The columns of `header` in which some row has a cell that is not empty. text: columns of words instead of numbers."""
+    shown = [place for place in range(len(header)) if any(row[place:] and row[place] != EMPTY for row in rows if len(row) > 2)]
+    shown = shown or [0, 1]
+    names = "".join(f"<th{' class=text' if header[place] in text else ''}>{escape(header[place])}</th>" for place in shown)
+    body = "".join(f"<tr>{''.join(_cells(row, shown))}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(row: Row, shown: Sequence[int]) -> list[str]:
+    """The shown cells of a row. A row of two cells is a name and words in place of all numbers."""
+    if len(row) == 2:
+        return [row[0], f'<td class="text" colspan="{max(1, len(shown) - 1)}">{row[1]}</td>']
+    return [row[place] for place in shown]
 
 
 def _plots(comparison: Comparison) -> list[str]:
-    losses = _lines(comparison, _column("train/loss"), _mean)
-    differences = _lines(comparison, lambda run: comparison.differences.get(run.name, {}))
-    figures = [
-        (f"Training loss, {_unit(comparison)} per {_of_what(comparison)}", svg.lines("training loss", "step", "", losses)),
-        (f"Distance of each loss to that of {escape(str(comparison.reference))} with the same seed, nats",
-         svg.lines("difference of the losses", "step", "", differences, logarithmic=True)),
-        (f"Validation loss, {_unit(comparison)} per {_of_what(comparison)}",
-         svg.lines("validation loss", "step", "", _lines(comparison, _column("val/loss"), _mean, marked=True))),
-        ("Norm of the gradients, before clipping",
-         svg.lines("gradient norm", "step", "", _lines(comparison, _column("grad_norm")), logarithmic=True)),
-        (f"Milliseconds of a step: {_boxes()}", _times(comparison)),
-        ("Tokens per second", svg.lines("tokens per second", "step", "", _lines(comparison, _column("tok_per_sec"), _mean))),
-    ]
-    drawn = [f"<figure><figcaption>{caption}</figcaption>{figure}</figure>" for caption, figure in figures if figure]
-    return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(drawn)}</div>'] if drawn else []
+    """The figures, each left out where nothing was measured."""
+    unit = f"{_unit(comparison)} per {_of_what(comparison)}"
+    drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), _mean),
+             _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
+                     "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
+             _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), _mean, marked=True),
+             _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
+                     logarithmic=True),
+             _figure(f"Time of a step: {_boxes()}", _times(comparison)),
+             _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), _mean)]
+    shown = [figure for figure in drawn if figure]
+    return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(shown)}</div>'] if shown else []
+
+
+def _figure(caption: str, figure: str, note: str = "") -> str:
+    """caption: HTML. note: a sentence below the figure."""
+    said = f'<p class="quiet">{escape(note)}</p>' if note else ""
+    return f"<figure><figcaption>{caption}</figcaption>{figure}{said}</figure>" if figure else ""
+
+
+def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[Run], Curve],
+            merge: Callable[[Iterable[float]], float] = max, logarithmic: bool = False, marked: bool = False) -> str:
+    """A figure with a line for each run in its kernel's colour, and a sentence on those that lie on one another."""
+    drawn = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
+             for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
+    alike = {tuple(dict.fromkeys(comparison.kernels[line.colour].label for line in group))
+             for group in svg.on_one_another(drawn, logarithmic)}
+    said = [f"{', '.join(labels[:-1])} and {labels[-1]} lie on one another: their dashes alternate."
+            for labels in sorted(alike) if len(labels) > 1]
+    return _figure(escape(caption), svg.lines(title, "step", "", drawn, logarithmic), " ".join(said))
 
 
 def _of_what(comparison: Comparison) -> str:
@@ -227,28 +263,24 @@ def _published(comparison: Comparison) -> list[str]:
     return ["<h2>Training loss beside the published run</h2>", _table(header, rows)] if rows else []
 
 
-def _published_rows(run: Run) -> list[str]:
-    rows, losses, (all_published, every) = [], run.curve("train/loss"), run.published
+def _published_rows(run: Run) -> list[Row]:
+    rows = []
+    losses = run.curve("train/loss")
+    all_published, every = run.published
     for number, published in enumerate(all_published):
         first, last = number * every, (number + 1) * every
         within = [loss for step, loss in losses.items() if first < step <= last]
         if not within or last > max(losses):
             break
         mean = statistics.fmean(within)
-        rows.append(f"<tr><td>{escape(run.name)}</td><td>{first + 1} to {last}</td><td>{published:.4f}</td><td>{mean:.4f}</td>"
-                    f"<td>{mean - published:+.4f}</td></tr>")
+        cells = (escape(run.name), f"{first + 1} to {last}", f"{published:.4f}", f"{mean:.4f}", f"{mean - published:+.4f}")
+        rows.append([f"<td>{cell}</td>" for cell in cells])
     return rows
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    return lambda run: run.curve(name)
-
-
-def _lines(comparison: Comparison, curve: Callable[[Run], Curve], merge: Callable[[Iterable[float]], float] = max,
-           marked: bool = False) -> list[svg.Line]:
-    """One line for each run, in its kernel's colour."""
-    return [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
-            for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
+    """The curve of a run; nothing where it has one point, which would be a figure of one dot."""
+    return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -258,7 +290,7 @@ def _mean(values: Iterable[float]) -> float:
 def _times(comparison: Comparison) -> str:
     rows = [(kernel.label, [(name, kernel.median(key) or 0.0) for key, name in PARTS]) for kernel in comparison.kernels
             if kernel.median("step_ms") is not None]
-    return svg.bars("milliseconds of a step", "ms", rows)
+    return svg.bars("time of a step", units.time, rows)
 
 
 def _boxes() -> str:
@@ -310,7 +342,7 @@ def _method(comparison: Comparison) -> str:
             f"<details><summary>Columns of report.csv</summary>{_pairs(columns(comparison.results))}</details>")
 
 
-STYLE = """
+COLOURS_OF_LINES = """
 :root {
   color-scheme: light dark;
   --page: #fbfbfa; --card: #ffffff; --text: #1c1d1f; --quiet: #62666d; --rule: #dcdee2;
@@ -328,6 +360,10 @@ STYLE = """
     --b0: #6bb0ff; --b1: #2f6db0; --b2: #474c55;
   }
 }
+"""
+COLOURS_OF_LINES += "\n".join([*(f".c{n} {{ stroke: var(--c{n}); }} .c{n} circle:not(.ring) {{ fill: var(--c{n}); }}"
+                                 for n in range(svg.COLOURS)), ""])
+STYLE = COLOURS_OF_LINES + """
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1120px; padding: 20px 16px 48px; background: var(--page); color: var(--text);
        font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -335,6 +371,7 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywh
 h2 { font-size: 1.12rem; margin: 32px 0 8px; }
 p { margin: 6px 0; max-width: 100ch; }
 .quiet { color: var(--quiet); }
+.verdict { font-size: 1.12rem; font-weight: 600; margin: 10px 0; }
 .finding { border-left: 4px solid; border-radius: 4px; padding: 8px 12px; margin: 8px 0; overflow-wrap: anywhere; }
 .finding.bad { border-color: var(--bad); background: var(--bad-card); }
 .finding.note { border-color: var(--note); background: var(--note-card); }
@@ -344,12 +381,14 @@ p { margin: 6px 0; max-width: 100ch; }
 td.bad { font-weight: 600; }
 .scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 6px; background: var(--card); }
 table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { padding: 5px 10px; text-align: right; vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th, td { padding: 5px 8px; text-align: right; vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 tr:last-child td { border-bottom: 0; }
 th { font-weight: 600; font-size: 0.86rem; color: var(--quiet); vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child, .text { text-align: left; }
-td.text { white-space: normal; min-width: 22em; }
-td small { display: block; color: var(--quiet); font-size: 0.78rem; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 12em; }
+figure p { margin: 4px 0 0; font-size: 0.86rem; }
+td small { display: block; white-space: normal; color: var(--quiet); font-size: 0.76rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 14px; align-items: start; }
 figure { margin: 0; padding: 10px 12px; border: 1px solid var(--rule); border-radius: 6px; background: var(--card); }
 figcaption { font-size: 0.9rem; margin-bottom: 6px; }
@@ -360,11 +399,11 @@ svg.figure { display: block; width: 100%; height: auto; }
 svg text { font-size: 12px; fill: var(--quiet); } svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
 .grid { stroke: var(--rule); fill: none; } .axis { stroke: var(--quiet); fill: none; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .line circle { stroke: none; }
+.line circle.ring { fill: none; stroke: inherit; stroke-dasharray: none; }
 pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; padding: 10px 12px; border: 1px solid var(--rule);
       border-radius: 6px; background: var(--card); font-size: 0.86rem; }
 summary { cursor: pointer; color: var(--quiet); margin: 8px 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; font-size: 0.9rem; }
 dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 """
-STYLE += "\n".join([*(f".c{n} {{ stroke: var(--c{n}); }} .c{n} circle {{ fill: var(--c{n}); }}" for n in range(10)),
-                    *(f"rect.b{n} {{ fill: var(--b{n}); }} .box.b{n} {{ background: var(--b{n}); }}" for n in range(3)), ""])
+STYLE += "\n".join([*(f"rect.b{n} {{ fill: var(--b{n}); }} .box.b{n} {{ background: var(--b{n}); }}" for n in range(3)), ""])

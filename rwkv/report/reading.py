@@ -18,6 +18,7 @@ from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
 CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
+TUNED = "tuned.json"                     # of a run with init_from=
 Curve = dict[int, float]                 # by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 
@@ -29,14 +30,16 @@ OF_CONFIG = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
 OF_MEASURED = {"warm_up": int, "precision": str, "machine": dict,
                "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
                "errors": {str: {"layers": [LAYER], "allowed": {str: NUMBER}}}}
+OF_TUNED = {"tuned": {"method": str, "base": str, "dtype": str, "trained": int}, "guard": (str, type(None)),
+            "before": {str: NUMBER}, "after": {str: NUMBER}, "samples": [{"prompt": str, "reference": str}]}
 OF_SWEEP = [{"name": str, "status": str, "reason": (str, type(None)), "order": (int, type(None)), "kernel": str, "seed": int}]
 
 
 @dataclass
 class Run:
     """One run. order: its place in the shuffled order of a sweep, from 1. metrics: by column. samples: lines of
-    samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). damaged: what was left out,
-    and why.
+    samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: of tuned.json
+    (before_after.py there). damaged: what was left out, and why.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Run:
     metrics: dict[str, Curve] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    tuned: dict[str, Any] = field(default_factory=dict)
     damaged: Damaged = field(default_factory=list)
 
     def curve(self, name: str) -> Curve:
@@ -158,7 +162,8 @@ def _run(folder: Path, name: str) -> Run:
     return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
                status="finished" if measured.get("finished") else "not finished",
                config=config, metrics=_curves(read_metrics(folder / METRICS, damaged)), measured=measured,
-               samples=read_samples(folder / SAMPLES, damaged), damaged=damaged)
+               samples=read_samples(folder / SAMPLES, damaged),
+               tuned=_fitting(_json(folder / TUNED, damaged), OF_TUNED, TUNED, damaged), damaged=damaged)
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:

@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+import numpy as np
+
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
 SMALLEST = 1e-300                        # smaller values are not drawn on a logarithmic axis
 MOST_POINTS = 400                        # of a line; neighbours of a longer line are merged into one point
 COLOURS = 10                             # in the style sheet
 DASHES = ("", "6 3", "2 3")
+SAME = 1.5                               # the largest distance of lines that the eye takes for one, a line's width
+SHARE = 9                                # length of each one's dashes where lines lie on one another
 BAR, GAP, NAMES = 18, 10, 110            # height of a bar, space between two, width of their names
+HOLLOW = ' class="ring"'                 # a dot around another
 
 Point = tuple[float, float]
 
@@ -23,7 +28,7 @@ Point = tuple[float, float]
 class Line:
     """colour: a number; from COLOURS on, the colours repeat with dashes. merge: the value of neighbours merged into one point.
 
-    marked: every point has a dot.
+    marked: every point has a dot. Lines that lie on one another take turns with their dashes, and have rings around dots.
     """
 
     name: str
@@ -53,27 +58,31 @@ class Axis:
 
 def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithmic: bool = False) -> str:
     """A figure of lines; "" with nothing to draw. logarithmic: the y axis, on which only values above SMALLEST are drawn."""
-    kept = [(line, _drawable(line, logarithmic)) for line in drawn]
-    kept = [(line, points) for line, points in kept if points]
-    if not kept:
+    placed = _placed(drawn, logarithmic)
+    if not placed:
         return ""
-    xs = [x for _, points in kept for x, _ in points]
-    ys = [y for _, points in kept for _, y in points]
-    x_axis = Axis(*_apart(min(xs), max(xs)), LEFT, WIDTH - RIGHT)
-    y_axis = Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic)
-    drawn_lines = [_line(line, points, x_axis, y_axis) for line, points in kept]
-    return _figure(title, HEIGHT, [*_grid(x_axis, y_axis, x_name, y_name), *drawn_lines])
+    dashes = {id(line): (place, len(group)) for group in _groups(placed) for place, line in enumerate(group)}
+    drawn_lines = [_line(one.line, one.places, *dashes[id(one.line)]) for one in placed]
+    return _figure(title, HEIGHT, [*_grid(*_axes(drawn, logarithmic), x_name, y_name), *drawn_lines])
 
 
-def bars(title: str, unit: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """One bar for each row, stacked from its parts (name, value), with their sum at its end; "" with nothing to draw."""
+def on_one_another(drawn: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
+    """The lines that the eye cannot tell apart in the figure of `drawn`, in groups of at least two."""
+    return [group for group in _groups(_placed(drawn, logarithmic)) if len(group) > 1]
+
+
+def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
+    """One bar for each row, stacked from its parts (name, value), with their sum at its end; "" with nothing to draw.
+
+    form: a value in words, with its unit.
+    """
     rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
     rows = [(name, parts) for name, parts in rows if parts]
     if not rows:
         return ""
-    x = Axis(0, max(sum(value for _, value in parts) for _, parts in rows) * 1.18 or 1.0, NAMES, WIDTH - RIGHT)
+    x = Axis(0, max(sum(value for _, value in parts) for _, parts in rows) * 1.25 or 1.0, NAMES, WIDTH - RIGHT)
     drawn = [element for row, (name, parts) in enumerate(rows)
-             for element in _bar(name, parts, x, TOP + row * (BAR + GAP), unit)]
+             for element in _bar(name, parts, x, TOP + row * (BAR + GAP), form)]
     return _figure(title, TOP + len(rows) * (BAR + GAP), drawn)
 
 
@@ -82,7 +91,8 @@ def swatch(colour: int) -> str:
     return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><path d="M0 5H26" {_stroke(colour)}/></svg>'
 
 
-def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float, unit: str) -> list[str]:
+def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float,
+         form: Callable[[float], str]) -> list[str]:
     middle = top + BAR / 2 + 4
     begin = 0.0
     short = name if len(name) <= 16 else f"{name[:15]}…"
@@ -90,9 +100,9 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float, uni
     for place, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
         drawn.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{place}">'
-                     f"<title>{escape(name)}, {escape(part)}: {value:.3g} {escape(unit)}</title></rect>")
+                     f"<title>{escape(name)}, {escape(part)}: {escape(form(value))}</title></rect>")
         begin += value
-    return [*drawn, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{begin:.3g}</text>']
+    return [*drawn, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{escape(form(begin))}</text>']
 
 
 def _figure(title: str, height: float, elements: Iterable[str]) -> str:
@@ -112,12 +122,62 @@ def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
             f'<text transform="translate(12 {middle:.0f}) rotate(-90)" class="middle">{escape(y_name)}</text>']
 
 
-def _line(line: Line, points: Sequence[Point], x: Axis, y: Axis) -> str:
-    places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+@dataclass(frozen=True)
+class Placed:
+    """A line whose points are places in the figure, from left to right."""
+
+    line: Line
+    places: list[Point]
+
+
+def _axes(drawn: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
+    points = [point for line in drawn for point in _drawable(line, logarithmic)]
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points]
+    return (Axis(*_apart(min(xs), max(xs)), LEFT, WIDTH - RIGHT),
+            Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic))
+
+
+def _placed(drawn: Sequence[Line], logarithmic: bool) -> list[Placed]:
+    """The lines that have something to draw."""
+    kept = [(line, points) for line in drawn if (points := _drawable(line, logarithmic))]
+    if not kept:
+        return []
+    x, y = _axes(drawn, logarithmic)
+    return [Placed(line, [(x(step), y(value)) for step, value in points]) for line, points in kept]
+
+
+def _groups(placed: Sequence[Placed]) -> list[list[Line]]:
+    """The lines, those together that lie within SAME of the first of their group wherever both are drawn."""
+    groups: list[list[Placed]] = []
+    for one in placed:
+        group = next((group for group in groups if _lie_on(one.places, group[0].places)), None)
+        if group is None:
+            groups.append([one])
+        else:
+            group.append(one)
+    return [[one.line for one in group] for group in groups]
+
+
+def _lie_on(one: list[Point], other: list[Point]) -> bool:
+    """Whether the shorter of two lines lies on the longer."""
+    shorter, longer = sorted((one, other), key=lambda places: places[-1][0] - places[0][0])
+    inside = [(x, y) for x, y in shorter if longer[0][0] <= x <= longer[-1][0]]
+    heights = np.interp([x for x, _ in inside], [x for x, _ in longer], [y for _, y in longer])
+    return bool(inside) and all(abs(y - height) <= SAME for (_, y), height in zip(inside, heights, strict=True))
+
+
+def _line(line: Line, places: Sequence[Point], turn: int, sharing: int) -> str:
+    """turn: which of the lines that lie on one another this is, and `sharing` how many they are."""
     dots = ""
-    if line.marked or len(points) == 1:
-        dots = "".join(f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3"/>' for step, value in points)
-    return f'<g {_stroke(line.colour)}><polyline points="{places}"/>{dots}<title>{escape(line.name)}</title></g>'
+    if line.marked or len(places) == 1:
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + turn}"{HOLLOW if turn else ""}/>' for x, y in places)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    stroke = _stroke(line.colour)
+    if sharing > 1:
+        stroke = (f'class="line c{line.colour % COLOURS}" stroke-dasharray="{SHARE} {SHARE * (sharing - 1)}" '
+                  f'stroke-dashoffset="{-SHARE * turn}"')
+    return f'<g {stroke}><polyline points="{points}"/>{dots}<title>{escape(line.name)}</title></g>'
 
 
 def _stroke(colour: int) -> str:
@@ -164,4 +224,6 @@ def _round_steps(low: float, high: float) -> list[float]:
 def _number(value: float) -> str:
     if value == 0:
         return "0"
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

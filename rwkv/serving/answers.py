@@ -20,7 +20,7 @@ from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length"}
+REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
 SEND_TIMEOUT = 30                        # seconds in which a reader must take something
 
 

@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
-from rwkv.chat.thoughts import end_of
+from rwkv.chat.thoughts import START as START_OF_THOUGHTS
+from rwkv.chat.thoughts import begun_by, end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
 from rwkv.serving import openapi
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
@@ -116,7 +118,8 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 def _field_in(message: str) -> str | None:
     """The field that a message begins with: messages[1].content, banned."""
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    return word if word.startswith(("messages", "tools")) or word in OF_SAMPLING else None
+    held = ("messages", "tools", "response_format", "grammar")
+    return word if word.startswith(held) or word in OF_SAMPLING else None
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -169,7 +172,7 @@ async def _worked(service: Service, request: Request, work: Callable[[Service, b
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return _answer(service, *await _worked(service, request, _completion))
+    return await _answer(service, *await _worked(service, request, _completion))
 
 
 def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, Options]:
@@ -187,7 +190,7 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
         raise ApiError(400, f"echo with logprobs is for at most {service.config.max_prompt_tokens} tokens of prompts in one "
                             "request, each prompt counted n times", "echo")
     texts = [text for ids in prompts
-             for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed)]
+             for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed, body.answer_grammar())]
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed)
@@ -195,7 +198,7 @@ def _completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, O
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    return _answer(service, *await _worked(service, request, _chat_completion))
+    return await _answer(service, *await _worked(service, request, _chat_completion))
 
 
 def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Shape, Options]:
@@ -219,7 +222,9 @@ def _chat_completion(service: Service, sent: bytes) -> tuple[list[Generate], Sha
     stops, n = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ())), body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = _ids(service, _encoded(lambda text: encode(service.tokenizer, [text])[0], prompt, "messages"), "messages")
-    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, limit)
+    begun = answer_start or begun_by(prompt)
+    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
@@ -283,7 +288,42 @@ def _for_template(tool: Tool) -> dict[str, Any]:
     return shown
 
 
-def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
+    """What the answer may be, None for any text. tools: whether it may call some. call_start: as of _tools. begun: the thoughts
+    that the prompt has begun. think: whether the answer may begin with thoughts.
+
+    Raises ApiError where the form of a call is not known.
+    """
+    answer = body.answer_grammar()
+    if tools and (call_start or answer):
+        if service.template.call_start is None:
+            raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
+                                f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
+                           "tools")
+        form = service.template.call_start[0].lstrip(), service.template.call_start[1]
+        functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
+                     for i, function in enumerate(tool.function for tool in body.tools or ())]
+        calls = Grammar.calls(form, functions, _closing(form[0]), call_start.lstrip())
+        if call_start:
+            return calls
+        answer = answer.or_else(calls) if answer else None
+    if answer is None:
+        return None
+    if "</think" in begun:               # an empty thought, whose end may lack its last character
+        return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if begun:
+        return answer.after_thoughts()
+    return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
+
+
+def _closing(call_start: str) -> str:
+    """What ends a call, at a line of its own."""
+    return f"\n{stop_of(call_start).lstrip()}"
+
+
+async def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+    if texts[0].grammar is not None:     # which may take long to compile
+        await asyncio.to_thread(texts[0].grammar.check)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
     ticket = service.engine.submit(texts)
@@ -292,13 +332,15 @@ def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options
 
 
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
-           n_logprobs: int | None, prompt_logprobs: bool, limit: str = "max_tokens") -> list[Generate]:
+           n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
+           limit: str = "max_tokens") -> list[Generate]:
     """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
     sampling = body.sampling(service.sampling, service.tokenizer)
-    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs)
+    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
+                     grammar)
             for number in range(n)]
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rwkv.config import Sampling
+from rwkv.generation.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """One text to generate. stream: its pieces are sent as they come, else all at the end."""
+    """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be."""
 
     id: int
     prompt: list[int]
@@ -40,6 +41,7 @@ class Generate:
     stream: bool
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import msgspec
 
 from rwkv.chat.thoughts import Think, think_of
 from rwkv.config import Sampling
+from rwkv.generation.grammar import Grammar
 from rwkv.serving.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -33,6 +34,32 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None      # ignored
+
+
+class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema: dict[str, Any]
+    strict: bool | None = None           # ignored: every answer is held to its schema
+
+
+class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
+    json_schema: JsonSchema
+
+
+class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
+    """As the grammar of OpenAI's custom tools."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def _field(item: Field) -> tuple[str, Any, None]:
@@ -71,6 +98,8 @@ class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
     n: Count | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
+    grammar: GrammarText | None = None
     user: Any = None                     # this one and those below are ignored
     store: Any = None
     metadata: Any = None
@@ -85,6 +114,19 @@ class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         if len(stops) > self.most_stops or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
             raise ApiError(400, f"stop is at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters each", "stop")
         return stops
+
+    def answer_grammar(self) -> Grammar | None:
+        """What response_format or grammar asks for; None for any text. Raises ApiError where both do."""
+        if self.grammar is not None:
+            if self.response_format is not None and not isinstance(self.response_format, TextFormat):
+                raise ApiError(400, "grammar and response_format are both given: use one of them", "grammar")
+            made = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
+            return made(self.grammar.definition, "grammar.definition")
+        if isinstance(self.response_format, ObjectFormat):
+            return Grammar.json_object("response_format")
+        if isinstance(self.response_format, SchemaFormat):
+            return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
+        return None
 
     def sampling(self, otherwise: Sampling, tokenizer: Tokenizer) -> Sampling:
         """How the tokens are chosen; `otherwise` has the options that the request does not give. no_penalty has ids alone: the
@@ -111,10 +153,6 @@ OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}          # the 
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-
-
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
     think: bool | Literal["true", "false", "fake"] | None = None         # as think= of chat.py
@@ -125,7 +163,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None           # ignored: a model's arguments are not held to the schema
+    strict: bool | None = None           # ignored: the arguments of a call that tool_choice demands are held to the schema
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -158,7 +196,6 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -210,7 +247,6 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 UNSUPPORTED = {
     "functions": "functions is deprecated and not supported by this server: send tools",
     "function_call": "function_call is deprecated and not supported by this server: send tool_choice",
-    "response_format": 'response_format is {"type": "text"} on this server: an answer cannot be held to JSON or a schema',
     "modalities": 'modalities is ["text"] on this server: the model writes text alone',
     "audio": "audio is not supported by this server: the model writes text alone",
     "web_search_options": "web_search_options is not supported by this server: the model cannot search",

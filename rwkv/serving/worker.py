@@ -6,6 +6,7 @@ Loading a model in one thread and stepping in another would give two teams of Op
 import signal
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from kernels.machine.allocator import keep_large_blocks
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
+from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
@@ -20,6 +22,7 @@ from rwkv.serving.messages import Cancel, Event, Failed, Generate, Ready, Step
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
+COMPILING_S = 0.002                      # between two looks whether a grammar is compiled, where nothing else is done
 
 
 class Loaded(NamedTuple):
@@ -45,7 +48,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
         engine = Engine(loaded.model, loaded.tokenizer, cache=cache)
         engine.warm_up()
-        worker = _Worker(connection, engine, cache)
+        worker = _Worker(connection, engine, loaded.tokenizer, cache)
         connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan))
         worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -85,20 +88,25 @@ class _Job:
 class _Worker:
     """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
 
-    def __init__(self, connection: Connection, engine: Engine, cache: PrefixCache | None) -> None:
-        self._connection, self._engine, self._cache = connection, engine, cache
+    def __init__(self, connection: Connection, engine: Engine, tokenizer: Tokenizer, cache: PrefixCache | None) -> None:
+        self._connection, self._engine, self._tokenizer, self._cache = connection, engine, tokenizer, cache
         self._jobs: dict[int, _Job] = {}         # by the row's index
         self._refused: list[Event] = []
+        self._compiler = ThreadPoolExecutor(1)
+        self._compiling: list[tuple[Future[Any], list[Generate]]] = []
+        self._cancelled: set[int] = set()        # of these
 
     def run(self) -> None:
         while True:
             idle = not (self._engine.unfinished or self._jobs or self._refused)
-            while self._connection.poll(None if idle else 0):
+            wait = (COMPILING_S if self._compiling else None) if idle else 0
+            while self._connection.poll(wait):
                 message = self._connection.recv()
                 if message is None:
                     return
                 self._take(message)
-                idle = False
+                wait = 0
+            self._begin_compiled()
             for index, piece in self._engine.step():
                 self._jobs[index].text += piece
             events = self._refused + [event for job in self._jobs.values() if (event := job.event())]
@@ -116,16 +124,31 @@ class _Worker:
             for job in self._jobs.values():
                 if job.request.id == message.id:
                     job.row.cancel()
+            if any(text.id == message.id for _, texts in self._compiling for text in texts):
+                self._cancelled.add(message.id)
+            return
+        if message[0].grammar is not None:
+            self._compiling.append((self._compiler.submit(compiled, message[0].grammar, self._tokenizer), message))
             return
         for text in message:
             self._begin(text)
+
+    def _begin_compiled(self) -> None:
+        """Begins the texts whose grammar is compiled, which another thread does so that no other text waits for it."""
+        for pair in [pair for pair in self._compiling if pair[0].done()]:
+            self._compiling.remove(pair)
+            for text in pair[1]:
+                self._begin(text)
 
     def _begin(self, message: Generate) -> None:
         try:
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
-                                   prompt_logprobs=message.prompt_logprobs)
+                                   prompt_logprobs=message.prompt_logprobs, grammar=message.grammar)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))
         else:
             self._jobs[row.index] = _Job(message, row)
+            if message.id in self._cancelled:
+                row.cancel()
+        self._cancelled.discard(message.id)

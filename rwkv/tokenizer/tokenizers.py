@@ -9,6 +9,7 @@ holds its whole tokenizer and its hash; a tokenizer that is used with it must ha
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from rwkv.tokenizer.special import END_OF_TEXT
 from rwkv.tokenizer.split import pieces, safe_split
 
 Rule = Callable[[Mapping[str, Any]], list[int]]
+JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that join the texts of tokens
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # of byte fallback
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 
 
@@ -111,6 +114,11 @@ class Tokenizer(ABC):
     def names(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
         """The text of each of `tokens` where it alone follows the ids `before`; "" for a special token."""
         return self._new_decoder().names(tokens, before)
+
+    def tokens_as_bytes(self) -> list[bytes]:
+        """What each token adds to a text, nothing for special tokens. Raises UserError where that depends on other tokens."""
+        table = self._bytes              # type: ignore[attr-defined]
+        return list(table)
 
     def starting(self, texts: Iterable[str]) -> set[int]:
         """The special tokens with whose names the `texts` begin, white space aside."""
@@ -304,6 +312,20 @@ class JsonTokenizer(Tokenizer):
         hidden = {private: name for name, private in self.private.items()}
         tokens = (self._library.id_to_token(index) or "" for index in range(self.vocab_size))
         return [b"" if index in self._skipped else token_bytes(hidden.get(token, token)) for index, token in enumerate(tokens)]
+
+    def tokens_as_bytes(self) -> list[bytes]:
+        if self._byte_level:
+            return self._bytes
+        decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
+        kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
+        if not {*kinds} <= {*JOINING}:
+            raise UserError(f"the tokenizer's decoder ({', '.join(kinds)}) makes a text of tokens that have no bytes of their "
+                            "own: no grammar can hold such a text")
+        names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
+        bytes_of = [BYTE_TOKEN.fullmatch(name) for name in names]
+        plain = next((index for index, byte in enumerate(bytes_of) if not byte and index not in self._skipped), None)
+        texts = self.names(range(self.vocab_size), () if plain is None else (plain,))
+        return [bytes([int(byte[1], 16)]) if byte else text.encode() for byte, text in zip(bytes_of, texts, strict=True)]
 
     @property
     def data_key(self) -> str:

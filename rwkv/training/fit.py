@@ -30,7 +30,7 @@ from rwkv.training.preferences import REFERENCE, Preferences, read_reference, wr
 from rwkv.training.run import Run, as_plain, create, open_run, require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
+from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_compared, say_result, show_sample
 from rwkv.training.tuned import write_tuned
 
 
@@ -111,7 +111,7 @@ def train(run: Run) -> None:
     if config.tune.prefers:
         task.preferences = preferences_of(run, task, validated, device)
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
-    trainer = build_trainer(run, device, data.tokenizer, logs)
+    trainer = build_trainer(run, device, logs, validated)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
     continue_with = f"continue with: python train.py resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
@@ -129,5 +129,6 @@ def train(run: Run) -> None:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
     say_result(trainer.callback_metrics, validated, validated_part(config, data))
+    say_compared(trainer)
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

@@ -17,10 +17,11 @@ from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.numbers import reward_names
-from rwkv.report.reading import METRICS, read_metrics
+from rwkv.report.reading import METRICS, SWEEP, read_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 Mode = Literal["online", "offline", "disabled"]
+GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whole table each time
 
@@ -49,8 +50,9 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     if config.name == "none" or rank() > 0:
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
+    guard = GUARD_COLUMNS if run["init_from"] and run["tune"]["guard"] else ()
     rewards = reward_names() if run["tune"]["objective"] in PREFERENCES else ()
-    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*rewards, *norms), resumed_at)
+    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*guard, *rewards, *norms), resumed_at)
     if config.name == "csv":
         return [file]
     mode = _mode()
@@ -92,16 +94,15 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
         run.log_artifact(artifact)
         run.log({"report": wandb.Html((sweep / "report.html").read_text(encoding="utf-8"), inject=False),
                  "summary": wandb.Table(columns, table)})
-        folder = Path(run.dir).parent
     if mode == "offline":
-        print(f"W&B: offline; {_how_to_upload(folder, None)}", file=sys.stderr)
+        print(f"W&B: offline; {_how_to_upload_all(sweep)}", file=sys.stderr)
 
 
 class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
-    more: columns of metrics that not every run has. A resumed run drops the rows of the steps after its checkpoint; it keeps
-    the columns, and adds new ones after them. Every row names the kernel, since a resumed run may use another.
+    A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
+    row names the kernel, since a resumed run may use another. more: the columns after those of every run.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
@@ -150,8 +151,9 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode)
         id=earlier_id, resume="allow" if earlier_id else None,
         project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",
         save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode=mode))
-    if mode == "offline":
-        print(f"W&B: offline; {_how_to_upload(Path(logger.experiment.dir).parent, earlier_id)}", file=sys.stderr)
+    folder = Path(logger.experiment.dir).parent
+    if mode == "offline" and not (out_dir.parent / SWEEP).is_file():      # a sweep says it once, at its end
+        print(f"W&B: offline; {_how_to_upload(folder, earlier_id)}", file=sys.stderr)
     return logger
 
 
@@ -176,6 +178,19 @@ def _how_to_upload(folder: Path, earlier_id: str | None) -> str:
         return f"`wandb sync {quote(str(folder))}` uploads this run"
     return (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "
             f"{quote(str(folder.parent))}/*run-*` uploads them into one run")
+
+
+def _how_to_upload_all(sweep: Path) -> str:
+    """One command for the report and all runs of a sweep, and one for each run that was continued."""
+    parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}
+    continued = [folder for folder, several in parts.items() if len(several) > 1]
+    shell = quote(str(sweep))
+    if not continued:
+        return f"`wandb sync {shell}/wandb/*run-* {shell}/*/wandb/*run-*` uploads all runs and the report"
+    whole = [quote(str(several[0])) for several in parts.values() if len(several) == 1]
+    commands = [" ".join(["wandb sync", f"{shell}/wandb/*run-*", *whole]),
+                *(f"wandb sync --id {_id_of(folder.parent)} {quote(str(folder))}/*run-*" for folder in continued)]
+    return f"`{' && '.join(commands)}` uploads all runs and the report"
 
 
 def _logged_in() -> bool:

@@ -21,7 +21,7 @@ from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
-from rwkv.training import tuning_defaults
+from rwkv.training import guard, tuning_defaults
 from rwkv.training.device import dtype_for
 from rwkv.training.epochs import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -108,6 +108,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "objective", _objective(config)
     if run.tuning_defaults:
         yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
+    if guard.is_compared(config):
+        yield "guard", guard.describe(config)
     for line in run.saved_memory:
         yield "memory", line
     yield "blocks", _blocks(config, bool(data.conversations))
@@ -214,7 +216,8 @@ def _equivalent_steps(config: TrainConfig, steps: int, data: Corpus) -> tuple[fl
 
 
 def _validations(config: TrainConfig, steps: int) -> int:
-    return -(-steps // config.trainer.val_every)
+    first = guard.is_compared(config) and steps == config.trainer.max_steps      # before training
+    return -(-steps // config.trainer.val_every) + first
 
 
 def _validated_tokens(config: TrainConfig, data: Corpus) -> int:

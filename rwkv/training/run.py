@@ -23,10 +23,11 @@ from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
 from rwkv.config import LENGTHS, SCALED, DataConfig, TrainConfig, require_effect
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
-from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, is_finished, read_metrics, read_samples
+from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, is_finished, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import AUTO, with_precision
+from rwkv.training.guard import with_guard
 from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.lock import NAME, RunLock
 from rwkv.training.passes import same_step, with_less_memory, with_passes
@@ -42,6 +43,7 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 CHAT_EPOCHS = 2.0                        # of a new run on conversations for which nothing says how long to train
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
+ADDED = {"tune.guard": None}             # what runs did that were begun before there was the option
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     config = with_default_length(config, {*given, *chosen})
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
+    if config.init_from is None and "tune.guard" in given:
+        raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
     if config.init_from is None and config.tune.method != "full":
         raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
     if config.init_from is None and config.tune.prefers:
@@ -93,6 +97,7 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         return Run(out_dir, resolved(config, given))
     config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
+    sized = with_guard(sized, tokenizer, given)
     divided, of_passes = with_passes(resolved(sized, given), given)
     frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
     return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
@@ -173,7 +178,8 @@ def folder_apart(run: Run) -> Path | None:
     """
     if not run.exists or run.resume_from is not None:
         return None
-    if not read_metrics(run.out_dir / METRICS, []) and not read_samples(run.out_dir / SAMPLES, []):
+    trained = any(int(row["step"]) > 0 for row in read_metrics(run.out_dir / METRICS, []))
+    if not trained and not read_samples(run.out_dir / SAMPLES, []):
         return None
     return next(folder for number in itertools.count(1) if not (folder := run.out_dir / f"unsaved-{number}").exists())
 
@@ -182,7 +188,7 @@ def _set_apart(out_dir: Path, folder: Path) -> None:
     """Moves what a run writes into `folder`, with a copy of its configuration."""
     folder.mkdir()
     shutil.copy(out_dir / CONFIG_FILE, folder)
-    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, report.PAGE, report.TABLE, "wandb")):
+    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, TUNED, report.PAGE, report.TABLE, "wandb")):
         if path.exists():
             path.rename(folder / path.name)
 
@@ -279,7 +285,7 @@ def _restart(config: TrainConfig, given: Collection[str], chosen: Collection[str
 def _merged(config: TrainConfig, given: Collection[str], chosen: Collection[str], out_dir: Path,
             saved: dict[str, Any]) -> TrainConfig:
     """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs."""
-    merged = _from_plain(_without_deleted(saved, out_dir))
+    merged = _from_plain(_of_this_version(saved, out_dir))
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
     for key in _options_given(config, replacing):
         old, new = _look_up(merged, key), _look_up(config, key)
@@ -296,9 +302,15 @@ def _merged(config: TrainConfig, given: Collection[str], chosen: Collection[str]
     return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
 
 
-def _without_deleted(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
-    """A configuration without the options that this version has no longer. Raises UserError if one is not at its default."""
+def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
+    """A configuration with the options that its version did not have, and without those that this one has no longer.
+
+    Raises UserError if one of these is not at its default.
+    """
     current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
+    for option, before in ADDED.items():
+        group, name = option.split(".")
+        current.setdefault(group, {}).setdefault(name, before)
     for option, default in DELETED.items():
         group, name = option.split(".")
         value = current[group].pop(name, default)

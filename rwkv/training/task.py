@@ -143,16 +143,22 @@ class LanguageModel(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.trainer.global_step))
+        for name, value in self.validation_metrics().items():
+            self.log(name, value)
+
+    def validation_metrics(self) -> dict[str, float]:
+        """Of the batches since on_validation_epoch_start, in all processes."""
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
-        self.log("val/loss", loss)
+        metrics = {"val/loss": loss}
         if self.preferences is not None:
-            for name, total in zip(REWARDS, all_sum(*self._rewards.tolist()), strict=True):
-                self.log(f"val/{name}", total / max(tokens, 1))
+            sums = all_sum(*self._rewards.tolist())
+            metrics |= {f"val/{name}": total / max(tokens, 1) for name, total in zip(REWARDS, sums, strict=True)}
         if self.val_bytes_per_token is not None:
-            self.log("val/bpb", loss / math.log(2) / self.val_bytes_per_token)
+            metrics["val/bpb"] = loss / math.log(2) / self.val_bytes_per_token
         if self.val_lost:
-            self.log("val/lost", self.val_lost)
+            metrics["val/lost"] = self.val_lost
+        return metrics
 
     def configure_optimizers(self) -> Any:
         optim = self.optim

@@ -35,6 +35,7 @@ from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.callbacks.before_after import BeforeAfter
 from rwkv.training.callbacks.checkpoints import FOLDER, LAST, Checkpoints, RandomState, VerifiedFiles
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.callbacks.interruption import StopCleanly
@@ -42,6 +43,7 @@ from rwkv.training.callbacks.kernel_probe import Probe
 from rwkv.training.callbacks.metrics import Metrics
 from rwkv.training.callbacks.progress_bar import ProgressBar
 from rwkv.training.callbacks.samples import Samples, sample_every
+from rwkv.training.guard import is_compared
 from rwkv.training.run import Run
 from rwkv.training.task import LanguageModel
 
@@ -50,10 +52,10 @@ UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not ha
              ".*srun. command is available")                     # warnings of libraries
 
 
-def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers: list[Logger]) -> lightning.Trainer:
+def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
-    tokenizer: for the samples during training. Raises UserError if their prompt cannot be encoded.
+    data: for samples, and for what a tuned run is compared by. Raises UserError if the prompt of samples cannot be encoded.
     """
     silence_libraries()
     config, out_dir = run.config, run.out_dir
@@ -65,7 +67,8 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
     probe = Probe(out_dir, options, metrics.exclude)
-    samples = [Samples(config, tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
+    samples = [Samples(config, data.tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
+    compared = [BeforeAfter(config, data, out_dir, metrics.exclude)] if is_compared(config) else []
     trainer = lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options, generation(config.model).Block),
         **precision | {"plugins": [VerifiedFiles(), environment(), *precision.get("plugins", [])]},
@@ -73,7 +76,8 @@ def build_trainer(run: Run, device: torch.device, tokenizer: Tokenizer, loggers:
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
         limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
-        callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples, saved, StopCleanly(saved), RandomState()],
+        callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples,
+                   *compared, saved, StopCleanly(saved), RandomState()],
         default_root_dir=out_dir / FOLDER, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
     if run.resume_step == options.max_steps:
         trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]
@@ -147,6 +151,13 @@ def say_result(metrics: Mapping[str, Any], data: Corpus, part: str | None = None
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()
     log(f"{loss}; {lost}" if lost else loss)
+
+
+def say_compared(trainer: lightning.Trainer) -> None:
+    """What a tuned run has gained and lost."""
+    for callback in trainer.callbacks:          # type: ignore[attr-defined]
+        if isinstance(callback, BeforeAfter) and callback.after is not None:
+            log(callback.describe())
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""make soak: texts of a model that is large enough for kernels/decoding are the same in a batch as alone, token for token."""
+"""make soak: texts are the same in a batch as alone, token for token."""
 
 import random
 

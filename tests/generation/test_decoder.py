@@ -12,7 +12,7 @@ from models import assert_same_state, each_generation, small_model, tokens
 from kernels import native
 from kernels.registry import why_not
 from rwkv.errors import UserError
-from rwkv.generation.decoder import CallingDecoder, Decoder
+from rwkv.generation.decoder import Decoder
 from rwkv.model.quantized import Int8Linear, to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -56,15 +56,18 @@ def test_rows_can_be_dropped_and_reordered(generation: str) -> None:
 
 @pytest.mark.thorough
 @each_generation
-@pytest.mark.parametrize("kind", [Decoder, CallingDecoder])
+@pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @torch.no_grad()
-def test_rows_join_and_leave(dtype: str, kind: type, generation: str) -> None:
-    """A decoder that begins without rows; each row goes on as in a decoder of its own."""
+def test_rows_join_and_leave(dtype: str, called: bool, generation: str) -> None:
+    """A decoder that begins without rows; each row goes on as in a decoder of its own. A model with a hook is called."""
     model = model_in(dtype, generation)
+    calls: list[int] = []
+    if called:
+        model.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     several = tokens(model, B=3, T=8)
     starts = [model.prefill(several[row:row + 1, :4 + row])[1] for row in range(3)]
-    decoder = kind(model, model.empty_state(0))
+    decoder = Decoder(model, model.empty_state(0))
     decoder.join(starts[0])
     decoder.step(several[:1, 4])
     decoder.join(State.cat(starts[1:]))
@@ -72,11 +75,12 @@ def test_rows_join_and_leave(dtype: str, kind: type, generation: str) -> None:
     decoder.keep([2, 0])
     decoder.step(several[[2, 0], 6])
     for row, read in ((0, (4, 5, 6)), (2, (5, 6))):
-        alone = kind(model, starts[row])
+        alone = Decoder(model, starts[row])
         for t in read:
             alone.step(several[row:row + 1, t])
         allowed = 0.1 if dtype == "bfloat16" else 1e-4
         assert_same_state(decoder.state([0 if row == 2 else 1]), alone.state(), allowed)
+    assert bool(calls[len(starts):]) == called
 
 
 @each_generation

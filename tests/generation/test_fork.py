@@ -17,11 +17,9 @@ import torch
 from models import small_model
 from kernels.registry import KernelUnavailable
 from rwkv.generation.engine import generate
-from rwkv.model.decoding import program
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 torch.set_num_threads(2)
-program.LEAST_NUMBERS = 0                # decoding by a program, if the kernel is one of Taichi's
 model = small_model({kernel!r}, vocab_size=256, generation="rwkv7", n_embd=128).requires_grad_(False)
 
 def text():
@@ -57,7 +55,7 @@ in_child(lambda: in_child({does}))
 
 
 @pytest.mark.parametrize(("kernel", "before", "does"), [
-    pytest.param("torch_chunk", True, "same", id="the same text by the decoding of PyTorch"),
+    pytest.param("torch_chunk", True, "same", id="the same text"),
     pytest.param("torch_chunk", False, "text", id="a text where only a model was made"),
     pytest.param("taichi_v3", True, "ended", id="an end of its own",
                  marks=[pytest.mark.implementation("wkv7", "taichi_v3", device="cpu"), pytest.mark.compiles]),

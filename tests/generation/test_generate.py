@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,8 @@ def test_a_checkpoint_without_a_tokenizer_is_one_sentence(run: Run) -> None:
 def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str) -> None:
     status, output, error = run("generate", *CHECKPOINT, f"prompt={prompt}", "max_new_tokens=20")
     assert status == 0
-    assert error.startswith(f"read {max(1, len(prompt))} tokens")
+    said = rf"^read {max(1, len(prompt))} tokens? in [\d.]+ s, wrote \d+ in [\d.]+ s( \(\d+ tokens/s after the first\))?$"
+    assert re.search(said, error, re.MULTILINE)
     assert output.startswith(prompt)
     assert set(output) <= set(CHARACTERS)
     again = run("generate", "checkpoint=model.ckpt", f"prompt={prompt}", "max_new_tokens=20", "stream=false")

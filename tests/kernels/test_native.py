@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import small_model, tokens
+from models import exact, in_form, small_model, tokens
 from torch import Tensor
 
 from kernels import matvec, native, wkv4, wkv7
 from kernels.compare import errors, misses
-from kernels.decoding import c_v0, reference
 from kernels.draw import NO_BIAS, Filters
 from kernels.draw import c_v0 as c_draw
 from kernels.matvec import cases as matvec_cases
@@ -31,10 +30,10 @@ from kernels.registry import why_not
 from kernels.select import resolve, rule, why_auto
 from kernels.wkv4 import cases as wkv4_cases
 from kernels.wkv7 import cases as wkv7_cases
-from rwkv.generation.decoder import ProgramDecoder
+from rwkv.generation.decoder import CDecoder, Decoder
 from rwkv.model import quantized
-from rwkv.model.decoding.program import program_of
-from rwkv.model.quantized import to_int4, to_int8
+from rwkv.model.decoding.c_step import step_of
+from rwkv.model.derived import tensors_of
 
 HERE = native._here()
 AVAILABLE = native.why_not() is None
@@ -63,7 +62,8 @@ def test_a_library_is_of_its_sources(target: native.Target) -> None:
 @with_zig
 @pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
 def test_the_compiler_makes_the_same_bytes_in_another_folder(target: native.Target, tmp_path: Path) -> None:
-    shutil.copytree(build.ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("lib", "__pycache__"))
+    for package in ("kernels", "rwkv"):
+        shutil.copytree(build.ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("lib", "__pycache__"))
     subprocess.run([sys.executable, "-m", "kernels.native.build", "--zig", str(zig()), f"{target.system}-{target.machine}"],
                    check=True, cwd=tmp_path)
     made = tmp_path / target.path.relative_to(build.ROOT)
@@ -245,11 +245,9 @@ def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest
 
 
 def entries(level: str) -> list[str]:
-    """The functions that Python calls."""
-    texts = [(build.ROOT / source).read_text(encoding="ascii") for source in build.sources() if source.endswith(".c")]
-    plain = [name for text in texts for name in re.findall(r"^ENTRY\((\w+)\)", text, re.MULTILINE)]
-    programs = [f"decoding_{name}" for text in texts for name in re.findall(r"^PROGRAM\((\w+),", text, re.MULTILINE)]
-    return [f"{name}_{level}" for name in (*plain, *programs)]
+    """The functions that Python calls: the names that the library for ARM has."""
+    library = native.Target("aarch64", "linux").path.read_bytes()
+    return sorted({name.decode() for name in re.findall(rb"\0(\w+_%s)(?=\0)" % level.encode(), library)})
 
 
 class Emulated:
@@ -277,7 +275,7 @@ class Emulated:
             out.write(f"{name}_{self._level}".encode().ljust(64, b"\0") + integers(threads, len(all_arguments)))
             for i, argument in enumerate(all_arguments):
                 if not isinstance(argument, Tensor):
-                    out.write(integers(0, native._number(argument)))
+                    out.write(integers(0, native.number(argument)))
                     continue
                 argument = argument if argument.numel() else torch.zeros(1)
                 out.write(integers(1, argument.nbytes))
@@ -352,19 +350,14 @@ def test_arm_computes_products(on_arm: Emulated) -> None:
 @pytest.mark.parametrize("form", matvec.FORMS)
 def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> None:
     """Those of the reference in float64; a row alone as beside others."""
-    model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
-    model = {"int8": to_int8, "int4": to_int4}[form](model) if form.startswith("int") else model.to(getattr(torch, form))
-    program = program_of(model)
-    assert program is not None
-    run = c_v0.bind(program.program, program.form)
-    on_arm.reachable = [tensor for packed in run.weights for tensor in packed]
-    exact = ProgramDecoder(model, model.empty_state(5), program, reference.bind(program.program, program.form))
-    exact._registers = exact._registers.double()
-    together, alone = (ProgramDecoder(model, model.empty_state(rows), program, run) for rows in (5, 1))
-    several = tokens(model, B=5, T=3)
+    model = in_form(small_model("reference", generation=generation, n_embd=64, n_ffn=96), form)
+    step = step_of(model)
+    on_arm.reachable = [*step.own, *tensors_of(model)]
+    together, alone = (CDecoder(model, model.empty_state(rows)) for rows in (5, 1))
+    reference, several = Decoder(exact(model), model.empty_state(5)), tokens(model, B=5, T=3)
     for t in range(3):
         logits = together.step(several[:, t])
-        off = (logits - exact.step(several[:, t])).abs().amax(-1)
+        off = (logits - reference.step(several[:, t])).abs().amax(-1)
         assert (off.min() if form == "bfloat16" else off.median()) <= 2e-5
         assert torch.equal(alone.step(several[:1, t])[0], logits[0])
 
@@ -378,7 +371,7 @@ def test_arm_reads_prompts(on_arm: Emulated, without_fbgemm: None, generation: s
     model = small_model("reference", generation=generation, n_embd=64, n_ffn=96).requires_grad_(False).eval()
     several = tokens(model, B=2, T=20)
     exact = [model(several[:, :T])[0] for T in (3, 20)]
-    model = {"int8": to_int8, "int4": to_int4}[dtype](model)
+    model = in_form(model, dtype)
     for logits in exact:
         found = model(several[:, :logits.shape[1]])[0]
         assert (found - logits).norm() / logits.norm() < {"int8": 0.1, "int4": 0.3}[dtype]

@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError, UserError
-from rwkv.generation.decoder import CallingDecoder, decoder_of
+from rwkv.generation.decoder import Decoder, decoder_of
 from rwkv.generation.engine import generate_batch
 from rwkv.model.base import n_parameters
+from rwkv.model.decoding.c_step import why_not
 from rwkv.model.lora import adaptable
 from rwkv.model.rwkv7 import DEEP_EMBED
 from rwkv.pretrained import RWKV
@@ -171,7 +172,7 @@ def test_its_tables_get_no_adapter(model: RWKV) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_texts_are_those_of_whole_passes(saved: Path, dtype: str) -> None:
     found, tokenizer = RWKV.from_pretrained(saved, "reference", dtype=dtype), ByteTokenizer()
-    assert isinstance(decoder_of(found, found.empty_state(1)), CallingDecoder)
+    assert isinstance(decoder_of(found, found.empty_state(1)), Decoder)
     samples = generate_batch(found, tokenizer, ["One", "Another one"], 12, temperature=0)
     for prompt, sample in zip(("One", "Another one"), samples, strict=True):
         ids = tokenizer.encode(prompt)
@@ -181,6 +182,5 @@ def test_texts_are_those_of_whole_passes(saved: Path, dtype: str) -> None:
             ids.append(token)
 
 
-def test_a_large_one_does_not_decode_by_the_program_for_models_without_it() -> None:
-    large = deep(n_embd=512, head_size=64, n_layer=2).requires_grad_(False).eval().merge()
-    assert isinstance(decoder_of(large, large.empty_state(1)), CallingDecoder)
+def test_the_step_in_c_says_that_it_has_none(model: RWKV) -> None:
+    assert "DeepEmbed" in str(why_not(model))

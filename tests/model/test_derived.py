@@ -8,8 +8,10 @@ import pytest
 import torch
 from models import each_generation, small_model
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rwkv.chat.templates import chat_template
+from rwkv.generation import decoder
 from rwkv.generation.conversation import Chat
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate
@@ -17,7 +19,8 @@ from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import derived
-from rwkv.model.decoding import program
+from rwkv.model.decoding.c_step import step_of
+from rwkv.model.derived import exact_copies
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -75,10 +78,10 @@ def fused_step(model: RWKV, name: str, weight: Tensor) -> None:
 CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loaded, assigned, fused_step]
 
 
-@pytest.fixture(params=["by a program", pytest.param("by PyTorch", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["in C", pytest.param("by PyTorch", marks=pytest.mark.thorough)])
 def _decoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "by a program":
-        monkeypatch.setattr(program, "LEAST_NUMBERS", 0)
+    if request.param == "by PyTorch":
+        monkeypatch.setattr(decoder, "why_not", lambda model: request.param)
 
 
 @pytest.mark.compiles
@@ -107,9 +110,7 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
 @pytest.mark.parametrize("change", CHANGES)
 @each_generation
 @torch.no_grad()
-def test_a_few_rows_of_the_head_are_decoded_as_they_are(change: Change, generation: str,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "LEAST_NUMBERS", 0)
+def test_a_few_rows_of_the_head_are_decoded_as_they_are(change: Change, generation: str) -> None:
     model = frozen(generation=generation)
     _, state = model.prefill(torch.tensor([[1, 2]]))
     decoder_of(model, state).step(torch.tensor([3]))
@@ -161,43 +162,46 @@ def matrices(model: nn.Module) -> list[Tensor]:
     return [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
 
 
-def copies(model: RWKV) -> list[Tensor]:
-    found = model.bfloat16_copies.of(matrices(model))
-    assert found is not None
-    return found
-
-
 def test_copies_are_exact_and_made_once() -> None:
     model = frozen()
-    for weight, found, again in zip(matrices(model), copies(model), copies(model), strict=True):
-        assert found.dtype == torch.bfloat16
-        assert torch.equal(found.float(), weight)
-        assert found is again
+    for weight, copied in zip(matrices(model), exact_copies(matrices(model)) or [], strict=True):
+        assert copied.dtype == torch.bfloat16
+        assert torch.equal(copied.float(), weight)
+    assert step_of(model).reads_copies
+    assert step_of(model) is step_of(model)
 
 
-def test_a_copy_of_a_model_has_no_copies_of_its_matrices() -> None:
+def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
     model = frozen()
-    copies(model)
-    assert not copy.deepcopy(model).bfloat16_copies
-    assert not pickle.loads(pickle.dumps(model.bfloat16_copies))
+    step = step_of(model)
+    assert step_of(copy.deepcopy(model)) is not step
+    assert step_of(pickle.loads(pickle.dumps(model))) is not step
+
+
+def test_what_is_kept_keeps_no_weight_in_memory() -> None:
+    model = frozen()
+    step_of(model)
+    for name in list(dict(model.named_parameters())):
+        storage = StorageWeakRef(model.get_parameter(name).untyped_storage())
+        replaced(model, name, model.get_parameter(name))
+        assert storage.expired(), name
 
 
 def test_there_are_none_where_a_number_would_change() -> None:
     model = frozen()
-    copies(model)
     model.head.weight[:] = 1 + 2**-20
-    assert model.bfloat16_copies.of(matrices(model)) is None
-    assert not model.bfloat16_copies, "what is of no use takes no memory"
+    assert exact_copies(matrices(model)) is None
+    assert not step_of(model).reads_copies
 
 
 def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
     model = frozen()
     with torch.inference_mode():
         model.head.weight = nn.Parameter(model.head.weight.clone(), requires_grad=False)
-    assert model.bfloat16_copies.of(matrices(model)) is None
+    assert exact_copies(matrices(model)) is None
 
 
 def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = frozen()
     monkeypatch.setattr(derived, "available_memory", lambda: 1000)
-    assert model.bfloat16_copies.of(matrices(model)) is None
+    assert exact_copies(matrices(model)) is None

@@ -29,7 +29,7 @@ from kernels.wkv4 import WKV4
 from rwkv import cli, report
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.report import page as report_page
-from rwkv.report import svg
+from rwkv.report import svg, units
 from rwkv.report.findings import findings
 from rwkv.report.numbers import columns, compare
 from rwkv.report.reading import Run, read
@@ -475,6 +475,68 @@ def test_runs_of_two_commits_are_no_comparison(tmp_path: Path) -> None:
     assert "commit is c in kernel=conv1d,seed=0; d in" in findings(compare(read(tmp_path)))[0].text
 
 
+@pytest.mark.parametrize(("speeds", "said", "unsaid"), [
+    (((100, 101), (150, 152)), ("fast is the fastest: 154 tokens/s, 1.49 times", "faster than every run"), "may be as fast"),
+    (((100, 160), (150, 152)), ("fast is the fastest", "conv1d, which may be as fast"), "faster than every run"),
+    (((160, 161), (150, 152)), ("conv1d is the fastest", "the next, fast"), "times as many"),
+    (((100,), (150,)), ("fast is the fastest", "one run of a kernel"), "faster than every run"),
+])
+def test_the_first_lines_of_a_sweep_say_which_kernel_is_faster_and_how_sure_that_is(
+        speeds: tuple[tuple[float, ...], ...], said: tuple[str, ...], unsaid: str, tmp_path: Path) -> None:
+    for kernel, of_seeds in zip(("conv1d", "fast"), speeds, strict=True):
+        for seed, speed in enumerate(of_seeds):
+            make_run(tmp_path, kernel, seed, [3.0, 2.0, 1.0], speed)
+    report.write(tmp_path)
+    before_the_table = parsed(tmp_path / "report.html").text.partition("Summary")[0]
+    assert all(words in before_the_table for words in said)
+    assert unsaid not in before_the_table
+
+
+def test_the_first_lines_of_a_sweep_over_another_option_name_the_lowest_loss(tmp_path: Path) -> None:
+    for seed, lr in enumerate((0.1, 0.2)):
+        make_run(tmp_path, "conv1d", seed, [3.0, 2.0 + lr], optim={"lr": lr})
+    report.write(tmp_path)
+    assert "optim.lr=0.1 has the lowest validation loss: 1.0500" in parsed(tmp_path / "report.html").text
+
+
+def test_the_kernels_that_compute_the_same_are_named_when_another_fails(tmp_path: Path) -> None:
+    """A run without a counterpart of the same seed is compared with nothing."""
+    make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
+    make_run(tmp_path, "taichi_v3", 0, [3.0, 2.0])
+    make_run(tmp_path, "other_seed", 1, [3.1, 2.1])
+    make_run(tmp_path, "wrong", 0, [3.0, 2.5])
+    found = findings(compare(read(tmp_path)))
+    assert [finding.kind for finding in found] == ["bad", "good"]
+    assert "the losses of taichi_v3 equal those of conv1d" in found[1].text
+
+
+def test_columns_that_no_run_measured_are_left_out(tmp_path: Path) -> None:
+    for kernel in ("conv1d", "taichi_v3"):
+        make_run(tmp_path, kernel, 0, [3.0, 2.0, 1.0])
+    report.write(tmp_path)
+    page = parsed(tmp_path / "report.html")
+    assert {"step", "WKV forward", "reason"}.isdisjoint(page.headers)
+    assert {"kernel", "tokens/s", "difference", "status"} <= set(page.headers)
+
+
+@pytest.mark.parametrize(("form", "number", "text"), [
+    (units.time, 3250, "3.25 s"), (units.time, 812.4, "812 ms"), (units.time, 999.7, "1.00 s"), (units.time, 0.0123, "12.3 µs"),
+    (units.time, 250_000, "4.17 min"), (units.memory, 812, "812 MiB"), (units.memory, 1536, "1.50 GiB"),
+    (units.count, 12345.6, "12,346"), (units.count, 3.257, "3.26"), (units.count, 300, "300"),
+    (units.tiny, 0, "0"), (units.tiny, 1.23e-7, "1.2e-7"), (units.tiny, 0.25, "0.25")])
+def test_numbers_are_written_as_people_read_them(form: Callable[[float], str], number: float, text: str) -> None:
+    assert form(number) == text
+
+
+@pytest.mark.parametrize("form", [units.time, units.memory, units.count])
+@given(number=st.floats(1e-3, 1e9))
+def test_no_number_of_a_table_has_a_power_of_ten(form: Callable[[float], str], number: float) -> None:
+    digits = form(number).partition(" ")[0].replace(",", "")
+    assert "e+" not in digits
+    if form is units.count:
+        assert float(digits) == pytest.approx(number, rel=0.006, abs=0.5)
+
+
 @pytest.mark.parametrize(("share", "bits"), [(0.25, ""), (0.005, "1.5")])
 def test_a_tokenizer_that_loses_text_is_a_finding(tmp_path: Path, share: float, bits: str) -> None:
     """val/bpb of an earlier step, logged before the run was resumed, is not that of the last validation."""
@@ -539,6 +601,7 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.tags: set[str] = set()
+        self.headers: list[str] = []
         self.text, self.figures = "", 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -556,6 +619,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "th":
+            self.headers.append(data)
         self.text += data
 
 
@@ -587,6 +652,19 @@ def test_every_line_stays_inside_its_figure(series: list[list[tuple[int, float]]
             x, y = map(float, place.split(","))
             assert svg.LEFT - 0.1 <= x <= svg.WIDTH - svg.RIGHT + 0.1
             assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
+
+
+def test_lines_that_lie_on_one_another_take_turns() -> None:
+    """The third is a part of the first, which another figure's line crosses."""
+    curve = [(step, 3.0 + math.exp(-step / 50)) for step in range(300)]
+    rounded = [(step, value + 1e-7) for step, value in curve]
+    drawn = [svg.Line("a", 0, curve), svg.Line("b", 1, rounded), svg.Line("c", 2, rounded[:100]),
+             svg.Line("d", 3, [(0, 3.0), (299, 4.0)])]
+    assert [[line.name for line in group] for group in svg.on_one_another(drawn)] == [["a", "b", "c"]]
+    figure = ElementTree.fromstring(svg.lines("a", "x", "y", drawn))
+    dashes = [(group.get("stroke-dasharray"), group.get("stroke-dashoffset")) for group in figure.iter("g")]
+    assert len(set(dashes[:3])) == 3
+    assert dashes[3] == (None, None)
 
 
 def test_a_long_run_is_drawn_with_few_points_and_keeps_its_peak() -> None:

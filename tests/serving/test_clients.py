@@ -39,8 +39,7 @@ DEFAULTS: list[dict[str, Any]] = [
 NOT_HERE: list[tuple[str, Any]] = [
     ("functions", [{"name": "add"}]), ("function_call", "auto"), ("audio", {"voice": "ash", "format": "wav"}),
     ("modalities", ["text", "audio"]), ("web_search_options", {}), ("moderation", {"model": "omni-moderation-latest"}),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+    ("response_format", {"type": "text", "schema": {}}),
     ("tools", [{"type": "custom", "custom": {"name": "a"}}]), ("tool_choice", {"type": "custom", "custom": {"name": "a"}}),
     ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
     ("enable_thinking", True), ("chat_template_kwargs", {"enable_thinking": True}), ("chat_template_kwargs", {"style": 1}),

@@ -102,7 +102,8 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
     ("1", {"tool_choice": "auto"}, "Let me see.", [("weather", {"city": "Oslo"})]),
     ("1", {"tool_choice": "none"}, WRITTEN[0], []),
     ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),
-    ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": None})]),
+    # after a name the form of a call is written in the tokenizer's own tokens, after the last of which the model says Bergen
+    ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": "Bergen"})]),
     ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
     ("1", {"tools": None}, WRITTEN[0], [])], ids=str)
 def test_calls_come_back_as_tool_calls(client: "openai.OpenAI", question: str, options: dict[str, Any], content: str | None,

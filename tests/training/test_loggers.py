@@ -1,5 +1,7 @@
 """W&B as the user has set it up: a continued run, the mode that the user has chosen, and a broken installation."""
 
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,32 @@ def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: py
     assert isinstance(second, WandbLogger)
     assert second.experiment.id == name
     assert f"wandb sync --id {name} " in capsys.readouterr().err
+
+
+@pytest.mark.programs
+def test_a_sweep_is_uploaded_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """Its runs say nothing; a run in two parts needs a command of its own, which follows."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "report.html").write_text("a report")
+    for name in ("kernel=conv1d", "kernel=torch_scan"):
+        (tmp_path / name).mkdir()
+        loggers.loggers(CONFIG, tmp_path / name, RUN)
+    wandb.finish()
+    assert "wandb sync" not in capsys.readouterr().err
+    loggers.log_report(CONFIG, tmp_path, [{"kernel": "conv1d"}], [])
+    said = capsys.readouterr().err
+    assert said.count("wandb sync") == 1
+    command = said.partition("`")[2].partition("`")[0]
+    shown = subprocess.run(["bash", "-c", command.replace("wandb sync", "ls -d")], capture_output=True, text=True, check=True)
+    assert len(shown.stdout.split()) == 3, "two runs and the report"
+    part = next((tmp_path / "kernel=conv1d" / "wandb").glob("*run-*"))
+    shutil.copytree(part, part.with_name(part.name.replace("run-2", "run-3")))
+    loggers.log_report(CONFIG, tmp_path, [{"kernel": "conv1d"}], [])
+    said = capsys.readouterr().err
+    assert said.count("wandb sync") == 2
+    assert said.count("--id") == 1
 
 
 def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -183,7 +183,8 @@ def test_a_run_begins_at_its_reference_and_then_prefers_the_chosen_answers(folde
     assert abs(first) < (0.05 if method == "full" else 1e-5)
     assert last > first + 0.1
     held_out = losses(Path("out"), "val/rewards_margin")
-    assert list(held_out) == [6, 12]
+    assert list(held_out) == [0, 6, 12]
+    assert abs(held_out[0]) < (0.05 if method == "full" else 1e-5)
     for split, step in (("train", 12), ("val", 12)):
         chosen, rejected, margin, accuracy = (losses(Path("out"), f"{split}/rewards_{name}")[step]
                                               for name in ("chosen", "rejected", "margin", "accuracy"))
@@ -294,7 +295,7 @@ def test_the_shorter_of_two_right_answers_is_preferred_to_new_questions(folder: 
     status, _, error = run("train", *common, "model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=64", "data.path=talks.jsonl",
                            "data.tokenizer=byte", "optim.lr=3e-3", "trainer.max_steps=200", "out_dir=base")
     assert status == 0, error
-    rate = {"full": "3e-4", "lora": "5e-3", "state": "0.3"}[method]
+    rate = {"full": "3e-4", "lora": "1e-3", "state": "0.3"}[method]
     status, _, error = run("train", *common, "init_from=base", "data.path=pairs.jsonl", f"tune={method}", "tune.objective=dpo",
                            f"optim.lr={rate}", "trainer.max_steps=60", "out_dir=out")
     assert status == 0, error

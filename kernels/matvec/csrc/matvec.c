@@ -5,35 +5,29 @@
 
 // The arguments of a call, as c_v0.py lists them. N is cut into `parts`.
 struct call {
-    int64_t N, K, R, x_row, q_row, offset, parts;
+    int64_t kind, N, K, R, x_row, q_row, offset, parts;
     const void *w, *scale, *shift;
     const float *x;
     const uint8_t *q;
     float *y;
 };
 
-INLINE void multiply(enum kind kind, struct tasks *tasks) {
+static void multiply(struct tasks *tasks, int64_t thread) {
     const struct call *call = tasks->call;
     const struct product product = {
-        .kind = kind, .w = call->w, .scale = call->scale, .shift = call->shift, .x = call->x, .q = call->q, .y = call->y,
-        .R = call->R, .K = call->K, .x_row = call->x_row, .q_row = call->q_row, .y_row = call->N, .offset = call->offset,
+        .kind = (enum kind)call->kind, .w = call->w, .scale = call->scale, .shift = call->shift, .x = call->x, .q = call->q,
+        .y = call->y, .R = call->R, .K = call->K, .x_row = call->x_row, .q_row = call->q_row, .y_row = call->N,
+        .offset = call->offset,
     };
     int64_t each = (call->N + call->parts - 1) / call->parts;
+    (void)thread;
     for (int64_t part; (part = next_task(tasks)) < call->parts;) {
         int64_t end = (part + 1) * each < call->N ? (part + 1) * each : call->N;
         if (part * each < end) products(&product, part * each, end);
     }
 }
 
-static void multiply_float32(struct tasks *tasks, int64_t thread) { (void)thread, multiply(OF_FLOAT32, tasks); }
-static void multiply_bfloat16(struct tasks *tasks, int64_t thread) { (void)thread, multiply(OF_BOTH, tasks); }
-static void multiply_int8(struct tasks *tasks, int64_t thread) { (void)thread, multiply(OF_INT8, tasks); }
-static void multiply_int4(struct tasks *tasks, int64_t thread) { (void)thread, multiply(OF_INT4, tasks); }
-
-ENTRY(matvec_float32)(const struct call *call, int64_t threads) { share(multiply_float32, call, threads); }
-ENTRY(matvec_bfloat16)(const struct call *call, int64_t threads) { share(multiply_bfloat16, call, threads); }
-ENTRY(matvec_int8)(const struct call *call, int64_t threads) { share(multiply_int8, call, threads); }
-ENTRY(matvec_int4)(const struct call *call, int64_t threads) { share(multiply_int4, call, threads); }
+ENTRY(matvec)(const struct call *call, int64_t threads) { share(multiply, call, threads); }
 
 // Blocks of x, which is whole ones: in q (BLOCK bytes) and y (16 floats) what a product in int4 reads of each.
 struct arranged {
@@ -45,8 +39,7 @@ struct arranged {
 
 ENTRY(matvec_arrange)(const struct arranged *call, int64_t threads) {
     (void)threads;
-    for (int64_t block = 0; block < call->blocks; block++)
-        arrange_block(call->x + block * BLOCK, call->q + block * BLOCK, call->y + block * 16, BLOCK, 0);
+    prepare(OF_INT4, call->x, call->blocks * BLOCK, 0, call->blocks * BLOCK, 0, 0, call->y, call->q);
 }
 
 // W (N,K) that int4 stands for: the integer times scale plus shift of its group. A row is a task.

@@ -44,12 +44,15 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
-def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
-    """The text of a file in chunks; `seen` is called with its bytes. Raises UserError if it cannot be read or is not UTF-8."""
+def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
+    """The text of a file in chunks; `seen` is called with its bytes. option: which names the file, in errors.
+
+    Raises UserError if it cannot be read or is not UTF-8.
+    """
     beginning = rest = b""
     before = 0                           # bytes before `rest`
     more = True
-    with open_file(path) as file:
+    with open_file(path, option) as file:
         while more:
             read = file.read(CHUNK)
             seen(read)
@@ -59,19 +62,19 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len) -> Iterator[str]:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
                 place, value = before + error.start, data[error.start]
-                raise UserError(not_utf8(f"data.path={path}", place, value, beginning)) from None
+                raise UserError(not_utf8(f"{option}={path}", place, value, beginning)) from None
             if text:
                 yield text
             rest = data[used:]
             before += used
 
 
-def open_file(path: Path) -> Any:
+def open_file(path: Path, option: str = "data.path") -> Any:
     """The file, open for reading bytes. Raises UserError if it cannot be opened."""
     try:
         return path.open("rb")
     except OSError as error:
-        raise UserError(f"cannot read data.path={path}: {error.strerror}") from None
+        raise UserError(f"cannot read {option}={path}: {error.strerror}") from None
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:

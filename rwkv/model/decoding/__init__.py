@@ -1,1 +1,1 @@
-"""A model for one token at a time: a block in PyTorch (rwkvN_step.py), and as part of one launch (rwkvN_program.py)."""
+"""A model for one token at a time: a block in PyTorch (rwkvN_step.py), and the whole in one call of C (c_step.py, csrc/)."""

@@ -1,6 +1,5 @@
 """One RWKV-7 block, one token at a time for a batch of rows: rwkv7.py at T = 1, in fewer operations of PyTorch."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from rwkv.model.decoding.layers import LowRank, norm_function, product_function,
 
 
 class Step:
-    """One block with a state of its own, the tensors of `state`: rwkv7.State of one layer, (B,C), (B,H,N,N) and (B,C).
+    """(x (B,C), state, v_first (B,C)) -> (x, state, v_first): Block.forward for one token; state: rwkv7.State of one layer,
+    (B,C), (B,H,N,N) and (B,C).
 
     It reads the weights and calls no module. Use it under torch.inference_mode.
     """
 
-    def __init__(self, block: Any, state: Sequence[Tensor]) -> None:
+    def __init__(self, block: Any) -> None:
         att, ffn = block.att, block.ffn
         self._ln0 = norm_function(block.ln0) if block.first else None
         self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
@@ -28,23 +28,20 @@ class Step:
         self._gates = LowRank(*([getattr(att, f"{name}{part}") for name in gates] for part in "12"))
         self._products = products_function(att.receptance, att.key, att.value)
         self._output, self._key, self._value = map(product_function, (att.output, ffn.key, ffn.value))
-        self._att_x, self._wkv, self._ffn_x = state[0].to(self._mu.dtype), state[1], state[2].to(self._mu.dtype)
 
-    def step(self, x: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x (B,C), v_first (B,C)) -> (x, v_first): Block.forward for one token."""
+    def __call__(self, x: Tensor, state: Any, carry: Tensor | None = None) -> tuple[Tensor, Any, Tensor]:
         if self._ln0 is not None:
             x = self._ln0(x)
-        mixed, carry = self._time_mix(self._ln1(x), carry)
+        normal = self._ln1(x)
+        mixed, wkv, carry = self._time_mix(normal, state, carry)
         x = x + mixed
-        normal = self._ln2(x)
-        relu = self._key(torch.lerp(normal, self._ffn_x, self._ffn_x_k)).relu_()
-        self._ffn_x = normal
-        return x + self._value(relu.mul_(relu)), carry
+        of_ffn = self._ln2(x)
+        relu = self._key(torch.lerp(of_ffn, state.ffn_x.to(x.dtype), self._ffn_x_k)).relu_()
+        return x + self._value(relu.mul_(relu)), state._replace(att_x=normal, wkv=wkv, ffn_x=of_ffn), carry
 
-    def _time_mix(self, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _time_mix(self, x: Tensor, state: Any, v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         att = self._att
-        mixes = torch.lerp(x, self._att_x, self._mu)                           # (6,B,C)
-        self._att_x = x
+        mixes = torch.lerp(x, state.att_x.to(x.dtype), self._mu)               # (6,B,C)
         r, k, v = self._products(mixes[:3])
         if v_first is None:
             v_first = v
@@ -57,29 +54,14 @@ class Step:
         kk = normalize(self._heads(k * att.k_k[0]).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM)
         k = k * (1 + (rate - 1) * att.k_a[0])
         r, k, v, rate = map(self._heads, (r, k, v, rate))
-        y, self._wkv = WKV7.step(r, self._heads(log_w), k, v, -kk, kk * rate, self._wkv)
+        y, wkv = WKV7.step(r, self._heads(log_w), k, v, -kk, kk * rate, state.wkv)
         share = (r * k * att.r_k).sum(-1, keepdim=True)
         y = torch.group_norm(y.flatten(1), len(att.r_k), att.ln_x.weight, att.ln_x.bias, att.ln_x.eps)
-        return self._output((y + (share * v).flatten(1)) * g), v_first
+        return self._output((y + (share * v).flatten(1)) * g), wkv, v_first
 
     def _heads(self, tensor: Tensor) -> Tensor:
         """(B,C) as (B,H,N)."""
         return tensor.unflatten(-1, (-1, self._att.N))
-
-    def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, in this order."""
-        self._att_x, self._wkv, self._ffn_x = self._att_x[rows], self._wkv[rows], self._ffn_x[rows]
-
-    def join(self, state: Sequence[Tensor]) -> None:
-        """Goes on with the rows of `state` too, after those that are here."""
-        att_x, wkv, ffn_x = state
-        self._att_x = torch.cat((self._att_x, att_x.to(self._att_x.dtype)))
-        self._wkv = torch.cat((self._wkv, wkv))
-        self._ffn_x = torch.cat((self._ffn_x, ffn_x.to(self._ffn_x.dtype)))
-
-    def state(self) -> tuple[Tensor, ...]:
-        """The tensors of the state."""
-        return self._att_x, self._wkv, self._ffn_x
 
 
 def _of_hidden(hidden: Tensor) -> None:

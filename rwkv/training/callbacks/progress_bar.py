@@ -1,5 +1,6 @@
 """The progress bar of a run."""
 
+import math
 import sys
 import time
 from typing import Any
@@ -15,18 +16,19 @@ SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # of the metri
 
 
 class ProgressBar(Callback):
-    """A progress bar over optimiser steps on standard error; where that is not a terminal, a line every half minute."""
+    """Progress bars on standard error, over optimiser steps and over the batches of a validation; where that is not a terminal,
+    a line every half minute.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self._bar: tqdm | None = None
+        self._validation: tqdm | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() > 0:
             return
-        interval = 0.2 if sys.stderr.isatty() else 30.0
-        self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, unit="step", mininterval=interval,
-                         maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
+        self._bar = _bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
@@ -34,13 +36,20 @@ class ProgressBar(Callback):
                 self._show(trainer)
             self._bar.update(trainer.global_step - self._bar.n)
 
-    def on_validation_start(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str("validating")
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if rank() == 0:
+            batches = sum(trainer.num_val_batches)
+            self._validation = _bar(total=batches if math.isfinite(batches) else None, desc="validating", unit="batch",
+                                    leave=False)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self._validation is not None:
+            self._validation.update()
 
     def on_validation_end(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str("")
+        if self._validation is not None:
+            self._validation.close()
+            self._validation = None
 
     def on_exception(self, *_: Any) -> None:
         self._close()
@@ -48,6 +57,7 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None:
             self._show(trainer)
+        self._close()                    # what is printed after training begins on a line of its own
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._close()
@@ -59,6 +69,14 @@ class ProgressBar(Callback):
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
 
     def _close(self) -> None:
+        self.on_validation_end()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _bar(**options: Any) -> tqdm:
+    terminal = sys.stderr.isatty()
+    interval = 0.2 if terminal else 30.0
+    return tqdm(mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr,
+                position=None if terminal else 0, **options)

@@ -1,0 +1,56 @@
+"""Serves a checkpoint in a process of its own, and calls it by OpenAI's client: an answer, and a stream.
+
+python examples/serve_and_call.py [CHECKPOINT] [OPTION=VALUE ...]
+
+CHECKPOINT is a file or a run, runs/latest by default; options are serve.py's. Needs pip install '.[serve]' openai.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> None:
+    checkpoint, *options = sys.argv[1:] or ["runs/latest"]
+    if checkpoint in ("-h", "--help"):
+        print(__doc__)
+        return
+    command = [sys.executable, ROOT / "serve.py", f"checkpoint={checkpoint}", "port=0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            call(address(server))
+        finally:
+            server.terminate()
+
+
+def address(server: subprocess.Popen[str]) -> str:
+    """The server's address, once it is ready; its lines are shown."""
+    found = ""
+    for line in server.stderr or ():
+        sys.stderr.write(line)
+        word, _, rest = line.strip().partition(" ")
+        if word == "address":
+            found = rest.strip()
+        if word == "ready":
+            return found
+    sys.exit("the server has ended; the lines above say why")
+
+
+def call(url: str) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    messages = [{"role": "user", "content": "What is 7 times 8?"}]
+    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=30)
+    print("answer:", answer.choices[0].message.content)
+    print("stream: ", end="")
+    for part in client.completions.create(model=model, prompt="def main", max_tokens=30, stream=True):
+        print(part.choices[0].text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+r"""Grammars: which texts may be written, as masks over tokens, by llguidance (PyPI).
+
+A Grammar says what is allowed: JSON by a schema, a Lark grammar or a regular expression, perhaps after thoughts or in the form
+of a call. A Matcher follows one text in it and gives the tokens that may come next. An end-of-text token may come exactly where
+the text so far is complete, and special tokens nowhere else. JSON is written with at most one line end and 32 spaces between
+its parts, so that no text goes on in white space for ever, and with no blank line, which ends a turn of some chat templates.
+
+What llguidance cannot hold a text to is refused with the place in the schema (`check`). This file needs neither torch nor
+llguidance to be imported.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from rwkv.errors import UserError
+from rwkv.io.utf8 import require_unicode
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
+# One way to write each string without control characters, so that no key is another one escaped: "\/" is not written.
+JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
+SPACE = 'SPACE: /[ \\n]/'                # before the answer, after a template's "Assistant:" or after thoughts
+REST = "REST: /(?s:.+)/"
+THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
+# Where a schema has other schemas: in a mapping by names, in a list, or alone.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+         "unevaluatedItems", "unevaluatedProperties")
+DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
+CONTROL = re.compile("[\x00-\x1f\x7f]")
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # which is none at most times
+TRIES = 500                              # schemas within one, to find the place of an error
+COMPILED = 32                            # grammars that are kept compiled
+
+Schema = Mapping[str, Any]
+
+
+class Part(NamedTuple):
+    """A grammar within a grammar. content: a schema as JSON, or a Lark grammar. where: its name in errors."""
+
+    kind: str                            # "json_schema" or "lark_grammar"
+    content: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text may be. start: what Lark's rule `start` is, in which @part0 stands for the first of `parts`.
+
+    Equal grammars have equal hashes, and they can be sent to other processes. check() and matcher() find what llguidance
+    refuses.
+    """
+
+    start: str
+    parts: tuple[Part, ...]
+    rules: tuple[str, ...] = ()
+
+    @classmethod
+    def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
+        """JSON that is valid by a schema. Raises UserError where it is no object, and where keys could be mistaken."""
+        if not isinstance(schema, Mapping):
+            raise UserError(f"{where} is a JSON schema, an object; got {json.dumps(schema, default=repr)[:60]}")
+        return cls("@part0", (_schema_part(schema, where),))
+
+    @classmethod
+    def json_object(cls, where: str = "json_object") -> "Grammar":
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, where)
+
+    @classmethod
+    def lark(cls, text: str, where: str = "grammar") -> "Grammar":
+        """What a Lark grammar describes, in llguidance's dialect."""
+        return cls("@part0", (Part("lark_grammar", text, where),))
+
+    @classmethod
+    def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
+        """What a regular expression describes, in the syntax of Rust's regex crate; all of the text matches it."""
+        require_unicode(pattern)
+        content = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+        return cls("@part0", (Part("lark_grammar", content, where),))
+
+    @classmethod
+    def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
+              written: str = "") -> "Grammar":
+        """One call of one of the functions: (name, the schema of its arguments, where that stands in errors).
+
+        start: what a call begins with before its name, and what stands between that and the arguments, as in
+        ChatTemplate.call_start. closing: what may end the call. written: the beginning that the prompt already has; with it
+        closing is to be a stop string, and since the text is cut there, tokens may hold more than it.
+        """
+        heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
+        possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
+                    if head.startswith(written)]
+        parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
+        end = f'"}}" ({_literal(closing)[0]} {"REST?" if written else ""})?'
+        alternatives = [" ".join([*_literal(rest), f"@part{i}", end]) for i, (rest, _, _) in enumerate(possible)]
+        return cls(" | ".join(alternatives), parts, (REST,) if written else ())
+
+    def or_else(self, other: "Grammar") -> "Grammar":
+        """What either allows."""
+        moved = other.start
+        for i in reversed(range(len(other.parts))):
+            moved = moved.replace(f"@part{i}", f"@part{i + len(self.parts)}")
+        return Grammar(f"({self.start}) | ({moved})", self.parts + other.parts, tuple({*self.rules, *other.rules}))
+
+    def after_space(self) -> "Grammar":
+        """The same, perhaps after a space or a line end."""
+        return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
+
+    def after(self, text: str) -> "Grammar":
+        """The same after this text."""
+        return replace(self, start=f"{_literal(text)[0]} ({self.start})")
+
+    def after_thoughts(self, opening: str = "") -> "Grammar":
+        """The same after any text up to </think>. opening: what that text begins with; without it there are no thoughts."""
+        head = f"({_literal(opening)[0]} thoughts SPACE?)?" if opening else "thoughts SPACE?"
+        return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
+
+    @property
+    def definition(self) -> str:
+        """In llguidance's form."""
+        rules = "\n".join([f"start: {self.start}", *dict.fromkeys(self.rules)])
+        parts = [{"name": f"part{i}", part.kind: json.loads(part.content) if part.kind == "json_schema" else part.content}
+                 for i, part in enumerate(self.parts)]
+        return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
+
+    def check(self) -> None:
+        """Raises UserError, with the place, for what cannot be compiled, and where llguidance is not installed."""
+        for part in self.parts:
+            if part.kind == "json_schema":
+                _check_schema(json.loads(part.content), part.where)
+            elif reason := _error(Grammar("@part0", (part,))):
+                raise UserError(f"{part.where}: {reason}")
+        if reason := _error(self):
+            raise UserError(f"{self.parts[0].where}: {reason}")
+
+    def matcher(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> "Matcher":
+        """For a new text. stop_tokens: those that end it beside end-of-text tokens. Raises UserError as check() does."""
+        return Matcher(compiled(self, tokenizer).deep_copy(), vocabulary(tokenizer), stop_tokens)
+
+
+class Vocabulary:
+    """A tokenizer's tokens for llguidance. special: ids of tokens without text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        library = _llguidance()
+        tokens = tokenizer.tokens_as_bytes()
+        self.ends = tokenizer.ends
+        self.special = frozenset(index for index, token in enumerate(tokens) if not token)
+        self.size = len(tokens)
+        self.library = library.LLTokenizer(library.TokenizerWrapper(_Described(tokenizer, tokens, sorted(self.special))))
+
+
+class _Described:
+    """What llguidance's wrapper asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], special: Sequence[int]) -> None:
+        self.eos_token_id, self.bos_token_id = tokenizer.end_of_text, None
+        self.tokens, self.special_token_ids = tokens, special
+        self._tokenizer = tokenizer
+        self._ids = {token: index for index, token in reversed([*enumerate(tokens)]) if token}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The ids of a text to which the grammar leaves no choice: as the tokenizer has them, or else longest matches.
+
+        The mask allows these tokens alone there, but at the end of such a text, where a longer token may go on.
+        """
+        with suppress(ValueError):
+            ids = self._tokenizer.encode_within([text.decode()])[0]
+            if b"".join(self.tokens[index] for index in ids) == text:
+                return ids
+        return self._longest_matches(text)
+
+    def _longest_matches(self, text: bytes) -> list[int]:
+        """The ids of the longest tokens, up to where there is none."""
+        ids: list[int] = []
+        while text:
+            token = next((text[:n] for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ids), None)
+            if token is None:
+                break
+            ids.append(self._ids[token])
+            text = text[len(token):]
+        return ids
+
+
+class Matcher:
+    """Follows one text in its grammar."""
+
+    def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
+        self._library, self._end = library, vocabulary.ends[0]
+        self._special = vocabulary.special
+        self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special)}
+
+    def allowed(self) -> bytearray | None:
+        """A bit for each token that may come next, the lowest bit of a byte first; None where there is none."""
+        if self._library.is_error():
+            return None
+        mask = bytearray(self._library.compute_bitmask())
+        if self._library.is_error():     # the grammar has become too complex, and the mask allows the end of text alone
+            return None
+        complete = bool(mask[self._end // 8] >> self._end % 8 & 1)
+        for token in self._ends:
+            mask[token // 8] = mask[token // 8] & ~(1 << token % 8) | complete << token % 8
+        return mask if any(mask) else None
+
+    def push(self, token: int) -> None:
+        """The token that was drawn of those that are allowed, and that ends nothing."""
+        self._library.consume_token(token)
+
+
+@lru_cache(maxsize=4)
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Half a second for the World vocabulary."""
+    return Vocabulary(tokenizer)
+
+
+@lru_cache(maxsize=COMPILED)
+def compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
+    """The grammar as llguidance's matcher, to be copied. Raises UserError as Grammar.check does."""
+    found = _llguidance().LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0)
+    if found.is_error():
+        grammar.check()
+        raise UserError(f"{grammar.parts[0].where}: {_sentence(found.get_error())}")
+    return found
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(MISSING) from None
+    return llguidance
+
+
+def _literal(text: str) -> list[str]:
+    """A Lark literal in a list, none for an empty text."""
+    return [json.dumps(text, ensure_ascii=False)] if text else []
+
+
+def _error(grammar: Grammar) -> str:
+    return _sentence(_llguidance().LLMatcher.validate_grammar(grammar.definition))
+
+
+def _sentence(message: str) -> str:
+    """llguidance's message without the lines that show its source; "" where it is a warning."""
+    if message.startswith("WARNING"):
+        return ""
+    lines = [line.strip() for line in message.strip().splitlines()]
+    return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))
+
+
+# Schemas
+
+
+def _schema_part(schema: Schema, where: str) -> Part:
+    try:
+        _check_keys(schema, where)
+        return Part("json_schema", json.dumps({**_as_held(schema), "x-guidance": JSON_FORM}), where)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply") from None
+
+
+def _as_held(schema: Any) -> Any:
+    """The schema without "uniqueItems": false, which says nothing and which llguidance refuses, and without leap seconds."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: value for key, value in schema.items() if not (key == "uniqueItems" and value is False)}
+    for place, sub in _inside(schema):
+        holder: Any = found
+        *way, last = place
+        for step in way:
+            holder[step] = holder[step].copy()
+            holder = holder[step]
+        holder[last] = _as_held(sub)
+    if schema.get("format") in ("time", "date-time"):
+        found["allOf"] = [*found.get("allOf", ()), {"pattern": NO_LEAP_SECOND}]
+    return found
+
+
+def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(place, schema) of each schema directly inside one."""
+    if not isinstance(schema, Mapping):
+        return
+    for key in BY_NAME:
+        if isinstance(schema.get(key), Mapping):
+            yield from (((key, name), sub) for name, sub in schema[key].items())
+    for key in IN_LIST:
+        if isinstance(schema.get(key), list):
+            yield from (((key, i), sub) for i, sub in enumerate(schema[key]))
+    for key in ALONE:
+        if isinstance(schema.get(key), Mapping):
+            yield (key,), schema[key]
+
+
+def _check_schema(schema: Schema, where: str) -> None:
+    reason = _schema_error(schema)
+    if reason:
+        raise UserError(f"{_place(schema, reason, where)}: {reason}")
+
+
+def _check_keys(schema: Any, where: str) -> None:
+    """Raises UserError for what a key would seem to fulfil that is written twice, or in another way, as other keys may be."""
+    if not isinstance(schema, Mapping):
+        return
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
+        raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
+    names, more = schema.get("properties"), schema.get("additionalProperties", True)
+    if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
+        raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
+    for place, sub in _inside(schema):
+        _check_keys(sub, _named(where, place))
+
+
+def _place(schema: Schema, reason: str, where: str) -> str:
+    """Where the innermost schema is that alone has this error, as far as TRIES schemas lead to it."""
+    left, found, root = TRIES, True, schema
+    while found:
+        found = False
+        for place, sub in _inside(schema):
+            left -= 1
+            if left < 0:
+                return where
+            definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
+            if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
+                schema, where, found = sub, _named(where, place), True
+                break
+    return where
+
+
+def _named(where: str, place: Sequence[Any]) -> str:
+    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+
+
+def _schema_error(schema: Schema) -> str:
+    part = Part("json_schema", json.dumps({**schema, "x-guidance": JSON_FORM}), "")
+    return _error(Grammar("@part0", (part,)))

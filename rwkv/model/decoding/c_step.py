@@ -1,0 +1,260 @@
+"""A model's step for one token in one call of C (csrc/): what the C reads, as structs of numbers and addresses.
+
+The named tuples here and in rwkvN_c.py, beside this file, are the structs of csrc/step.h and csrc/rwkvN.c, field by field; a
+generation's c_model(model, builder) fills its own. A model keeps the whole for all decoders while its weights stay the same.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import native
+from kernels.machine.memory import available_memory
+from kernels.matvec import FORMS, KINDS, Int8
+from rwkv.model.decoding.layers import PLAIN
+from rwkv.model.derived import exact_copies, tensors_of
+from rwkv.model.hooks import untouched
+from rwkv.model.operators import drawing
+from rwkv.model.quantized import Int4Linear, Int8Linear
+
+LANES = 8                                # all widths are multiples of it
+PART = 32                                # places have room for multiples of it; and outputs of a matrix that lie together
+BLOCK = 256                              # of an int4 matrix: places of prepared inputs have room for multiples of it
+PREPARED = 3                             # inputs that are prepared at once
+LINEAR = (nn.Linear, Int8Linear, Int4Linear)
+
+
+class Norm(NamedTuple):
+    """A LayerNorm or a GroupNorm."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class Matrix(NamedTuple):
+    """W (N,K) of a form of kernels/matvec."""
+
+    kind: int
+    N: int
+    K: int
+    w: Tensor
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    steps: int = 0
+    offset: int = 0
+    by_input: int = 0
+
+
+NO_NORM = Norm(torch.empty(0), torch.empty(0), 0.0)
+NO_MATRIX = Matrix(0, 0, 0, torch.empty(0))
+
+
+class Common(NamedTuple):
+    """What all models have."""
+
+    L: int
+    V: int
+    C: int
+    embedding_is_bfloat16: bool
+    embedding: Tensor
+    ln_out: Norm
+    head: Matrix
+    state_size: int
+    size: int
+    x: int
+    normal: int
+    floats: int
+    q: int
+    widest: int
+
+
+class CStep:
+    """The step of a model as it is now. own: the tensors that were made for it; the others are the model's."""
+
+    def __init__(self, model: Any) -> None:
+        builder = Builder(model)
+        structs = model.generation.c_model(model, builder)
+        numbers = list(_numbers(structs))
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
+        self.own = [part for part in _parts(structs) if isinstance(part, Tensor)
+                    and part.untyped_storage().data_ptr() not in theirs]
+        self.size, self.reads_copies = structs.common.size, builder.reads_copies
+        self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers)
+
+    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
+        """Reads tokens (R,) int64 into the rows `places` (R,) of `states`; writes logits (R,V). work: (R or more,size)."""
+        native.run(self._name, torch.get_num_threads(), self._structs, len(tokens), tokens, places, states, work, logits)
+
+
+def step_of(model: Any) -> CStep:
+    """The step of the model, which has none of why_not's reasons. Its weights must live as long as the step is used."""
+    step: CStep = model.kept.of(model, CStep)
+    return step
+
+
+def why_not(model: Any) -> str | None:
+    """None where the model's step can be C, otherwise the reason."""
+    if model.emb.weight.device.type != "cpu":
+        return f"the model is on {model.emb.weight.device.type}"
+    if model.config.deep_embed_dim:
+        return "the C code has no DeepEmbed"
+    if not is_plain(model):
+        return "the model has adapters, hooks or layers of another kind"
+    linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
+    others = {_form_of(layer) for layer in linears} - set(FORMS)
+    if others or model.emb.weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"weights in {(others or {str(model.emb.weight.dtype).removeprefix('torch.')}).pop()}"
+    uneven = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
+    if uneven:
+        return f"the width {uneven.pop()} is no multiple of {LANES}"
+    return native.why_not()
+
+
+def is_plain(model: Any) -> bool:
+    """Whether a step may read the weights without calling modules."""
+    return untouched(model) and all(_plain(module, model) for module in model.modules() if module is not model)
+
+
+def _plain(module: nn.Module, model: Any) -> bool:
+    """Whether a call of the module computes what its class does from its weights, without a bias in a linear layer."""
+    return (type(module) in (*PLAIN, *model.generation.PLAIN) and untouched(module)
+            and not (isinstance(module, nn.Linear) and module.bias is not None))
+
+
+def decoding_line(model: Any) -> str | None:
+    """One line to print: what computes a step while a text is generated; None on a GPU."""
+    if model.emb.weight.device.type != "cpu":
+        return None
+    reason = why_not(model)
+    if reason is not None:
+        return f"decoding: by PyTorch ({reason})"
+    copies = ", reading its matrices as bfloat16, which is exact here" if step_of(model).reads_copies else ""
+    return f"decoding: in C, one call a token{copies}{'; tokens drawn in C' if drawing() else ''}"
+
+
+def _form_of(layer: nn.Module) -> str:
+    """The form of kernels.matvec that the layer's weights have; another dtype by its own name."""
+    if isinstance(layer, (Int8Linear, Int4Linear)):
+        return layer.form
+    return str(layer.weight.dtype).removeprefix("torch.")
+
+
+class Builder:
+    """Makes parts of the structs from layers, and places in a row of `work`.
+
+    A model in float32 that is not trained has its matrices copied to bfloat16 where that loses nothing: a step then reads half
+    as much.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._size = model, 0
+        linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
+        self._widest = max(layer.in_features for layer in linears)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        in_float32 = [cast(Tensor, layer.weight) for layer in linears if _form_of(layer) == "float32"]
+        copies = None if trained else exact_copies(in_float32)
+        self._copies = dict(zip(map(id, in_float32), copies or (), strict=False))
+
+    @property
+    def reads_copies(self) -> bool:
+        return bool(self._copies)
+
+    def place(self, width: int) -> int:
+        """A new place of that many numbers."""
+        place = self._size
+        self._size += -(-width // PART) * PART
+        return place
+
+    def common(self) -> Common:
+        """Called after the generation has its places."""
+        model = self._model
+        (V, C), L = model.emb.weight.shape, len(model.blocks)
+        widest = -(-self._widest // BLOCK) * BLOCK
+        x, normal, floats = self.place(C), self.place(C), self.place(PREPARED * widest)
+        q = self.place(PREPARED * widest // 2)
+        state = model.generation.empty_state(model.config, 1, "meta")
+        size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
+        return Common(L, V, C, model.emb.weight.dtype == torch.bfloat16, model.emb.weight.detach().contiguous(),
+                      self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
+                      x, normal, floats, q, widest)
+
+    def norm(self, norm: nn.Module) -> Norm:
+        of_norm = cast(nn.LayerNorm, norm)
+        return Norm(self.vector(of_norm.weight), self.vector(of_norm.bias), of_norm.eps)
+
+    def vector(self, values: Tensor) -> Tensor:
+        """The values, flat, in float32: the tensor itself where it is so."""
+        return values.detach().float().flatten().contiguous()
+
+    def vectors(self, *values: Tensor) -> Tensor:
+        """Several, one after the other: (n,C)."""
+        return torch.stack([self.vector(each) for each in values])
+
+    def matrix(self, layer: nn.Module) -> Matrix:
+        """That of a linear layer of any form."""
+        if isinstance(layer, (Int8Linear, Int4Linear)):
+            packed = layer.packed.map(Tensor.contiguous)
+            weight, scale, shift = (*packed, None)[:3]
+            steps, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
+            return Matrix(KINDS[packed.form], layer.out_features, packed.K, weight, scale, shift, steps, offset)
+        linear = cast(nn.Linear, layer)
+        copy = self._copies.get(id(linear.weight))
+        if copy is not None:
+            return _matrix("bfloat16 as float32", copy)
+        return _matrix(_form_of(linear), linear.weight.detach())
+
+    def of_sparse(self, layer: nn.Module) -> Matrix:
+        """That of a layer whose inputs are mostly 0, as after a ReLU: stored by input, so that what meets a 0 is not read.
+
+        In a trained model nine of ten are 0. Only floats, which must be finite, since an infinity times 0 is NaN, and where
+        there is memory for a copy.
+        """
+        if isinstance(layer, (Int8Linear, Int4Linear)):
+            return self.matrix(layer)
+        weight = cast(Tensor, layer.weight)
+        copy = self._copies.pop(id(weight), None)
+        weight = weight.detach() if copy is None else copy
+        available = available_memory()
+        short = available is not None and weight.nbytes > available
+        if short or not torch.isfinite(weight).all():
+            return _matrix("bfloat16 as float32", copy) if copy is not None else self.matrix(layer)
+        kind = _form_of(layer) if copy is None else "bfloat16 as float32"
+        return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], by_input=1)
+
+    def by_output(self, weight: Tensor) -> Matrix:
+        """That of x @ weight, weight (K,N); outputs of 0 fill vectors."""
+        return _small(F.pad(weight.detach().T, (0, 0, 0, -weight.shape[1] % LANES)))
+
+    def by_input(self, weight: Tensor) -> Matrix:
+        """The same, stored by input in parts of PART outputs; there may be inputs that fill vectors, which are not read."""
+        K, N = weight.shape
+        parts = F.pad(weight.detach(), (0, -N % PART)).view(K, -1, PART).transpose(0, 1)
+        return _small(parts)._replace(N=N, K=K)
+
+
+def _small(weight: Tensor) -> Matrix:
+    """A small matrix in an order of its own: in bfloat16 where that loses nothing."""
+    half, whole = weight.bfloat16(), weight.float()
+    return _matrix("bfloat16 as float32", half) if torch.equal(half.float(), whole) else _matrix("float32", whole)
+
+
+def _matrix(kind: str, weight: Tensor) -> Matrix:
+    N, K = weight.shape[:2]
+    return Matrix(KINDS[kind], N, K, weight.contiguous())
+
+
+def _parts(struct: Any) -> Iterator[Any]:
+    """The numbers and tensors of a struct, in order, those of structs inside it too."""
+    for part in struct:
+        if isinstance(part, tuple):
+            yield from _parts(part)
+        else:
+            yield part
+
+
+def _numbers(struct: Any) -> Iterator[int]:
+    return map(native.number, _parts(struct))

@@ -1,0 +1,94 @@
+"""RWKV-7 for csrc/rwkv7.c."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rwkv.model.decoding.c_step import NO_MATRIX, NO_NORM, Builder, Common, Matrix, Norm
+
+MIXES = "rkvwag"
+GATES = "wagv"                           # the last is not in the first layer
+OF_CHANNELS = ("v_first", "r", "k", "v", "z", "rate", "share", "g", "kk", "y", "out")
+
+
+class Layer(NamedTuple):
+    """A block."""
+
+    ln0: Norm
+    ln1: Norm
+    ln2: Norm
+    ln_x: Norm
+    mixes: Tensor
+    receptance: Matrix
+    key: Matrix
+    value: Matrix
+    output: Matrix
+    w1: Matrix
+    w2: Matrix
+    a1: Matrix
+    a2: Matrix
+    g1: Matrix
+    g2: Matrix
+    v1: Matrix
+    v2: Matrix
+    w0: Tensor
+    a0: Tensor
+    v0: Tensor
+    k_k: Tensor
+    k_a: Tensor
+    r_k: Tensor
+    ffn_mixes: Tensor
+    ffn_key: Matrix
+    ffn_value: Matrix
+
+
+class Model(NamedTuple):
+    """The whole."""
+
+    common: Common
+    H: int
+    N: int
+    mixed: int
+    of_w: int
+    of_a: int
+    of_g: int
+    of_v: int
+    v_first: int
+    r: int
+    k: int
+    v: int
+    z: int
+    rate: int
+    share: int
+    g: int
+    kk: int
+    y: int
+    out: int
+    relu: int
+    layers: tuple[Layer, ...]
+
+
+def c_model(model: Any, builder: Builder) -> Model:
+    """The model's structs."""
+    block, C, N = model.blocks[0], model.config.n_embd, model.config.head_size
+    widths = {"mixed": len(MIXES) * C, **{f"of_{gate}": getattr(block.att, f"{gate}1").shape[1] for gate in GATES},
+              **dict.fromkeys(OF_CHANNELS, C), "relu": block.ffn.key.out_features}
+    places: dict[str, Any] = {name: builder.place(width) for name, width in widths.items()}
+    layers = tuple(_layer(block, builder) for block in model.blocks)
+    return Model(common=builder.common(), H=C // N, N=N, **places, layers=layers)
+
+
+def _layer(block: Any, builder: Builder) -> Layer:
+    att, ffn, norm, matrix = block.att, block.ffn, builder.norm, builder.matrix
+    gates: dict[str, Any] = {}
+    for gate in GATES:
+        is_there = gate != "v" or not block.first
+        gates[f"{gate}1"] = builder.by_output(getattr(att, f"{gate}1")) if is_there else NO_MATRIX
+        gates[f"{gate}2"] = builder.by_input(getattr(att, f"{gate}2")) if is_there else NO_MATRIX
+    vectors: dict[str, Any] = {name: builder.vector(getattr(att, name)) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k")}
+    return Layer(
+        ln0=norm(block.ln0) if block.first else NO_NORM, ln1=norm(block.ln1), ln2=norm(block.ln2), ln_x=norm(att.ln_x),
+        mixes=1 - builder.vectors(*(getattr(att, f"x_{name}") for name in MIXES)),
+        receptance=matrix(att.receptance), key=matrix(att.key), value=matrix(att.value), output=matrix(att.output),
+        **gates, **vectors,
+        ffn_mixes=1 - builder.vector(ffn.x_k), ffn_key=matrix(ffn.key), ffn_value=builder.of_sparse(ffn.value))

@@ -1,0 +1,36 @@
+"""Numbers of a report as people read them: three significant digits, in the unit that keeps them short."""
+
+TIMES = ((120_000.0, 60_000.0, "min"), (999.5, 1_000.0, "s"), (0.9995, 1.0, "ms"), (0.0, 1e-3, "µs"))
+"""The least milliseconds that are written in a unit, and its milliseconds."""
+
+
+def time(ms: float) -> str:
+    """812 ms, 3.25 s, 4.17 min."""
+    size, unit = next(((size, unit) for least, size, unit in TIMES if abs(ms) >= least), TIMES[0][1:])
+    return f"{three_digits(ms / size)} {unit}"
+
+
+def memory(mib: float) -> str:
+    """512 MiB, 1.50 GiB."""
+    return f"{three_digits(mib / 1024)} GiB" if abs(mib) >= 1023.5 else f"{three_digits(mib)} MiB"
+
+
+def count(number: float) -> str:
+    """12,345; three digits of what is below 100 and not whole: 3.25."""
+    return f"{number:,.0f}" if float(number).is_integer() else three_digits(number)
+
+
+def tiny(number: float) -> str:
+    """A difference or an error, of which the power of ten counts: 0, 1.2e-7, 0.25."""
+    if number == 0 or 0.001 <= abs(number):
+        return f"{number:.3g}"
+    return f"{number:.1e}".replace("e-0", "e-")
+
+
+def three_digits(number: float) -> str:
+    """Three significant digits, or all those before the point: 0.0123, 1.50, 98.1, 1,234."""
+    if abs(number) >= 99.95:
+        return f"{number:,.0f}"
+    if abs(number) >= 9.995:
+        return f"{number:.1f}"
+    return f"{number:.2f}" if abs(number) >= 0.9995 or number == 0 else f"{number:.3g}"

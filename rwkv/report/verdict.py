@@ -1,0 +1,74 @@
+"""What a sweep was made to learn, in sentences: which kernel is the fastest, by how much, and how sure that is."""
+
+import math
+
+from rwkv.report import units
+from rwkv.report.numbers import Comparison, Kernel
+
+SPEED = "tok_per_sec"
+LOSS = "val_loss"
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """Sentences on the finished runs; none for a single kernel or without measurements.
+
+    Of runs that differ in more than kernel and seed, the loss is what they were made for, and it comes first.
+    """
+    if len(comparison.kernels) < 2:
+        return []
+    sentences = [_lowest_loss(comparison)] if comparison.options else []
+    return [sentence for sentence in (*sentences, _fastest(comparison)) if sentence]
+
+
+def _fastest(comparison: Comparison) -> str:
+    ranked = _ranked(comparison, SPEED)
+    if len(ranked) < 2:
+        return ""
+    best, *others = reversed(ranked)
+    speed = best.median(SPEED)
+    said = f"{best.label} is the fastest: {units.count(speed or 0.0)} tokens/s"
+    ratio = speed_ratio(best, comparison)
+    if best.runs[0].kernel != comparison.reference and ratio:
+        said += f", {ratio:.2f} times as many as with {comparison.reference}"
+    else:
+        said += f"; the next, {others[0].label}, has {units.count(others[0].median(SPEED) or 0.0)}"
+    return f"{said}. {_certainty(best, others)}"
+
+
+def _certainty(best: Kernel, others: list[Kernel]) -> str:
+    """Whether the order would be another with other runs, as far as the spread over the seeds shows."""
+    if min(len(kernel.values(SPEED)) for kernel in (best, *others)) < 2:
+        return "With one run of a kernel nothing says how much its speed varies."
+    close = [kernel.label for kernel in others if max(kernel.values(SPEED)) >= min(best.values(SPEED))]
+    if close:
+        return f"Its runs are not apart from those of {_listed(close)}, which may be as fast."
+    return "Its slowest run is faster than every run of the others."
+
+
+def _lowest_loss(comparison: Comparison) -> str:
+    ranked = _ranked(comparison, LOSS)
+    if len(ranked) < 2:
+        return ""
+    best, *others = ranked
+    return (f"{best.label} has the lowest validation loss: {best.median(LOSS):.4f} nats per token; the next, "
+            f"{others[0].label}, has {others[0].median(LOSS):.4f}.")
+
+
+def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
+    """The kernels with finished runs whose `name` was measured, the smallest median first."""
+    medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
+    measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
+    return [kernel for _, kernel in sorted(measured, key=lambda one: one[0])]
+
+
+def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
+    """The kernel's throughput as a multiple of the reference's with the same other options; None where one was not measured."""
+    label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
+    reference = next((one for one in comparison.kernels if one.label == label), None)
+    speed = kernel.median(SPEED)
+    reference_speed = reference.finished().median(SPEED) if reference else None
+    return speed / reference_speed if speed and reference_speed else None
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

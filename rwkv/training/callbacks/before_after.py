@@ -1,0 +1,169 @@
+"""What tuning gains and breaks: a tuned run's losses and answers before its first step and after its last one.
+
+Measured are the validation split, as every validation does; the text of tune.guard, as one sequence with the state carried
+along (rwkv/evaluation.py); and the likeliest continuations of prompts from the validation split. The losses are metrics of step
+0 and of the last step: val/loss, val/bpb, guard/loss and guard/bpb. All of it stands in out_dir/tuned.json, for the report.
+
+What was measured before is in every checkpoint, so that a continued run does not measure it again. The random generators are
+afterwards as they were: training is the same with and without.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from rwkv.config import TrainConfig
+from rwkv.data.prepare import Corpus
+from rwkv.distributed import log, rank
+from rwkv.errors import UserError
+from rwkv.evaluation import TextScore, count_tokens, score_text
+from rwkv.io.atomic import write_file
+from rwkv.model.base import Model
+from rwkv.model.lora import chosen
+from rwkv.report.reading import TUNED
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.guard import sha256_of, text_of
+from rwkv.training.held_out import continuations, prompts, readable
+from rwkv.training.task import LanguageModel
+
+Measured = dict[str, float]              # by the name of the metric, and "step"
+
+
+class BeforeAfter(Callback):
+    """Stands before the callback that saves checkpoints, so that the last one has all of it.
+
+    exclude(seconds) is called with the time that the measurement took. With several processes, rank 0 measures the text and
+    the continuations.
+    """
+
+    def __init__(self, config: TrainConfig, data: Corpus, out_dir: Path, exclude: Callable[[float], None]) -> None:
+        self.config = config
+        self.tokenizer = data.tokenizer
+        self.path = out_dir / TUNED
+        self.guard = text_of(config)
+        self.sha256 = sha256_of(self.guard)
+        self.before: Measured | None = None
+        self.after: Measured | None = None
+        wanted = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
+        self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if wanted else []
+        self.answers: dict[str, list[str]] = {}          # "before" and "after", to each of the prompts
+        self._exclude = exclude
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"guard": self.sha256, "before": self.before, "after": self.after, "answers": self.answers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UserError where the text of tune.guard is another than before training."""
+        if state_dict["guard"] != self.sha256:
+            raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run began, and its losses "
+                            "before and after could not be compared: put it back to resume")
+        self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if trainer.global_step < trainer.max_steps:      # a finished run that trains on
+            self.after = None
+            self.answers.pop("after", None)
+        if self.before is not None:
+            self._write(cast(LanguageModel, pl_module))
+        elif trainer.global_step:
+            log("guard      before and after are not compared: before the run's first step nothing was measured")
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Later than on_train_start, in which the callback that heeds signals begins to."""
+        if trainer.global_step or self.before is not None:
+            return
+        start = time.perf_counter()
+        task = cast(LanguageModel, pl_module)
+        gpus = [task.device] if task.device.type == "cuda" else []
+        task.eval()
+        with torch.random.fork_rng(gpus), torch.no_grad():
+            self.before = self._measure(trainer, task, "before", _validation(trainer, task))
+        task.train()
+        self._exclude(time.perf_counter() - start)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        if self.before is None or trainer.global_step < trainer.max_steps or not math.isfinite(found["val/loss"]):
+            return
+        task = cast(LanguageModel, pl_module)
+        gpus = [task.device] if task.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):
+            self.after = self._measure(trainer, task, "after", found)
+
+    def describe(self) -> str:
+        """One line for people, of a run that is finished."""
+        assert self.before is not None
+        assert self.after is not None
+        names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
+        changes = [f"{subject} {self.before[name]:.4f} before, {self.after[name]:.4f} after"
+                   for name, subject in names.items() if name in self.before and name in self.after]
+        of_pairs = "; the loss of the validation split is the objective, per pair" if self.config.tune.prefers else ""
+        return f"nats per token: {'; '.join(changes)}{of_pairs}"
+
+    def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measured) -> Measured:
+        step = trainer.global_step
+        guard: Measured = {}
+        if rank() == 0:
+            if self.guard is not None:
+                with trainer.precision_plugin.val_step_context():
+                    guard = score_guard(task.model, self.tokenizer, self.guard, self.config.model.ctx_len)
+            self._answer(task.model, when)
+        for logger in trainer.loggers:
+            logger.log_metrics((validation if when == "before" else {}) | guard, step)
+        found = {"step": step} | validation | guard
+        self._write(task, {when: found})
+        return found
+
+    def _answer(self, model: Model, when: str) -> None:
+        """Training goes on where no text can be drawn, with the reason on standard error."""
+        if not self.prompts:
+            return
+        try:
+            self.answers[when] = continuations(model, self.tokenizer, self.config, self.prompts)
+        except Exception as error:
+            print(f"no texts {when} training: {error}", file=sys.stderr)
+
+    def _write(self, task: LanguageModel, more: dict[str, Measured] | None = None) -> None:
+        if rank() > 0:
+            return
+        samples = [{"prompt": readable(self.tokenizer, prompt.ids), "reference": readable(self.tokenizer, prompt.reference),
+                    **{when: texts[number] for when, texts in self.answers.items()}}
+                   for number, prompt in enumerate(self.prompts)] if self.answers else []
+        measured = {"before": self.before, "after": self.after} | (more or {})
+        content = {"tuned": self._tuned(task.model), "guard": self.config.tune.guard if self.guard else None,
+                   **{when: found for when, found in measured.items() if found}, "samples": samples}
+        write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
+
+    def _tuned(self, model: Model) -> dict[str, Any]:
+        """What was trained of what."""
+        tune = self.config.tune
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        lora = {"rank": tune.rank, "alpha": tune.alpha, "modules": chosen(model.config, tune.modules)}
+        return {"method": tune.method, "base": str(self.config.init_from), "dtype": tune.base, "trained": trained,
+                **(lora if tune.method == "lora" else {})}
+
+
+def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) -> Measured:
+    """guard/loss in nats per token and, unless the tokenizer loses too much of the text, guard/bpb."""
+    tokens, lost = count_tokens(tokenizer, path, "tune.guard")
+    nats = sum(nats for _, nats in score_text(model, tokenizer, path, [tokenizer.end_of_text], chunk_len))
+    score = TextScore(tokens, lost.of, nats, lost).as_dict()
+    found = {"guard/loss": score["loss"], "guard/bpb": score["bits_per_byte"]}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
+    """The metrics of a validation, as Lightning's own loop would compute them."""
+    task.on_validation_epoch_start()
+    for number, batch in enumerate(trainer.val_dataloaders or ()):
+        moved = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+        trainer.strategy.validation_step(moved, number)
+    return task.validation_metrics()

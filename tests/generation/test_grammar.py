@@ -1,0 +1,196 @@
+"""Grammars: whatever a model's weights are, a finished text is in the grammar."""
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import tokenizer_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import following, saying, small_model
+from schemas import SCHEMAS, closed, drawn
+
+from rwkv.config import GenerateConfig, Sampling
+from rwkv.errors import UserError
+from rwkv.generation.engine import NO_TOKEN, Engine, Sample, StoppingCriteria, generate, generate_batch
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.output import check_config, run_generation
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
+
+BYTES = ByteTokenizer()
+MODEL = small_model("conv1d", vocab_size=256)
+NAMED = closed(name={"type": "string", "maxLength": 4}, n={"type": "integer", "minimum": 0, "maximum": 50})
+
+
+def texts(grammar: Grammar, tokenizer: Tokenizer = BYTES, n: int = 2, **options: Any) -> list[Sample]:
+    model = MODEL if tokenizer is BYTES else small_model("conv1d", vocab_size=tokenizer.vocab_size)
+    options = {"max_new_tokens": 300, "temperature": 1.0, **options}
+    return generate_batch(model, tokenizer, [""] * n, seeds=[*range(n)], grammar=grammar, **options)
+
+
+def finished(schema: dict[str, Any], samples: list[Sample]) -> int:
+    """How many have ended by themselves, all of which are valid."""
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    ended = [sample for sample in samples if sample.finish_reason == "end_of_text"]
+    for sample in ended:
+        problems = [str(error) for error in validator.iter_errors(json.loads(sample.text))]
+        assert not problems, (schema, sample.text, problems)
+    assert all(sample.finish_reason in ("end_of_text", "length") for sample in samples)
+    return len(ended)
+
+
+def test_every_finished_text_is_valid() -> None:
+    ended = 0
+    for number, schema in enumerate(SCHEMAS):
+        ended += finished(schema, texts(Grammar.json_schema(schema), temperature=(0, 0.7, 1, 2)[number % 4]))
+    assert ended > len(SCHEMAS), "most of two each"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("temperature", [0, 0.8, 2])
+def test_every_finished_text_of_many_schemas_is_valid(temperature: float) -> None:
+    ended = 0
+    for seed in range(200):
+        schema = drawn(random.Random(seed))
+        ended += finished(schema, texts(Grammar.json_schema(schema), n=4, temperature=temperature))
+    assert ended > 400
+
+
+def each_tokenizer() -> list[Any]:
+    made = {"char": CharTokenizer('{}": ,nameabc0123456789'), "chatml": JsonTokenizer(tokenizer_files.chatml()),
+            "bpe": JsonTokenizer.train(['{"name": "abc", "n": 12}'] * 5, 270),
+            "sentencepiece": JsonTokenizer(tokenizer_files.sentencepiece_bpe())}
+    return [pytest.param(tokenizer, id=name) for name, tokenizer in made.items()]
+
+
+@pytest.mark.parametrize("tokenizer", each_tokenizer())
+def test_tokens_of_any_tokenizer(tokenizer: Tokenizer) -> None:
+    samples = texts(Grammar.json_schema(NAMED), tokenizer, n=3)
+    assert finished(NAMED, samples) == 3
+    assert all(b"".join(tokenizer.tokens_as_bytes()[token] for token in sample.tokens).decode() == sample.text
+               for sample in samples)
+
+
+@pytest.mark.parametrize("tokenizer", [JsonTokenizer(tokenizer_files.wordpiece()), JsonTokenizer(tokenizer_files.wordlevel())])
+def test_tokens_without_bytes_of_their_own_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError):
+        texts(Grammar.json_object(), tokenizer)
+
+
+def test_a_text_is_the_same_alone_in_a_batch_and_in_pieces() -> None:
+    grammars = [Grammar.json_schema(NAMED), None, Grammar.regex("[ab]{3,9}"), Grammar.json_schema(SCHEMAS[12])]
+    options = {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {97: 2.0}}
+    engine = Engine(MODEL, BYTES)
+    rows = [engine.add("x", seed, StoppingCriteria(80), Sampling(**options), grammar=grammar)
+            for seed, grammar in enumerate(grammars)]
+    pieces: dict[int, str] = {}
+    for index, piece in engine:
+        pieces[index] = pieces.get(index, "") + piece
+    for seed, (row, grammar) in enumerate(zip(rows, grammars, strict=True)):
+        alone = "".join(generate(MODEL, BYTES, "x", 80, seed, grammar=grammar, **options))
+        assert alone == row.sample.text == pieces[row.index]
+
+
+def test_log_probabilities_are_of_the_allowed_tokens() -> None:
+    sample, = texts(Grammar.regex("[ab]c"), n=1, logprobs=5)
+    first, second, end = sample.logprobs
+    assert {entry["token"] for entry in first["top"]} == {*b"ab"}
+    assert math.isclose(sum(math.exp(entry["logprob"]) for entry in first["top"]), 1, abs_tol=1e-6)
+    assert [entry["token"] for entry in second["top"]] == [*b"c"]
+    assert end["token"] == BYTES.end_of_text
+    assert end["logprob"] == 0
+
+
+def test_the_end_comes_where_the_grammar_accepts() -> None:
+    eager = following(256, [*b"\n"], [0, 0], [*b"a", 0])         # wants to end
+    assert "".join(generate(eager, BYTES, "", 20, temperature=0, grammar=Grammar.regex("a{3}b*"))).startswith("aaa")
+    assert "".join(generate(eager, BYTES, "", 20, temperature=0, grammar=Grammar.regex("a{0,3}"))) == ""
+    sample, = texts(Grammar.regex("a{9}"), n=1, max_new_tokens=5)
+    assert (sample.text, sample.finish_reason) == ("aaaaa", "length")
+    sample, = texts(Grammar.regex("a{9}"), n=1, stop=("aaaa",))
+    assert (sample.text, sample.finish_reason) == ("", "stop")
+
+
+def test_thoughts_are_free() -> None:
+    model = saying("!Hm,{9}x</think>\n")
+    text = "".join(generate(model, BYTES, "!", 500, temperature=0, grammar=Grammar.json_schema(NAMED).after_thoughts()))
+    thoughts, _, answer = text.partition("</think>")
+    assert thoughts == "Hm,{9}x"
+    jsonschema_rs.validator_for(NAMED).validate(json.loads(answer))
+
+
+def test_what_is_banned_may_leave_no_token() -> None:
+    for sample in texts(Grammar.regex("ab*c"), banned=[*b"bc"]):
+        assert (sample.text, sample.finish_reason) == ("a", NO_TOKEN)
+
+
+@pytest.mark.parametrize(("grammar", "place"), [
+    (Grammar.json_schema({"properties": {"a": {"items": {"type": "strin"}}}}), "json_schema.properties.a.items:"),
+    (Grammar.json_schema({"$ref": "#/$defs/X", "$defs": {"X": {"not": {}}}}), "json_schema.$defs.X:"),
+    (Grammar.json_schema({"anyOf": [{"type": "string"}, {"pattern": "(?=a)b", "type": "string"}]}), "json_schema.anyOf[1]:"),
+    (Grammar.json_schema({"$ref": "http://example.com/schema"}), "json_schema:"),
+    (Grammar.json_schema({"x-guidance": {"lenient": True}, "uniqueItems": True}), "json_schema:"),
+    (Grammar.json_schema({"enum": ["\ud800"]}), "json_schema:"),
+    (Grammar.lark("start: missing"), "grammar:"), (Grammar.regex("a(b"), "regex:"), (Grammar.regex(r"(a)\1"), "regex:")])
+def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, place: str) -> None:
+    for refuse in (grammar.check, lambda: grammar.matcher(BYTES)):
+        with pytest.raises(UserError) as error:
+            refuse()
+        assert str(error.value).startswith(place)
+
+
+@pytest.mark.parametrize("schema", [
+    [], None, True, "text", {"properties": {"a": {"minProperties": 4}}}, {"properties": {"\n": {"type": "integer"}}}])
+def test_what_is_no_schema_or_has_mistakable_keys_is_refused(schema: Any) -> None:
+    with pytest.raises(UserError):
+        Grammar.json_schema(schema)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(3000):
+        schema = {"items": schema}
+    with pytest.raises(UserError):
+        Grammar.json_schema(schema).check()
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0, 0.5, 1, 2]), top_k=st.sampled_from([0, 3]))
+def test_any_schema(seed: int, temperature: float, top_k: int) -> None:
+    schema = drawn(random.Random(seed))
+    finished(schema, texts(Grammar.json_schema(schema), n=1, temperature=temperature, top_k=top_k))
+
+
+def test_without_llguidance_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for make in (lambda: Grammar.json_object().check(), lambda: Grammar.regex("a"), lambda: texts(Grammar.lark('start: "b"'))):
+        with pytest.raises(UserError) as error:
+            make()
+        assert "pip install" in str(error.value)
+
+
+def test_generate_py_has_the_same(tmp_path: Path) -> None:
+    schema, wrong, lark = (tmp_path / name for name in ("schema.json", "wrong.json", "words.lark"))
+    schema.write_text(json.dumps(NAMED))
+    wrong.write_text("{")
+    lark.write_text('start: "a" | "b"')
+    out = tmp_path / "out.jsonl"
+    for option, value in (("json_schema", str(schema)), ("grammar", str(lark)), ("regex", "[cd]")):
+        config = GenerateConfig(**{option: value}, out=str(out), num_samples=2, max_new_tokens=300, dtype="float32")
+        check_config(config)
+        run_generation(MODEL, BYTES, config, ["x"])
+        for line in out.read_text().splitlines():
+            text = json.loads(line)["text"]
+            if option == "json_schema":
+                jsonschema_rs.validator_for(NAMED).validate(json.loads(text))
+            else:
+                assert text in ("ab" if option == "grammar" else "cd")
+    for options in ({"json_schema": str(wrong)}, {"json_schema": str(tmp_path / "none")}, {"regex": "a("},
+                    {"regex": "a", "grammar": str(lark)}, {"grammar": str(wrong)}):
+        with pytest.raises(UserError):
+            check_config(GenerateConfig(**options))

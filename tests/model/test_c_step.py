@@ -1,0 +1,221 @@
+"""A model's step in one call of C is the model's own in float64, for any rows, in every form and on every level."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import OWN, assert_same_state, each_generation, exact, in_form, small_model, tokens
+
+from kernels import native
+from kernels.matvec import FORMS
+from rwkv.config import GENERATIONS
+from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
+from rwkv.model import quantized
+from rwkv.model.decoding import c_step, rwkv4_c, rwkv7_c
+from rwkv.model.decoding.c_step import step_of, why_not
+from rwkv.pretrained import RWKV
+
+in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+CSRC = Path(c_step.__file__).parent / "csrc"
+SIZES = {"whole blocks": {"n_embd": 64, "n_ffn": 96}, "pieces of blocks": {"n_embd": 40, "n_ffn": 1032, "n_layer": 2}}
+
+
+@pytest.fixture(params=native.levels())
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As on a CPU with the instructions of that level alone."""
+    monkeypatch.setattr(native, "level", lambda: request.param)
+    if not request.param.startswith("avx512"):           # PyTorch's products in int8 then take 7 bits of an input
+        monkeypatch.setattr(quantized, "multiplies", lambda dtype: False)
+    return str(request.param)
+
+
+def model_in(form: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
+    return in_form(small_model("reference", generation=generation, **{**SIZES[sizes], **others}), form)
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize(("form", "sizes"), [("float32", "whole blocks"), ("bfloat16", "pieces of blocks"),
+                                             ("int8", "whole blocks"), ("int4", "whole blocks"), ("int4", "pieces of blocks")])
+@torch.no_grad()
+def test_steps_are_the_models_in_float64(level: str, form: str, sizes: str, generation: str) -> None:
+    """Where inputs are rounded, a last bit may round one to its other neighbour, in a row here or there, which is off from then
+    on: to bfloat16 more often than to integers."""
+    model = model_in(form, generation, sizes)
+    several = tokens(model, B=3, T=6)
+    decoder, reference = CDecoder(model, model.empty_state(3)), Decoder(exact(model), model.empty_state(3))
+    off = torch.stack([(decoder.step(several[:, t]) - reference.step(several[:, t])).abs().amax(-1) for t in range(6)]).amax(0)
+    assert (off.min() if form == "bfloat16" else off.median()) <= 2e-5
+    assert off.max() <= (2e-5 if form == "float32" else 0.1)
+    right = (off <= 2e-5).nonzero().flatten().tolist()
+    assert_same_state(decoder.state(right), reference.state(right), 1e-4)
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize(("form", "allowed"), [("float32", 1e-5), ("bfloat16", 0.1), ("int8", 0.1), ("int4", 0.1)])
+@torch.no_grad()
+def test_steps_are_those_of_pytorch(form: str, allowed: float, generation: str) -> None:
+    """After a prompt. With integers a last bit may round an input to its other neighbour, up to 1/63 of its row's largest."""
+    model = model_in(form, generation)
+    several = tokens(model, B=2, T=9)
+    _, state = model.prefill(several[:, :4])
+    decoder, plain = CDecoder(model, state), Decoder(model, state)
+    for t in range(4, 9):
+        torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]).float(), rtol=0, atol=allowed)
+
+
+@in_c
+@pytest.mark.parametrize(("head_size", "rank"), [(16, 6), (24, 6), (48, 6), (8, 100)])
+@torch.no_grad()
+def test_heads_and_ranks_of_other_sizes(head_size: int, rank: int) -> None:
+    """A rank above the width, too."""
+    model = small_model("reference", generation="rwkv7", n_embd=48, head_size=head_size, gate_low_rank_dim=rank).eval()
+    several = tokens(model, B=3, T=4)
+    decoder, plain = CDecoder(model, model.empty_state(3)), Decoder(model, model.empty_state(3))
+    for t in range(4):
+        torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]), rtol=0, atol=1e-5)
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_no_number_becomes_finite_that_was_not(level: str, form: str, generation: str) -> None:
+    """Or a model that overflows would write random text instead of an error. The rows beside it stay as they are."""
+    model = model_in(form, generation)
+    decoder = CDecoder(model, model.empty_state(3))
+    model.emb.weight[2, 5] = float("nan")
+    logits = decoder.step(torch.tensor([1, 2, 3]))
+    assert logits.isfinite().all(1).tolist() == [True, False, True]
+    assert not logits[1].isfinite().any()
+
+
+@in_c
+@each_generation
+def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
+    model = model_in("float32", generation)
+    logits = CDecoder(model, model.empty_state(3)).step(torch.tensor([model.vocab_size, 2, -1]))
+    assert logits.isnan().all(1).tolist() == [True, False, True]
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: str, generation: str) -> None:
+    """Every size of a tile is among the rows."""
+    model, rows = model_in(form, generation), 15
+    several = tokens(model, B=rows, T=4)
+    together = CDecoder(model, model.empty_state(rows))
+    alone = [CDecoder(model, model.empty_state(1)) for _ in range(rows)]
+    for t in range(4):
+        logits = together.step(several[:, t])
+        for row, decoder in enumerate(alone):
+            assert torch.equal(decoder.step(several[row:row + 1, t])[0], logits[row])
+
+
+@in_c
+@each_generation
+@torch.no_grad()
+def test_matrices_in_bfloat16_change_no_bit(level: str, generation: str) -> None:
+    """A model in float32 with the numbers of a file in bfloat16: all that is computed is the same to the bit."""
+    model = model_in("bfloat16", generation).float()
+    trained = copy.deepcopy(model).requires_grad_(True)
+    whole, by_copies = CDecoder(trained, model.empty_state(5)), CDecoder(model, model.empty_state(5))
+    several = tokens(model, B=5, T=4)
+    for t in range(4):
+        assert torch.equal(by_copies.step(several[:, t]), whole.step(several[:, t]))
+    assert step_of(model).reads_copies
+    assert not step_of(trained).reads_copies
+
+
+@in_c
+@each_generation
+@torch.inference_mode()
+def test_rows_join_and_leave(generation: str) -> None:
+    """Also with other numbers in memory than zeros: the texts go on as if nothing had happened."""
+    model = model_in("float32", generation)
+    several = tokens(model, B=5, T=8)
+    decoder = CDecoder(model, model.empty_state(0))
+    for row in range(5):
+        decoder.join(model.prefill(several[row:row + 1, :3])[1])
+        decoder._memory[sorted(set(range(len(decoder._memory))) - set(decoder._places))] = torch.nan
+    decoder.step(several[:, 3])
+    decoder.keep([4, 0, 2])
+    decoder.step(several[[4, 0, 2], 4])
+    decoder.join(model.prefill(several[1:2, :5])[1])
+    decoder.step(several[[4, 0, 2, 1], 5])
+    decoder.keep([3, 1])
+    together = decoder.step(several[[1, 0], 6])
+    for row, logits in zip((1, 0), together, strict=True):
+        expected = model(several[row:row + 1, :7])[0][0, -1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    decoder.keep([])
+    assert decoder.step(several[:0, 7]).shape == (0, model.vocab_size)
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize(("form", "vocab_size"), [("float32", 1), ("bfloat16", 7), ("int8", 33), ("int4", 100)])
+def test_nothing_is_written_beyond_the_ends(level: str, form: str, vocab_size: int, generation: str) -> None:
+    model = model_in(form, generation, "pieces of blocks", vocab_size=vocab_size)
+    step, state = step_of(model), sum(part[:, 0].numel() for part in model.empty_state(1))
+    states, work, logits = torch.full((3, state), 7.0), torch.full((3, step.size), 7.0), torch.full((3, vocab_size), 7.0)
+    for layer, part in zip(states[1].view(len(model.blocks), -1), (torch.cat([part.flatten() for part in layer])
+                                                                  for layer in model.empty_state(1).layers()), strict=True):
+        layer.copy_(part)
+    step(torch.tensor([0]), torch.tensor([1]), states, work[1:], logits[1:])
+    for whole in (states, work, logits):
+        assert (whole[0] == 7).all()
+        assert (whole[2] == 7).all()
+    assert (logits[1] != 7).all()
+
+
+@each_generation
+@torch.no_grad()
+def test_a_step_is_made_once_for_a_model_and_anew_for_other_weights(generation: str) -> None:
+    model = model_in("float32", generation)
+    step = step_of(model)
+    assert step_of(model) is step
+    model.head.weight[3] += 1
+    assert step_of(model) is not step
+    assert step_of(copy.deepcopy(model)) is not step_of(model)
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    (lambda: small_model("reference", generation="rwkv7", n_embd=48, head_size=12), "12"),
+    (lambda: small_model("reference", n_att=20), "20"),
+    (lambda: small_model("reference").double(), "float64"),
+    (lambda: small_model("reference").to("meta"), "meta")], ids=["head", "width", "dtype", "device"])
+def test_what_has_no_step_in_c_says_why(changed: Any, said: str) -> None:
+    assert said in str(why_not(changed()))
+
+
+def test_a_model_with_a_hook_is_called() -> None:
+    model = small_model("reference")
+    model.blocks[0].register_forward_hook(lambda *_: None)
+    assert "hooks" in str(why_not(model))
+    assert isinstance(decoder_of(model, model.empty_state(1)), Decoder)
+
+
+def fields_in_c(struct: str, *files: str) -> list[str]:
+    text = "".join((CSRC / file).read_text(encoding="ascii") for file in files)
+    found = re.search(rf"^struct {struct} {{(.*?)^}};", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    lines = [line.partition("//")[0].strip().rstrip(";") for line in found[1].splitlines()]
+    declared = ", ".join(re.sub(r"^(const )?(struct )?\w+ ", "", line) for line in lines if line)
+    return [name.strip("* []") for name in declared.split(", ")]
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_structs_have_the_fields_of_c(generation: str) -> None:
+    module = {"rwkv4": rwkv4_c, "rwkv7": rwkv7_c}[generation]
+    for struct, fields in (("norm", c_step.Norm), ("matrix", c_step.Matrix), ("common", c_step.Common)):
+        assert fields_in_c(struct, "step.h") == list(fields._fields)
+    assert fields_in_c("layer", f"{generation}.c") == list(module.Layer._fields)
+    assert fields_in_c("model", f"{generation}.c") == list(module.Model._fields)
+    assert OWN.keys() == set(GENERATIONS)

@@ -1,0 +1,186 @@
+"""response_format, grammar and tool_choice: answers that are held to a schema, from the real server to the official client."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import jsonschema_rs
+import pydantic
+import pytest
+from models import small_model
+from schemas import SCHEMAS, TOOLS, closed
+from serving_runs import Running
+
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+if TYPE_CHECKING:
+    import openai
+
+ASKED: list[Any] = [{"role": "user", "content": "Hello"}]
+CITY = closed(city={"type": "string", "maxLength": 5}, days={"type": "integer", "minimum": 1, "maximum": 9})
+TIME = closed(zone={"enum": ["UTC", "CET"]})
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=5)
+    age: int = pydantic.Field(ge=0, le=120)
+    tags: list[bool] = pydantic.Field(max_length=2)
+
+
+def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> Any:
+    given = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **given, **more}}
+
+
+def form(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def g1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("grammars")
+    path = folder / "tiny.pth"
+    small_model("conv1d", vocab_size=256, n_embd=32).save_pretrained(path, ByteTokenizer(), format="pth")
+    running = Running(folder, f"checkpoint={path}", "tokenizer=byte", "template=g1", "max_rows=8")
+    assert running.process.poll() is None, running.log
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def asking(g1: Running) -> Iterator["openai.OpenAI"]:
+    import openai
+
+    with openai.OpenAI(base_url=f"{g1.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def ask(client: "openai.OpenAI", **options: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": ASKED, "temperature": 1, "max_tokens": 800, "seed": 1,
+                                             **options})
+
+
+def assert_valid(schema: dict[str, Any], text: str) -> None:
+    jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("schema", [CITY, SCHEMAS[3], SCHEMAS[12], SCHEMAS[-3]], ids=range(4))
+def test_an_answer_is_valid_and_streamed_the_same(asking: "openai.OpenAI", schema: dict[str, Any]) -> None:
+    answer = ask(asking, response_format=form(schema), n=3)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert_valid(schema, choice.message.content)
+    pieces = ["", "", ""]
+    for chunk in ask(asking, response_format=form(schema), n=3, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.delta.content or ""
+    assert pieces == [choice.message.content for choice in answer.choices]
+
+
+def test_json_object_and_length(asking: "openai.OpenAI") -> None:
+    format = {"type": "json_object"}
+    choices = ask(asking, response_format=format, n=8, max_tokens=100, temperature=0.9).choices
+    assert {choice.finish_reason for choice in choices} <= {"stop", "length"}
+    assert all(isinstance(json.loads(choice.message.content), dict) for choice in choices if choice.finish_reason == "stop")
+    assert ask(asking, response_format=form(CITY), max_tokens=3).choices[0].finish_reason == "length"
+
+
+def test_parse_with_pydantic(asking: "openai.OpenAI") -> None:
+    answer = asking.chat.completions.parse(model="tiny", messages=ASKED, response_format=Person, seed=2, max_tokens=800)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_thoughts_come_before(asking: "openai.OpenAI") -> None:
+    for think in ("true", "fake"):
+        message = ask(asking, response_format=form(CITY), max_tokens=2000, temperature=0.3,
+                      extra_body={"chat_template_kwargs": {"think": think}},
+                      logit_bias={str(byte): 8 for byte in b"</think>"}).choices[0].message
+        assert think == "true" or message.content
+        if message.content:              # the thoughts have ended
+            assert_valid(CITY, message.content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_have_to_come(asking: "openai.OpenAI", stream: bool) -> None:
+    tools = [tool("weather", CITY, strict=True), tool("time", TIME), tool("ping")]
+    schemas = {"weather": CITY, "time": TIME, "ping": {"type": "object"}}
+    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
+        for seed in range(4):
+            found = ask(asking, tools=tools, tool_choice=choice, seed=seed, stream=stream, max_tokens=500, temperature=0.7)
+            if stream:
+                chunks = [chunk.choices[0] for chunk in found]
+                calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+                reason = chunks[-1].finish_reason
+            else:
+                calls, reason = found.choices[0].message.tool_calls or [], found.choices[0].finish_reason
+            if reason == "length":
+                continue
+            call, = calls
+            assert reason == "tool_calls"
+            assert_valid(schemas[call.function.name], call.function.arguments)
+            assert choice == "required" or call.function.name == "time"
+
+
+def test_tools_beside_a_schema(asking: "openai.OpenAI") -> None:
+    for seed in range(6):
+        message = ask(asking, tools=[tool("time", TIME)], response_format=form(CITY), seed=seed).choices[0].message
+        if message.tool_calls:
+            assert_valid(TIME, message.tool_calls[0].function.arguments)
+        else:
+            assert_valid(CITY, message.content)
+
+
+def test_grammars(asking: "openai.OpenAI") -> None:
+    regex = {"grammar": {"syntax": "regex", "definition": "(yes|no){2}"}}
+    lark = {"grammar": {"syntax": "lark", "definition": 'start: "a" B\nB: /[0-9]{3}/'}}
+    assert ask(asking, extra_body=regex).choices[0].message.content in ("yesyes", "yesno", "noyes", "nono")
+    completion = asking.completions.create(model="tiny", prompt="x", extra_body=lark, logprobs=5, max_tokens=9)
+    assert len(completion.choices[0].text) == 4
+    assert [*completion.choices[0].logprobs.top_logprobs[0]] == ["a"]
+    completion = asking.completions.create(model="tiny", prompt="x", extra_body={"response_format": form(TIME)}, max_tokens=900)
+    assert_valid(TIME, completion.choices[0].text)
+
+
+def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
+    for seed in range(5):                # the template world, in which a blank line ends an answer
+        answer = ask(client, response_format=form(CITY), seed=seed, temperature=2)
+        assert_valid(CITY, answer.choices[0].message.content)
+
+
+@pytest.mark.parametrize(("options", "param"), [
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+     "response_format.json_schema.name"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": form({"properties": {"a": {"type": "strin"}}})}, "response_format.json_schema.schema.properties.a"),
+    ({"response_format": form({"properties": {"a": {"minProperties": 3}}})}, "response_format.json_schema.schema.properties.a"),
+    ({"response_format": form({"not": {}}), "stream": True}, "response_format.json_schema.schema"),
+    ({"response_format": form(CITY), "grammar": {"syntax": "regex", "definition": "a"}}, "grammar"),
+    ({"grammar": {"syntax": "regex", "definition": "a("}}, "grammar.definition"),
+    ({"grammar": {"syntax": "lark", "definition": "begin: x"}}, "grammar.definition"),
+    ({"grammar": {"syntax": "lark", "definition": ""}}, "grammar.definition"),
+    ({"grammar": "a"}, "grammar"),
+    ({"tools": [tool("a"), tool("b", {"type": "object", "properties": {"x": {"if": {}}}})], "tool_choice": "required"},
+     "tools[1].function.parameters.properties.x")])
+def test_what_cannot_be_held_to_is_a_400(g1: Running, options: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": ASKED, **options})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert error["message"]
+
+
+def test_a_schema_that_is_nested_too_deeply_is_a_400(g1: Running) -> None:
+    schema = '{"items":' * 900 + "{}" + "}" * 900
+    body = json.dumps({"messages": ASKED, "response_format": form({})}).replace('"schema": {}', f'"schema": {schema}')
+    assert httpx.post(f"{g1.url}/v1/chat/completions", content=body).status_code == 400
+
+
+@pytest.mark.soak
+def test_many_schemas_at_once(asking: "openai.OpenAI") -> None:
+    for number, schema in enumerate(TOOLS * 5):
+        for choice in ask(asking, response_format=form(schema), n=2, seed=number, temperature=number % 5 / 2.5).choices:
+            if choice.finish_reason == "stop":
+                assert_valid(schema, choice.message.content)

@@ -1,0 +1,168 @@
+"""The README, the pages of docs/ and the examples: their commands, links, numbers and code."""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from programs import PROGRAMS
+from training_runs import ENVIRONMENT, TEXT
+
+from kernels.timex import formula
+from rwkv import cli
+from rwkv.tools.__main__ import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md",
+         *sorted((ROOT / "kernels").glob("**/README.md")), ROOT / "rwkv" / "model" / "decoding" / "README.md"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCREENS, ROWS, COLUMNS = 3, 50, 132
+FIRST_WORDS = ("python", "python3", "make", "pip", "hf", "curl", "timemix")
+SMALL = ("trainer.max_steps=4", "trainer.val_every=4", "trainer.val_tokens=2000", "trainer.sample_tokens=4", "logger=csv",
+         "model.n_layer=1", "model.n_embd=32", "model.ctx_len=32", "data.cache_dir=cache")
+
+
+class Command(NamedTuple):
+    page: str
+    words: list[str]
+
+
+def commands(page: Path) -> list[Command]:
+    """The command lines of a page: indented, or between fences of sh; a backslash at the end goes on."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for line in text.split("\n") if line.startswith("    ")]
+    split = [shlex.split(line, comments=True) for line in lines if line.split(" ")[0].removeprefix(".venv/bin/") in FIRST_WORDS]
+    return [Command(page.name, words) for words in split if len(words) > 1 and "..." not in words]
+
+
+EVERY = [command for page in PAGES for command in commands(page)]
+
+
+def test_the_readme_is_three_screens() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= SCREENS * ROWS
+    assert max(map(len, lines)) <= COLUMNS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(EVERY) > 50
+
+
+@pytest.mark.parametrize("command", EVERY, ids=lambda command: f"{command.page}: {' '.join(command.words)}"[:90])
+def test_a_command_of_the_documentation_exists(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program, its options and their values are there; soak runs those of the quick start and the examples."""
+    monkeypatch.chdir(tmp_path)
+    program, *rest = command.words
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= set(targets)
+    elif program == "curl":
+        json.loads(rest[rest.index("-d") + 1])
+    elif program.endswith("pip"):
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        asked = [extra for word in rest if word.startswith(".[") for extra in word[2:-1].split(",")]
+        assert set(asked) <= set(extras)
+    elif program == "timemix":
+        assert rest[0] in COMMANDS
+    elif program.startswith("python"):
+        _check_python(rest)
+
+
+def _check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+        name, arguments = words[1].rpartition(".")[2], words[2:]
+    else:
+        assert (ROOT / words[0]).is_file()
+        name, arguments = Path(words[0]).stem, words[1:]
+    if name not in PROGRAMS or "NAME" in " ".join(arguments) or "K" in arguments:
+        return
+    schema = PROGRAMS[name][1]
+    line = cli.split(arguments, schema)
+    cli.check(line, schema)
+    if set(line.flags) & set(cli.SWEEP_FLAGS):
+        cli.jobs(cli.CommandLine(line.overrides, line.verbatim, []), schema, name)
+    elif not line.flags:
+        cli.compose(line, schema, name)
+
+
+def test_the_readme_s_speeds_are_those_of_the_result_file() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "generation-rwkv7-cpu.json").read_text())["rows"]
+    formats = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"], "int4": ["Q4_K_M", "Q4_0"]}
+
+    def best(of: str, dtypes: list[str]) -> str:
+        found = [row["tokens_per_s"] for row in rows if (row["of"], row["what"]) == (of, "decode, batch 1")
+                 and row["dtype"] in dtypes]
+        return f"{max(found):.0f}"
+
+    table = {cells[0]: cells[1:] for line in README.splitlines() if line.startswith("| ")
+             for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    assert table["timemix"] == [best("timemix", [dtype]) for dtype in formats]
+    assert table["llama.cpp"] == [best("llama.cpp", names) for names in formats.values()]
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_s_kernel_computes_the_operator(tmp_path: Path) -> None:
+    pytest.importorskip("taichi")
+    source, = (block for block in python_blocks() if "REQUIRES" in block)
+    path = tmp_path / "readme_v0.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("readme_v0", path)
+    assert spec is not None
+    assert spec.loader is not None
+    kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    w, k, grad = torch.rand(3, 11), torch.rand(2, 3, 11), torch.rand(2, 3, 11)
+    exact = [tensor.double() for tensor in (w, k, grad)]
+    torch.testing.assert_close(kernel.forward(w, k, 0.5), formula.forward(*exact[:2], 0.5).float())
+    for ours, theirs in zip(kernel.backward(w, k, grad), formula.backward(*exact), strict=True):
+        torch.testing.assert_close(ours, theirs.float())
+
+
+@pytest.mark.soak
+def test_the_quick_start_s_programs_run(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    small_text = (*SMALL, "data=text", "data.path=text.txt", "data.tokenizer=byte", "data.val_fraction=0.2")
+    shown = [command.words for command in commands(ROOT / "docs" / "quickstart.md") if command.words[-1] != "-m"]
+    ran = [words for words in shown if words[0] == "python"]
+    assert [words[1] for words in ran] == ["train.py", "generate.py", "chat.py", "train.py"]
+    for _, program, *options in ran:
+        more = small_text if program == "train.py" else ("max_new_tokens=4",)
+        done = subprocess.run([sys.executable, str(ROOT / program), *options, *more], cwd=tmp_path, env=ENVIRONMENT,
+                              input="hi\n", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two" / "report.html").is_file()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("ablate.py", "out", "--kernels", "conv1d,torch_scan", "--steps", "4"), "torch_scan"),
+    (("tune.py", "out", "--steps", "4"), "after"), (("brick_padding.py", "wall.png", "--kernel", "torch_strips"), "wall.png")])
+def test_an_example_runs(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_every_example_is_on_its_page() -> None:
+    shown = {command.words[1] for command in commands(ROOT / "examples" / "README.md")}
+    assert shown == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
