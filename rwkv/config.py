@@ -20,6 +20,8 @@ SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are t
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
+PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
+LIKELIHOOD = ("tune.objective", "likelihood")
 
 
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
@@ -104,8 +106,9 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         group, name = needed.split(".")
         value = getattr(getattr(config, group), name)
         if value not in allowed:
-            raise UserError(f"{key} is for {group}={' or '.join(allowed)}, and has no effect with {group}={value}: leave it "
-                            f"out, or give {group}={allowed[0]}")
+            shown = group if name in ("name", "method") else needed          # these two are set by their group
+            raise UserError(f"{key} is for {shown}={' or '.join(allowed)}, and has no effect with {shown}={value}: leave it "
+                            f"out, or give {shown}={allowed[0]}")
 
 
 @dataclass
@@ -190,8 +193,8 @@ class OptimConfig:
     eps: float = option(1e-8, "Adam's epsilon", least=0)
     weight_decay: float = option(0.0, "weight decay, of matrices alone", least=0)
     grad_clip: float = option(1.0, "largest norm of the whole gradient; 0: no clipping", least=0)
-    l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: none", least=0)
-    confidence_penalty: float = option(0.0, "weight of a penalty on predictions of low entropy", least=0)
+    l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: none", least=0, needs=LIKELIHOOD)
+    confidence_penalty: float = option(0.0, "weight of a penalty on predictions of low entropy", least=0, needs=LIKELIHOOD)
 
     def __post_init__(self) -> None:
         check_options(self, "optim.")
@@ -292,13 +295,28 @@ class TuneConfig:
                        one_of=("float32", "bfloat16", "int8", "int4"))
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
                                "comes with this program, FILE, or null for none", verbatim=PATH)
+    objective: str = option("likelihood", "likelihood of the data; dpo or ipo: preference of the chosen answer over the "
+                            "rejected one, of pairs (data=chat)", one_of=("likelihood", *PREFERENCES))
+    beta: float = option(0.1, "weight of staying near the model of init_from= (dpo, ipo)", above=0.0,
+                         needs=("tune.objective", *PREFERENCES))
+    label_smoothing: float = option(0.0, "fraction of pairs taken to be labelled the wrong way round (dpo)", least=0,
+                                    needs=("tune.objective", "dpo"))
+    sft_weight: float = option(0.0, "weight of the chosen answer's loss per token, added to the objective (dpo, ipo)", least=0,
+                               needs=("tune.objective", *PREFERENCES))
 
     def __post_init__(self) -> None:
         check_options(self, "tune.")
+        if not self.label_smoothing < 0.5:
+            raise UserError(f"tune.label_smoothing is from 0 to below 0.5; got {self.label_smoothing}")
         if not self.dropout < 1:
             raise UserError(f"tune.dropout is from 0 to below 1; got {self.dropout}")
         if self.method == "full" and self.base != "float32":
             raise UserError(f"tune.base={self.base} is for frozen weights, and tune=full trains them: use tune=lora or state")
+
+    @property
+    def prefers(self) -> bool:
+        """Whether pairs of answers are learnt from."""
+        return self.objective in PREFERENCES
 
 
 @dataclass
@@ -322,12 +340,24 @@ class TrainConfig:
         require_options_of(self.model.generation, self.optim, "optim.")
         if self.trainer.strategy == "fsdp" and self.tune.method != "full":
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
+        if self.tune.prefers:
+            self._require_pairs()
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other numbers: leave one out")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
                             "optim.weight_decay=0, or trainer=ddp")
+
+    def _require_pairs(self) -> None:
+        asked = f"tune.objective={self.tune.objective}"
+        if self.data.name != "chat":
+            raise UserError(f"{asked} learns from pairs of answers, which data={self.data.name} does not read: use data=chat")
+        if self.trainer.tbptt:
+            raise UserError(f"{asked} reads both answers of a pair in one row, and trainer.tbptt reads rows in segments: leave "
+                            "trainer.tbptt out, and take a model.ctx_len that holds a pair")
+        if self.trainer.strategy == "fsdp":
+            raise UserError(f"{asked} is for trainer=ddp and single processes, and not for trainer=fsdp")
 
     @property
     def tokens_per_step(self) -> int:

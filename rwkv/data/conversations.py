@@ -51,7 +51,8 @@ class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 where a model learns it. bytes: of its text; learnt_bytes: of what is learnt.
 
     left_out: the conversations that are in neither split, because none of their answers is learnt.
-    lost: what the tokenizer has lost of its text; learnt_lost: of what is learnt.
+    lost: what the tokenizer has lost of its text; learnt_lost: of what is learnt. paired: texts 2i and 2i+1 are a pair, with
+    its chosen and with its rejected answer (rwkv/data/pairs.py).
     """
 
     tokens: TokenArray
@@ -61,6 +62,7 @@ class Tokenised(NamedTuple):
     lost: Lost
     learnt_lost: Lost
     left_out: int = 0
+    paired: bool = False
 
 
 class Packed(NamedTuple):
@@ -91,23 +93,24 @@ class Rows(NamedTuple):
     weight: float
 
 
-def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer,
-             cache: Path) -> tuple[Tokenised, Tokenised, float]:
+def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, cache: Path,
+             pairs: bool = False) -> tuple[Tokenised, Tokenised, float]:
     """Training, validation, and the bits per byte of `gzip -9` on the validation answers: tokenised now, or from the cache.
 
     identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
     """
-    folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION)])[:16]}"
+    kind = ["pairs"] if pairs else []
+    folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION), *kind])[:16]}"
     counter = LossCounter(tokenizer)
     manifest = read_json(folder / "manifest.json")
     intact = manifest and all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items())
     if not intact or not (counter.never or "lost" in manifest):      # an earlier version did not count what is lost
-        manifest = _make(config, tokenizer, counter, folder)
-    train, val = (_tokenised(folder, manifest, split) for split in SPLITS)
+        manifest = _make(config, tokenizer, counter, folder, pairs)
+    train, val = (_tokenised(folder, manifest, split)._replace(paired=pairs) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
 
 
-def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder: Path) -> dict[str, Any]:
+def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder: Path, pairs: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -116,7 +119,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
     lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of what is not learnt, and of what is
     packer, packed = zlib.compressobj(9, wbits=31), 0
     left_out = 0
-    for conversation, of_parts in _encoded(config, tokenizer):
+    for conversation, of_parts in _encoded(config, tokenizer, pairs):
         if not conversation.learnt:
             left_out += 1
             continue
@@ -151,9 +154,9 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
     return manifest
 
 
-def _encoded(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Conversation, list[list[int]]]]:
+def _encoded(config: DataConfig, tokenizer: Tokenizer, pairs: bool) -> Iterator[tuple[Conversation, list[list[int]]]]:
     """Each conversation with the ids of each of its parts."""
-    found = conversations(config, for_tokenizer(template_of(config), tokenizer))
+    found = conversations(config, for_tokenizer(template_of(config), tokenizer), pairs)
     while batch := list(islice(found, AT_ONCE)):
         try:
             ids = encode_each(tokenizer, [[text for text, _ in conversation.parts] for conversation in batch])

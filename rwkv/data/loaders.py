@@ -8,7 +8,7 @@ predicted after another context in each epoch.
 The order of the steps is the same for any number of workers and of processes (each has every world-th window of a common
 batch), and it can continue from any step. Validation reads all windows in order and the rest as a last one, filled up with
 IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/data/documents.py. Conversations are packed into
-rows: rwkv/data/conversations.py.
+rows: rwkv/data/conversations.py, and pairs of answers too: rwkv/data/pairs.py.
 """
 
 import os
@@ -25,6 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rwkv.config import DataConfig
 from rwkv.data.conversations import ConversationRows, RowSampler, WholeConversations, longer_than
 from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
+from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
 from rwkv.errors import UserError
@@ -44,7 +45,7 @@ class DataModule(LightningDataModule):
         self.corpus, self.config, self.ctx_len, self.seed, self.tbptt = corpus, config, ctx_len, seed, tbptt
 
     def train_dataloader(self) -> StatefulDataLoader:
-        """Batches (x, y), each (B,T), or Packed, or Segments. The loader's state_dict is its position."""
+        """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Any
         sampler: Any
         data, sampler = self._segments() if self.tbptt else self._rows() if self.corpus.conversations else self._windows()
@@ -54,14 +55,15 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_ignore_interrupts, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed, the last one smaller: every token but the first is a target once.
+        """Batches (x, y), each (B,T), or Packed or Pairs, the last one smaller: every token but the first is a target once.
 
         With tbptt, conversations come as Whole where one is longer than ctx_len: their answers may begin after it.
         """
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
             whole = self.tbptt and longer_than(self.corpus.val, self.ctx_len)
-            windows = (WholeConversations if whole else ConversationRows)(*self.corpus.conversations[1][:2], self.ctx_len)
+            val = self.corpus.conversations[1]
+            windows = WholeConversations(val.tokens, val.learnt, self.ctx_len) if whole else rows_of(val, self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, str]:
@@ -81,7 +83,7 @@ class DataModule(LightningDataModule):
 
     def _rows(self) -> tuple[ConversationRows, RowSampler]:
         assert self.corpus.conversations is not None
-        rows, layout = ConversationRows(*self.corpus.conversations[0][:2], self.ctx_len), self._layout()
+        rows, layout = rows_of(self.corpus.conversations[0], self.ctx_len), self._layout()
         batches = self._batches() or -(-len(rows) // layout.rows)
         return rows, RowSampler(rows.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
 

@@ -79,9 +79,10 @@ class Corpus:
     def val_bytes_per_token(self) -> float | None:
         """Bytes of the validation text per predicted token; of conversations, bytes of the answers per token learnt.
 
-        None where more of them is lost than WITHHELD: bits per byte would not be those of the text.
+        None where more of them is lost than WITHHELD: bits per byte would not be those of the text. None for pairs, whose
+        loss is not one of tokens.
         """
-        if self.val_lost > WITHHELD:
+        if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
         if self.conversations:
             val = self.conversations[1]
@@ -116,24 +117,24 @@ class Corpus:
                 f"tokens, {(self.sizes.train_bytes + self.sizes.val_bytes) / 1e6:.1f} MB, SHA-256 {self.sha256[:12]}")
 
 
-def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None) -> Corpus:
+def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
     """The data that `config` names, tokenised now or read from config.cache_dir.
 
-    tokenizer: replaces the one that `config` names. Raises UserError if the data cannot be read, tokenised or written, or if a
-    split is shorter than one context, ctx_len + 1 tokens.
+    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer. Raises
+    UserError if the data cannot be read, tokenised or written, or if a split is shorter than one context, ctx_len + 1 tokens.
     """
     cache = Path(config.cache_dir)
     if config.name == "chat":
-        return _from_conversations(config, tokenizer, cache)
+        return _from_conversations(config, tokenizer, cache, pairs)
     return (_from_ids if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
 
 
-def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path, pairs: bool) -> Corpus:
     """Conversations need not fill a context: several are packed into one."""
     source = open_source(config, cache)
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
-    train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache)
+    train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
     about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
     return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val))

@@ -36,10 +36,13 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
     """The place after the conversations that are read."""
-    bounds = [*split.tokens.starts.tolist(), len(split.tokens)]
+    bounds = [*split.tokens.starts.tolist()[::2 if split.paired else 1], len(split.tokens)]
     has_answer = False
     for begin, end in pairwise(bounds):
-        has_answer = has_answer or bool(split.learnt[begin + 1:min(end, begin + 1 + reach)].any())
+        if split.paired:
+            has_answer = has_answer or end - begin - 2 <= reach
+        else:
+            has_answer = has_answer or bool(split.learnt[begin + 1:min(end, begin + 1 + reach)].any())
         if has_answer and end >= val_tokens:
             break
     return end

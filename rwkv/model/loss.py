@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from rwkv.model.first_derivative import first_derivative
 
@@ -39,8 +41,23 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
     total = hidden.new_zeros((), dtype=torch.float32)
     for chunk in _chunks(hidden, weight):
         logits = _logits(hidden[chunk], weight).float()
-        total += torch.nn.functional.cross_entropy(logits, targets[chunk], ignore_index=IGNORED, reduction="sum")
+        total += cross_entropy(logits, targets[chunk], ignore_index=IGNORED, reduction="sum")
     return total / _counted(targets)
+
+
+def log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T): (N,) float32.
+
+    targets (N,): all of them count. The backward pass computes the logits of a chunk again.
+    """
+    parts = [checkpoint(_log_probabilities, hidden[chunk], weight, targets[chunk], use_reentrant=False,
+                        preserve_rng_state=False)
+             for chunk in _chunks(hidden, weight, frozen=not weight.requires_grad)]
+    return torch.cat(parts)
+
+
+def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return -cross_entropy(_logits(hidden, weight).float(), targets, reduction="none")
 
 
 def _those_that_count(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

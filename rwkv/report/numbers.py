@@ -23,6 +23,7 @@ REFERENCES = ("reference", "formula")    # the kernels that define their operato
 EARLY = 20                               # steps in which rounding hardly separates kernels that compute the same
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # of pairs, after train/ or val/
 Numbers = dict[str, float]               # by column of report.csv, without those that were not measured
 
 
@@ -99,12 +100,22 @@ def numbers_of(run: Run, difference: Curve) -> Numbers:
              "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
              "train_loss": _last(run.curve("train/loss")),
              "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
-             "peak_mib": max(run.curve("peak_mem").values(), default=None), **_times(run), **_errors(run)}
+             "peak_mib": max(run.curve("peak_mem").values(), default=None),
+             **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()}, **_times(run), **_errors(run)}
     if difference:
         worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of the largest
         early = [_or_infinite(value) for step, value in difference.items() if step <= EARLY]
         found |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
     return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def reward_names() -> list[str]:
+    """The metrics of pairs of answers: train/rewards_margin and so on."""
+    return [f"{split}/{name}" for split in ("train", "val") for name in REWARDS]
+
+
+def learns_pairs(run: Run) -> bool:
+    return bool(run.curve(f"val/{REWARDS[0]}") or run.curve(f"train/{REWARDS[0]}"))
 
 
 def _times(run: Run) -> dict[str, float | None]:
@@ -220,10 +231,16 @@ IDENTITY = {
 }
 QUANTITIES = {
     "steps": "the last step",
-    "val_loss": "last validation loss, nats per token",
+    "val_loss": "last validation loss, nats per token; of pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
     "val_lost": "share of the validation text that the tokenizer loses, if any; of ids made elsewhere, of unknown tokens",
     "train_loss": "training loss of the last logged step, nats per token",
+    **{f"{split}_{name}": f"{words}, of {pairs}" for split, pairs in (
+        ("train", "the last logged step's pairs"), ("val", "the last validation's pairs"))
+       for name, words in zip(REWARDS, (
+           "reward of the chosen answer less that of the rejected one",
+           "share of pairs whose chosen answer has the higher reward", "reward of the chosen answer",
+           "reward of the rejected answer"), strict=True)},
     "tok_per_sec": "tokens per second, median of the logged steps after warm-up",
     "step_ms": "milliseconds of a training step, median of the sampled steps",
     "forward_ms": "of step_ms, the operator's forward passes",

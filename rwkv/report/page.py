@@ -11,7 +11,7 @@ from typing import Any
 
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
-from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, column, columns, flat
+from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs
 from rwkv.report.reading import Curve, Run
 from rwkv.report.verdict import speed_ratio, verdict
 
@@ -30,8 +30,8 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
     title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
     body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *_verdict(comparison), *map(_finding, findings),
             *tuned.changes(comparison.runs), *tuned.answers(comparison.runs), *_summary(comparison),
-            *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison), *_samples(comparison),
-            *_setting(comparison), _method(comparison)]
+            *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
+            *_samples(comparison), *_setting(comparison), _method(comparison)]
     return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{escape(title)}</title><style>{STYLE}{tuned.STYLE}</style></head>\n<body>\n"
@@ -70,8 +70,8 @@ def _finding(finding: Finding) -> str:
 
 def _summary(comparison: Comparison) -> list[str]:
     compared = comparison.reference is not None
-    header = ["kernel", "val/loss, nats", *["difference"] * compared, "tokens/s", *[f"x {comparison.reference}"] * compared,
-              "step", *(name for _, name in PARTS), "memory"]
+    header = ["kernel", f"val/loss, {_unit(comparison)}", *["difference"] * compared, "tokens/s",
+              *[f"x {comparison.reference}"] * compared, "step", *(name for _, name in PARTS), "memory"]
     rows = [_summary_row(kernel, comparison) for kernel in comparison.kernels]
     return ["<h2>Summary</h2>", _table(header, rows)]
 
@@ -89,6 +89,27 @@ def _summary_row(kernel: Kernel, comparison: Comparison) -> Row:
             _cell(shown, "tok_per_sec", units.count), *([_ratio(shown, comparison)] if compared else []),
             *(_cell(shown, key, units.time) for key in ("step_ms", *(key for key, _ in PARTS))),
             _cell(shown, "peak_mib", units.memory)]
+
+
+def _preferences(comparison: Comparison) -> list[str]:
+    """The rewards of pairs of answers, of the held-out pairs and of the last logged step."""
+    rows = []
+    for run, numbers in ((run, numbers) for kernel in comparison.kernels
+                         for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)):
+        for split, words in (("val", "held-out pairs"), ("train", "last logged step")):
+            cells = [f"<td>{_shown(numbers.get(f'{split}_{name}'))}</td>" for name in REWARDS]
+            rows.append([f"<td>{escape(run.name)}</td>", f'<td class="text">{words}</td>', *cells])
+    if not rows:
+        return []
+    return ["<h2>Preferences</h2>",
+            '<p class="quiet">The reward of an answer is tune.beta times the logarithm of how much more probable it is than '
+            "under the model of init_from=. The losses of this report are the objective's, per pair.</p>",
+            _table(["run", "pairs", "margin", "accuracy", "reward of chosen", "reward of rejected"], rows,
+                   text=("pairs",))]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _difference(kernel: Kernel) -> str:
@@ -195,10 +216,11 @@ def _cells(row: Row, shown: Sequence[int]) -> list[str]:
 
 def _plots(comparison: Comparison) -> list[str]:
     """The figures, each left out where nothing was measured."""
-    drawn = [_curves(comparison, "Training loss, nats per token", "training loss", _column("train/loss"), _mean),
+    unit = f"{_unit(comparison)} per {_of_what(comparison)}"
+    drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), _mean),
              _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
                      "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
-             _curves(comparison, "Validation loss, nats per token", "validation loss", _column("val/loss"), _mean, marked=True),
+             _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), _mean, marked=True),
              _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
                      logarithmic=True),
              _figure(f"Time of a step: {_boxes()}", _times(comparison)),
@@ -223,6 +245,15 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
     said = [f"{', '.join(labels[:-1])} and {labels[-1]} lie on one another: their dashes alternate."
             for labels in sorted(alike) if len(labels) > 1]
     return _figure(escape(caption), svg.lines(title, "step", "", drawn, logarithmic), " ".join(said))
+
+
+def _of_what(comparison: Comparison) -> str:
+    """What a loss is the mean over."""
+    return "pair" if any(map(learns_pairs, comparison.runs)) else "token"
+
+
+def _unit(comparison: Comparison) -> str:
+    return "objective" if _of_what(comparison) == "pair" else "nats"
 
 
 def _published(comparison: Comparison) -> list[str]:

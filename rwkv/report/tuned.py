@@ -7,6 +7,7 @@ from rwkv.report.reading import Run
 
 SUBJECTS = {"val": "the task, its held-out part", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}
+PAIRS = "val/rewards_margin"             # a metric of runs that learn from pairs of answers
 WHEN = {"before": "before", "after": "after"}
 STYLE = """
 .said td { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; min-width: 8em; }
@@ -21,7 +22,8 @@ def changes(runs: Sequence[Run]) -> list[str]:
     several = len(runs) > 1
     said = [f"<p>{escape(f'{run.name}: ' if several else '')}{escape(what_was_tuned(run))}</p>" for run in tuned]
     rows = [row for run in tuned for row in _rows(run, run.name if several else None)]
-    names = [f"{measure}, {when}" for measure in MEASURES.values() for when in (*WHEN, "change")]
+    measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
+    names = [f"{measure}, {when}" for measure in measures.values() for when in (*WHEN, "change")]
     return ["<h2>What tuning gained and lost</h2>", *said, _table([*(["run"] if several else []), "text", *names], rows)]
 
 
@@ -50,11 +52,18 @@ def what_was_tuned(run: Run) -> str:
     return f"Tuned was {what}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
 
 
+def _learns_pairs(run: Run) -> bool:
+    return PAIRS in run.tuned.get("before", {})
+
+
 def _rows(run: Run, name: str | None) -> list[list[str]]:
     """A row for each text: for each measure before, after and their difference; "" for what was not measured."""
     found = []
+    of_pairs = _learns_pairs(run)
+    units = {"val": ": the objective, per pair", "guard": ": nats per token"} if of_pairs else {"val": "", "guard": ""}
     for subject, said in SUBJECTS.items():
         of = f"{said} ({run.tuned.get('guard')})" if subject == "guard" else said
+        of += units[subject]
         cells = [cell for measure in MEASURES for cell in _change(run, f"{subject}/{measure}")]
         if any(cells):
             found.append([*([_text(name)] if name else []), _text(of), *cells])

@@ -9,7 +9,7 @@ from math import ceil
 
 from rwkv.config import TrainConfig
 from rwkv.data import documents
-from rwkv.data.conversations import ConversationRows
+from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
 
@@ -23,7 +23,7 @@ def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
     if config.trainer.tbptt:
         return int(documents.chunks_of(config, data).segments.sum()) / (rows * config.trainer.tbptt)
     if data.conversations:
-        return len(ConversationRows(*data.conversations[0][:2], config.model.ctx_len)) / rows
+        return len(rows_of(data.conversations[0], config.model.ctx_len)) / rows
     return len(Windows(data.train, config.model.ctx_len)) / rows
 
 

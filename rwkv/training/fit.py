@@ -6,6 +6,7 @@ from itertools import islice
 from shlex import quote
 
 import lightning
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from kernels.machine.allocator import return_large_blocks
@@ -21,10 +22,11 @@ from rwkv.errors import UserError
 from rwkv.io.signals import heeded
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
-from rwkv.training.device import device_for, process_count, share
+from rwkv.training.device import device_for, dtype_for, process_count, share
 from rwkv.training.epochs import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.plan import announce_needs, announce_training, validated_part
+from rwkv.training.preferences import REFERENCE, Preferences, read_reference, write_reference
 from rwkv.training.run import Run, as_plain, create, open_run, require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
@@ -64,6 +66,19 @@ def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, ru
         raise
 
 
+def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
+    """The objective of pairs. With tune=full, rank 0 computes the reference before the first step, and all processes read it.
+    """
+    config, path = run.config, run.out_dir / REFERENCE
+    if config.tune.method != "full":
+        return Preferences(config.tune)
+    if run.resume_from is None:
+        log(f"computing the log-probabilities of the answers under the model of init_from=, for {path}")
+        distributed.broadcast_from_rank0(lambda: write_reference(
+            path, task.model, data, config.data.batch_size, config.model.ctx_len, device, dtype_for(config.trainer.precision)))
+    return Preferences(config.tune, read_reference(path, data))
+
+
 def train(run: Run) -> None:
     config, device = run.config, device_for(run.config.trainer.accelerator)
     # Lightning takes it from the variables of a batch system, set or inherited
@@ -93,6 +108,8 @@ def train(run: Run) -> None:
     announce_training(run, device, task, data)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
+    if config.tune.prefers:
+        task.preferences = preferences_of(run, task, validated, device)
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, logs, validated)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)

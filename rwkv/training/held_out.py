@@ -64,7 +64,8 @@ def readable(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _of_conversations(split: Tokenised) -> Iterator[Prompt]:
-    for begin, end in _texts(split.tokens):
+    """Of pairs, the answers are the chosen ones."""
+    for begin, end in islice(_texts(split.tokens), 0, None, 2 if split.paired else 1):
         learnt = split.learnt[begin:end].astype(bool)
         first = int(learnt.argmax())
         after = np.flatnonzero(~learnt[first:])

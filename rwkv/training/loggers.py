@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from rwkv.config import LoggerConfig
+from rwkv.config import PREFERENCES, LoggerConfig
 from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
+from rwkv.report.numbers import reward_names
 from rwkv.report.reading import METRICS, SWEEP, read_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
@@ -50,7 +51,8 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
         return []
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
     guard = GUARD_COLUMNS if run["init_from"] and run["tune"]["guard"] else ()
-    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*guard, *norms), resumed_at)
+    rewards = reward_names() if run["tune"]["objective"] in PREFERENCES else ()
+    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*guard, *rewards, *norms), resumed_at)
     if config.name == "csv":
         return [file]
     mode = _mode()

@@ -17,6 +17,7 @@ from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig
 from rwkv.data import documents
 from rwkv.data.conversations import ConversationRows
+from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
@@ -103,6 +104,8 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if config.tune.method != "full":
         yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
                          f"{config.tune.base}")
+    if config.tune.prefers:
+        yield "objective", _objective(config)
     if run.tuning_defaults:
         yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
     if guard.is_compared(config):
@@ -134,6 +137,16 @@ def _template(run: Run) -> str:
     if base is not None:
         choice = choose_template(None, str(run.config.init_from), base.run)
     return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
+
+
+def _objective(config: TrainConfig) -> str:
+    """What is learnt from pairs of answers, and where the reference comes from."""
+    tune = config.tune
+    smoothed = f", tune.label_smoothing={tune.label_smoothing:g}" if tune.objective == "dpo" else ""
+    reference = ("computed once before the first step" if tune.method == "full" else
+                 f"from a pass of its own in each step, without what tune={tune.method} trains")
+    return (f"{tune.objective}, tune.beta={tune.beta:g}{smoothed}, tune.sft_weight={tune.sft_weight:g}; the log-probabilities "
+            f"of the model of init_from= are {reference}")
 
 
 def _blocks(config: TrainConfig, conversations: bool) -> str:
@@ -182,7 +195,7 @@ def _many_epochs(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]
 
 def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:
     assert data.conversations is not None
-    return ConversationRows(*data.conversations[0][:2], config.model.ctx_len)
+    return rows_of(data.conversations[0], config.model.ctx_len)
 
 
 def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
@@ -197,8 +210,9 @@ def _duration(config: TrainConfig, steps: int, device: torch.device, task: Langu
 def _equivalent_steps(config: TrainConfig, steps: int, data: Corpus) -> tuple[float, float]:
     """The time of all steps and that of all validations, in training steps of one pass."""
     recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
-    validation = FORWARD * _validated_tokens(config, data) / config.tokens_per_step
-    return steps * (1 + FORWARD * recomputed), validation * _validations(config, steps)
+    reference = config.tune.prefers and config.tune.method != "full"             # a forward pass more
+    validation = FORWARD * (1 + reference) * _validated_tokens(config, data) / config.tokens_per_step
+    return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation * _validations(config, steps)
 
 
 def _validations(config: TrainConfig, steps: int) -> int:

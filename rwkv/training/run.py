@@ -90,6 +90,9 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
         raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
     if config.init_from is None and config.tune.method != "full":
         raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
+    if config.init_from is None and config.tune.prefers:
+        raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
+                        "model with init_from=")
     if config.init_from is None:
         return Run(out_dir, resolved(config, given))
     config, defaults = with_tuning_defaults(config, {*given, *chosen})

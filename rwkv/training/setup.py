@@ -45,7 +45,7 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
     distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, smallest))
-    data = distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer))
+    data = distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
     distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, data.tokenizer.vocab_size))
     return data
 

@@ -2,7 +2,8 @@
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
 too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split,
-or the part of trainer.val_tokens: in windows, each from the empty state, or conversations, packed into rows or whole.
+or the part of trainer.val_tokens: in windows, each from the empty state, or conversations, packed into rows or whole. With
+tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged (rwkv/training/preferences.py).
 """
 
 import math
@@ -18,12 +19,15 @@ from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
+from rwkv.data.pairs import Pairs
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
+from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups
+from rwkv.training.preferences import Preferences
 from rwkv.training.tbptt import Carried, hidden_of_segments
 
 if TYPE_CHECKING:
@@ -52,14 +56,24 @@ class LanguageModel(lightning.LightningModule):
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
+        self.preferences: Preferences | None = None      # the objective, where it is one of pairs
+        self.rewards = torch.zeros(len(REWARDS))         # of this process's batches of a step, weighted
         self._nats, self._tokens = 0.0, 0
-        self._own: tuple[Tensor, Tensor] | Packed | Whole | None = None       # this process's batch of the next round
+        self._rewards = torch.zeros(len(REWARDS))        # sums over the validation's pairs
+        self._own: tuple[Tensor, Tensor] | Packed | Whole | Pairs | None = None       # this process's batch of the next round
 
     def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
         """Sets the entry that every checkpoint carries beside the weights, so that generate.py needs nothing else."""
         self.entry = describe(run, self.model.vocab_size, tokenizer)
 
-    def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments, batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
+        if isinstance(batch, Pairs):
+            assert self.preferences is not None
+            loss, rewards = self.preferences.loss(self.model, batch, "train")
+            parts = self.trainer.accumulate_grad_batches
+            before = self.rewards if batch_idx % parts else torch.zeros_like(rewards)
+            self.rewards = before + rewards * (batch.weight / parts)
+            return batch.weight * loss
         if isinstance(batch, Segments):
             return self.loss_of_segments(batch)
         if isinstance(batch, Packed):
@@ -93,8 +107,9 @@ class LanguageModel(lightning.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self._nats, self._tokens, self._own = 0.0, 0, None
+        self._rewards = torch.zeros(len(REWARDS))
 
-    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole, batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole | Pairs, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
@@ -106,11 +121,24 @@ class LanguageModel(lightning.LightningModule):
         if turn + 1 < world_size() and not last:
             return
         read = self._own or batch
+        if isinstance(read, Pairs):
+            self._validate_pairs(read)
+            return
         loss = (self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*read[:3])).item()
         if self._own is not None:
             n_tokens = int((self._own[1] != IGNORED).sum())
             self._nats += loss * n_tokens
             self._tokens += n_tokens
+        self._own = None
+
+    def _validate_pairs(self, batch: Pairs) -> None:
+        assert self.preferences is not None
+        loss, rewards = self.preferences.loss(self.model, batch, "val")
+        if self._own is not None:
+            n_pairs = len(batch.numbers)
+            self._nats += loss.item() * n_pairs
+            self._tokens += n_pairs
+            self._rewards += rewards.cpu() * n_pairs
         self._own = None
 
     def on_validation_epoch_end(self) -> None:
@@ -123,6 +151,9 @@ class LanguageModel(lightning.LightningModule):
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         metrics = {"val/loss": loss}
+        if self.preferences is not None:
+            sums = all_sum(*self._rewards.tolist())
+            metrics |= {f"val/{name}": total / max(tokens, 1) for name, total in zip(REWARDS, sums, strict=True)}
         if self.val_bytes_per_token is not None:
             metrics["val/bpb"] = loss / math.log(2) / self.val_bytes_per_token
         if self.val_lost:

@@ -33,6 +33,7 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
+from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.before_after import BeforeAfter
 from rwkv.training.callbacks.checkpoints import FOLDER, LAST, Checkpoints, RandomState, VerifiedFiles
@@ -142,7 +143,10 @@ def say_result(metrics: Mapping[str, Any], data: Corpus, part: str | None = None
     """part: which tokens of the validation split were read; None for all."""
     if part is not None:
         log(f"validation was of {part}")
-    loss = f"val/loss {metrics['val/loss']:.4f} nats per token"
+    of_pairs = data.conversations is not None and data.conversations[1].paired
+    loss = f"val/loss {metrics['val/loss']:.4f} {'per pair' if of_pairs else 'nats per token'}"
+    if of_pairs:
+        loss += "".join(f", val/{name} {metrics[f'val/{name}']:.4f}" for name in REWARDS)
     if "val/bpb" in metrics:
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()

@@ -16,6 +16,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {              # options of optim, by tune
 }
 
 
+SLOWER = 0.1                             # times these rates, for objectives of pairs of answers
+
+
 def with_tuning_defaults(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
     """The configuration with DEFAULTS in place of the options that are not in `chosen`, and the names of these.
 
@@ -25,10 +28,16 @@ def with_tuning_defaults(config: TrainConfig, chosen: Collection[str]) -> tuple[
     if "lr" in own:
         own.add("min_lr")
     values = {name: value for name, value in DEFAULTS[config.tune.method].items() if name not in own}
+    if config.tune.prefers:
+        values |= {name: float(f"{SLOWER * values[name]:.6g}") for name in ("lr", "min_lr") if name in values}
+        values["l2_wrap"] = 0.0          # and the confidence penalty: they are for the likelihood of tokens
+        config = replace(config, optim=replace(config.optim, confidence_penalty=0.0))
     return replace(config, optim=replace(config.optim, **values)), tuple(values)
 
 
 def describe(config: TrainConfig, names: Collection[str]) -> str:
     """One line for people."""
     values = ", ".join(f"optim.{name}={getattr(config.optim, name)}" for name in names)
-    return f"{values}: the defaults of tune={config.tune.method} with init_from=, from what others have found (docs/tune.md)"
+    of_pairs = f" tune.objective={config.tune.objective}" if config.tune.prefers else ""
+    return (f"{values}: the defaults of tune={config.tune.method}{of_pairs} with init_from=, from what others have found "
+            "(docs/tune.md)")

@@ -5,6 +5,12 @@
     {"prompt": "...", "completion": "..."}                      texts, or lists of messages
     {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
 
+Pairs of answers, for tune.objective=dpo, are the same question with a chosen and a rejected answer:
+
+    {"prompt": "...", "chosen": "...", "rejected": "..."}       texts, or lists of messages
+    {"chosen": [...], "rejected": [...]}                        conversations; the messages that both begin with are the prompt
+    {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other lists' and questions' names
+
 The list is also called conversation, items or interactions, and its fields may be of either form. A list, `tools` or the value
 of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
@@ -34,6 +40,7 @@ PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "outp
          ("question", "answer"), ("query", "response"))
 FORMS = ("messages, conversations, or prompt and completion (or instruction and output, question and answer, query and "
          "response)")
+ANSWERS = ("chosen", "rejected")         # of a pair
 ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
          "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant", "system": "system",
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
@@ -85,26 +92,29 @@ def template_of(config: DataConfig) -> ChatTemplate:
     return chat_template(config.template or "world")
 
 
-def conversations(config: DataConfig, template: ChatTemplate | None = None) -> Iterator[Conversation]:
+def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
     """All conversations in the order of the files. Raises UserError as `source` says, and where fewer than two are learnt.
 
-    template: replaces the one that `config` names.
+    template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, with the chosen and
+    then with the rejected answer; both are in one split, and both are learnt or neither.
     """
     template, learnt, others = template or template_of(config), 0, 0
     splits = in_validation(config.val_fraction)
     for _, path in _files(str(config.path))[0]:
         for entry, where, weight in entries(path):
-            conversation = Conversation(parts_of(entry, where, template), False, where, weight)
-            if conversation.learnt:
-                learnt += 1
-                conversation = conversation._replace(val=next(splits))
-            else:
-                others += 1
-            yield conversation
+            texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
+            is_learnt = all(any(flag for _, flag in parts) for parts in texts)
+            val = next(splits) if is_learnt else False
+            learnt += is_learnt
+            others += not is_learnt
+            for parts in texts:
+                kept = parts if is_learnt else [(text, False) for text, _ in parts]
+                yield Conversation(kept, val, where, weight)
     if learnt < 2:
         more = f" with an answer to learn, and {others} without" if others else ""
-        raise UserError(f"data.path={config.path} has {learnt} conversations{more}: training needs at least two, one of them "
-                        "for validation")
+        name = "pairs of answers" if pairs else "conversations"
+        raise UserError(f"data.path={config.path} has {learnt} {name}{more}: training needs at least two, one of them for "
+                        "validation")
 
 
 def holds_conversations(path: Path) -> bool:
@@ -129,6 +139,78 @@ def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[
     return parts
 
 
+def parts_of_pair(entry: dict[str, Any], where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
+    """The rendered conversations with the chosen and with the rejected answer, of which alone the answer is learnt.
+
+    Raises UserError with `where` if the entry is no pair.
+    """
+    try:
+        chosen, rejected = _pair(entry)
+        tools = _tools(entry)
+        return template.parts(chosen, tools), template.parts(rejected, tools)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _pair(entry: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages of both conversations. Raises UserError if the entry is no pair."""
+    given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
+             if value not in EMPTY or field in ANSWERS}
+    missing = [field for field in ANSWERS if entry.get(field) is None]
+    if missing:
+        raise UserError(f"a pair of answers has the fields prompt, chosen and rejected, or chosen and rejected with whole "
+                        f"conversations; there is no {' and no '.join(missing)}")
+    question = _question(given)
+    whole = [_answer(given, field, question) for field in ANSWERS]
+    most = min(map(len, whole)) - 1                      # the last message of each is its answer
+    shared = 0
+    while shared < most and _same(whole[0][shared], whole[1][shared]):
+        shared += 1
+    if not all(any(_same(message, other) for other in whole[0][:shared]) for message in question):
+        raise UserError("chosen and rejected are whole conversations, and do not both begin with the prompt")
+    for field, messages in zip(ANSWERS, whole, strict=True):
+        if not shared:
+            raise UserError("chosen and rejected begin with different messages, so that they answer different questions")
+        if messages[-1]["role"] != "assistant":
+            raise UserError(f"{field} ends with a message of the {messages[-1]['role']}: its last message is the answer")
+    unlearnt = entry.get("weight", 1) == 0
+    chosen, rejected = ([*_unlearnt(messages[:shared]), *(_unlearnt(messages[shared:]) if unlearnt else messages[shared:])]
+                        for messages in whole)
+    return chosen, rejected
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return {field: one.get(field) for field in ("role", "content", "tool_calls")} == {
+        field: other.get(field) for field in ("role", "content", "tool_calls")}
+
+
+def _question(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages before the answers of a pair; none where the answers are whole conversations."""
+    name = next((name for name in LISTS if name in given), None)
+    asked = next((asked for asked, _ in PAIRS if asked in given), None)
+    if name is not None:
+        messages = _turns(given[name], name)
+    elif asked is not None:
+        messages = _asked(given, asked, ANSWERS[0])
+    else:
+        messages = []
+    return _with_system(messages, given)
+
+
+def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation that ends with an answer of a pair: the question and the answer, or the answer if it is all of it."""
+    answer = given[field]
+    messages = _one("assistant", [answer] if isinstance(answer, dict) else answer, field)
+    if messages[0]["role"] == "assistant":
+        if not any(message["role"] != "system" for message in question):
+            raise UserError(f"{field} has the answer alone, and there is no prompt: add one, or give whole conversations as "
+                            "lists of messages")
+        return [*question, *messages]
+    if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
+        return [question[0], *messages]
+    return messages
+
+
 def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages in OpenAI's form, with what the entry says for all of them. Raises UserError if it is no conversation."""
     given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
@@ -140,12 +222,13 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
         messages = _of_pair({**given, **{field: entry[field] for field in pair}}, *pair)
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} is {json.dumps(entry[empty])}: a conversation is a list of at least one message")
+    elif all(field in given for field in ANSWERS):
+        raise UserError("chosen and rejected are a pair of answers, which tune.objective=dpo learns from: give that, or rename "
+                        "chosen to completion to learn it alone")
     else:
         raise UserError(f"a conversation has {FORMS}; there is {', '.join(entry)[:120] or 'nothing'}: rename what has another "
                         "name")
-    system = given.get("system", given.get("system_prompt"))
-    if system is not None and not (name == "messages" and messages[0]["role"] == "system"):
-        messages = [*_one("system", system, "system"), *messages]
+    messages = _with_system(messages, given, first=name != "messages")
     weight = given.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise UserError(f"weight is 0 or 1, because a conversation is learnt or it is not; got {json.dumps(weight)[:60]}")
@@ -153,7 +236,20 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return messages if weight and not bad else _unlearnt(messages)
 
 
+def _with_system(messages: list[dict[str, Any]], given: dict[str, Any], first: bool = False) -> list[dict[str, Any]]:
+    """With the entry's own system message. first: also before one that `messages` begin with."""
+    system = given.get("system", given.get("system_prompt"))
+    if system is None or (messages and messages[0]["role"] == "system" and not first):
+        return messages
+    return [*_one("system", system, "system"), *messages]
+
+
 def _of_pair(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+    return [*_asked(given, asked, answered), *_one("assistant", given[answered], answered)]
+
+
+def _asked(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+    """The messages before the answer, of which those of `history` are learnt."""
     question = given[asked]
     more = next((field for field in ("input", "context") if field in given), None)
     if more is not None:
@@ -166,7 +262,7 @@ def _of_pair(given: dict[str, Any], asked: str, answered: str) -> list[dict[str,
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError("history is a list of pairs [question, answer]")
         messages += [*_one("user", turn[0], "history"), *_one("assistant", turn[1], "history")]
-    return [*messages, *_unlearnt(_one("user", question, asked)), *_one("assistant", given[answered], answered)]
+    return [*messages, *_unlearnt(_one("user", question, asked))]
 
 
 def _one(role: str, said: Any, name: str) -> list[dict[str, Any]]:

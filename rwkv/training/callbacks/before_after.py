@@ -105,7 +105,8 @@ class BeforeAfter(Callback):
         names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
         changes = [f"{subject} {self.before[name]:.4f} before, {self.after[name]:.4f} after"
                    for name, subject in names.items() if name in self.before and name in self.after]
-        return f"nats per token: {'; '.join(changes)}"
+        of_pairs = "; the loss of the validation split is the objective, per pair" if self.config.tune.prefers else ""
+        return f"nats per token: {'; '.join(changes)}{of_pairs}"
 
     def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measured) -> Measured:
         step = trainer.global_step

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rwkv.distributed import all_sum, log, world_size
 from rwkv.model.base import Model
+from rwkv.report.numbers import REWARDS
 from rwkv.training.loggers import norm_names
 
 
@@ -22,7 +23,8 @@ class Metrics(Callback):
 
     tok_per_sec excludes the time of validation and sampling; the padding of trainer.tbptt's segments does not count as
     tokens. With grad_norms, the norm of each part of the model is logged too. After training, the median milliseconds of the
-    logged steps are printed. With several processes, peak_mem is that of rank 0.
+    logged steps are printed. Of pairs of answers, train/rewards_* are logged: means over the step's pairs. With several
+    processes, peak_mem is that of rank 0.
     """
 
     def __init__(self, log_every: int, grad_norms: bool = False) -> None:
@@ -82,6 +84,9 @@ class Metrics(Callback):
         if task.grad_norm is not None:
             metrics["grad_norm"] = float(task.grad_norm)
         metrics |= self._part_norms
+        if task.preferences is not None:
+            means = [total / world_size() for total in all_sum(*task.rewards.tolist())]
+            metrics |= {f"train/{name}": mean for name, mean in zip(REWARDS, means, strict=True)}
         metrics["peak_mem"] = peak_memory_mib(task.device)
         self.latest = metrics
         for logger in trainer.loggers:

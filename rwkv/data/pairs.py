@@ -1,0 +1,80 @@
+"""Pairs of answers for tune.objective=dpo: each pair's two conversations stand in one row, the chosen one first.
+
+    row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; at [ the state is emptied
+
+So a batch has both texts of each of its pairs, and the order of the data can be continued from any step as that of other
+rows. A pair that is longer than a row is left out: a cut answer has another probability.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rwkv.data.conversations import ConversationRows, Packed, Rows, Tokenised, packed_rows
+from rwkv.data.token_array import TokenArray
+from rwkv.errors import UserError
+
+
+class Pairs(NamedTuple):
+    """A batch of P pairs: x, y, starts (B,T) as in Packed.
+
+    weight: the factor of the mean over the batch's pairs, such that the mean over the processes and batches of a step is the
+    mean over all its pairs. answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in that with its rejected
+    one, -1 in the padding. numbers (P,) int64: of the pairs in their split.
+    """
+
+    x: Tensor
+    y: Tensor
+    starts: Tensor
+    weight: float
+    answers: Tensor
+    numbers: Tensor
+
+
+class PairRows(ConversationRows):
+    """The rows of a split of pairs. counts (rows,): the pairs of each row. left_out: the number of pairs longer than a row."""
+
+    def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
+        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self._bounds = np.append(tokens.starts, len(tokens))
+        self._lengths = np.diff(self._bounds) - 1                # the last id, end_of_text, is a target alone
+        of_pairs = self._lengths.reshape(-1, 2).sum(1)
+        self.n_pairs, self.longest = len(of_pairs), int(of_pairs.max(initial=0))
+        kept = np.flatnonzero(of_pairs <= ctx_len)
+        self.left_out = len(of_pairs) - len(kept)
+        if not len(kept):
+            raise UserError(f"no pair of answers fits into a row of model.ctx_len={ctx_len} tokens, in which both of its texts "
+                            f"stand: the shortest has {of_pairs.min()}; raise model.ctx_len")
+        self._read = int(of_pairs[kept].sum())
+        rows = packed_rows(of_pairs[kept].tolist(), ctx_len)
+        self._rows = [[int(text) for number in row for text in (2 * kept[number], 2 * kept[number] + 1)] for row in rows]
+        self.counts = np.array([len(row) // 2 for row in self._rows])
+
+    def __getitems__(self, rows: Rows | list[int]) -> Pairs:     # type: ignore[override]
+        packed: Packed = super().__getitems__(rows)
+        numbers = rows.numbers if isinstance(rows, Rows) else rows
+        answers = np.full(packed.x.shape, -1)
+        found: list[int] = []
+        for row, number in enumerate(numbers):
+            column = 0
+            for text in self._rows[number % len(self)]:
+                answers[row, column:column + self._lengths[text]] = len(found)
+                found.append(text)
+                column += self._lengths[text]
+        return Pairs(*packed, torch.from_numpy(answers), torch.tensor(found[::2]) // 2)
+
+    def padding(self) -> float:
+        return 1 - self._read / (len(self) * self.ctx_len)
+
+    def describe(self) -> str:
+        left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both texts together, are left out "
+                    f"(model.ctx_len={self.longest} holds all)" if self.left_out else "")
+        return (f"{self.n_pairs - self.left_out:,} pairs of answers in {len(self):,} rows, {100 * self.padding():.1f} % of "
+                f"positions padding{left_out}")
+
+
+def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
+    """The rows of a split of conversations or of pairs."""
+    return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

@@ -1,0 +1,146 @@
+"""tune.objective=dpo and ipo: the chosen answer of a pair is to become more probable than the rejected one.
+
+With log p(y), the sum of the logarithms of the probabilities of an answer's tokens, under the trained model and under the
+reference, which is the model of init_from=:
+
+    r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer, chosen c or rejected d
+    dpo  = -(1 - e) log sigmoid(r(c) - r(d)) - e log sigmoid(r(d) - r(c))           e = tune.label_smoothing
+    ipo  = ((r(c) / |c| - r(d) / |d|) / beta - 1 / (2 beta))^2                     |y|: the number of tokens
+
+and tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Preference Optimization" (arXiv 2305.18290), (7);
+label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036), (17), per token as in TRL;
+the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
+
+With tune=lora and state the reference is the model with what is tuned switched off, in a pass of its own. With tune=full it is
+computed once, before the first step, into the file REFERENCE of the run.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rwkv.config import TuneConfig
+from rwkv.data.conversations import SPLITS
+from rwkv.data.pairs import PairRows, Pairs
+from rwkv.data.prepare import Corpus
+from rwkv.errors import UserError
+from rwkv.io.atomic import write_file
+from rwkv.model.base import TIME_STATE, Model
+from rwkv.model.loss import IGNORED, log_probabilities
+
+REFERENCE = "reference.safetensors"      # train and val, (pairs,2) each: log p_reference of the chosen and the rejected answers
+
+
+class Answers(NamedTuple):
+    """Of P pairs, the chosen answer first: log_p (P,2) float32; lengths (P,2), tokens."""
+
+    log_p: Tensor
+    lengths: Tensor
+
+
+def answers(model: Model, batch: Pairs) -> Answers:
+    """The log-probabilities of a batch's answers."""
+    hidden = model.forward_features(batch.x, batch.starts).flatten(0, 1)
+    targets = batch.y.flatten()
+    learnt = (targets != IGNORED).nonzero()[:, 0]
+    of_tokens = log_probabilities(hidden.index_select(0, learnt), model.head.weight, targets[learnt])
+    each = torch.arange(2 * len(batch.numbers), device=targets.device)
+    own = batch.answers.flatten()[learnt] == each.unsqueeze(1)           # sums in this form have one order on every device
+    log_p = torch.where(own, of_tokens, 0).sum(1)
+    return Answers(log_p.view(-1, 2), own.sum(1).view(-1, 2))
+
+
+def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) -> Tensor:
+    """The loss (P,) of each pair. log_p, reference, lengths (P,2): the chosen answer's and the rejected one's."""
+    ratios = log_p - reference
+    if tune.objective == "ipo":
+        per_token = ratios / lengths
+        loss = (per_token[:, 0] - per_token[:, 1] - 1 / (2 * tune.beta)) ** 2
+    else:
+        margin = tune.beta * (ratios[:, 0] - ratios[:, 1])
+        loss = -(1 - tune.label_smoothing) * logsigmoid(margin) - tune.label_smoothing * logsigmoid(-margin)
+    if tune.sft_weight:
+        loss = loss - tune.sft_weight * log_p[:, 0] / lengths[:, 0]
+    return loss
+
+
+def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
+    """The means over the pairs of what report.numbers.REWARDS names: (4,)."""
+    chosen, rejected = (tune.beta * (log_p.detach() - reference)).unbind(1)
+    return torch.stack([chosen - rejected, (chosen > rejected).float(), chosen, rejected]).mean(1)
+
+
+class Preferences:
+    """The objective of a run.
+
+    stored: the reference's log-probabilities by split; None: they come from a pass in which what is tuned is switched off.
+    """
+
+    def __init__(self, tune: TuneConfig, stored: Mapping[str, Tensor] | None = None) -> None:
+        self.tune, self.stored = tune, stored
+
+    def loss(self, model: Model, batch: Pairs, split: str) -> tuple[Tensor, Tensor]:
+        """The mean loss of a batch of the split train or val, and the means of REWARDS (4,)."""
+        reference = self._reference(model, batch, split)
+        log_p, lengths = answers(model, batch)
+        return losses(log_p, reference, lengths, self.tune).mean(), rewards(log_p, reference, self.tune)
+
+    def _reference(self, model: Model, batch: Pairs, split: str) -> Tensor:
+        if self.stored is not None:
+            return self.stored[split][batch.numbers.cpu()].to(batch.x.device)
+        with torch.no_grad(), without_tuning(model):
+            return answers(model, batch).log_p
+
+
+@contextmanager
+def without_tuning(model: Model) -> Iterator[None]:
+    """The frozen model alone: its adapters add nothing, and its state before the first token is empty."""
+    added = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name or name.endswith(TIME_STATE)]
+    tuned = [parameter.data for parameter in added]
+    try:
+        for parameter in added:
+            parameter.data = torch.zeros_like(parameter)
+        yield
+    finally:
+        for parameter, values in zip(added, tuned, strict=True):
+            parameter.data = values
+
+
+@torch.no_grad()
+def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx_len: int, device: torch.device,
+                    dtype: torch.dtype) -> None:
+    """Writes the log-probabilities of all pairs, NaN for those that are left out. dtype: float32, or autocast's."""
+    assert data.conversations is not None
+    model.to(device)
+    found = {}
+    for name, split in zip(SPLITS, data.conversations, strict=True):
+        rows = PairRows(split.tokens, split.learnt, ctx_len)
+        found[name] = torch.full((rows.n_pairs, 2), torch.nan)
+        for first in range(0, len(rows), batch_size):
+            batch = rows.__getitems__([*range(first, min(first + batch_size, len(rows)))])
+            on_device = batch._replace(x=batch.x.to(device), y=batch.y.to(device), starts=batch.starts.to(device),
+                                       answers=batch.answers.to(device))
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                found[name][batch.numbers] = answers(model, on_device).log_p.cpu()
+    write_file(path, lambda file: file.write(save(found)))
+
+
+def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
+    """The tensors of the file. Raises UserError where it is missing, damaged, or of other pairs."""
+    assert data.conversations is not None
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the run needs {path}, the log-probabilities that the model had before it was tuned, and it cannot be "
+                        f"read ({error}): restore it, or begin a new run with init_from=") from None
+    sizes = {name: (len(split.tokens.starts) // 2, 2) for name, split in zip(SPLITS, data.conversations, strict=True)}
+    if {name: tuple(tensor.shape) for name, tensor in found.items()} != sizes:
+        raise UserError(f"{path} is of other pairs than those of data.path: restore it, or begin a new run with init_from=")
+    return found

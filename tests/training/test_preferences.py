@@ -1,0 +1,307 @@
+"""tune.objective=dpo: its loss, gradients and metrics, and runs that learn to prefer the shorter of two right answers."""
+
+import json
+import math
+import os
+import random
+import subprocess
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from files import SIZES
+from models import small_model
+from programs import Run, caller, one_sentence
+from safetensors.torch import load_file
+from training_runs import assert_same_training, content, done_here, kill_after, losses, same, start
+
+from rwkv.chat.templates import chat_template
+from rwkv.config import DataConfig, TuneConfig
+from rwkv.data.conversations import Tokenised
+from rwkv.data.pairs import PairRows, Pairs
+from rwkv.data.prepare import Corpus, prepare
+from rwkv.generation.engine import generate_batch
+from rwkv.model.lora import add_adapters
+from rwkv.model.loss import IGNORED
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.training import preferences
+from rwkv.training.preferences import Preferences, answers, without_tuning
+
+BASE = "init_from=base7.safetensors"
+OPTIONS = ("data=chat", "data.path=pairs.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
+           "model.ctx_len=128", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
+           "trainer.malloc=default", "tune.objective=dpo", BASE)
+METHODS = ("lora", "state", "full")
+PEER = os.environ.get("TRL_PYTHON", "")
+VALUES = ((-3.0, -5.5), (-2.0, -1.0), (-40.0, -7.25), (0.0, -100.0))     # log p of the chosen and the rejected answers
+REFERENCES = ((-3.5, -5.0), (-2.0, -1.5), (-30.0, -9.0), (-1.0, -2.0))
+LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return caller(monkeypatch, capsys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With base7.safetensors and pairs.jsonl."""
+    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(
+        tmp_path / "base7.safetensors", ByteTokenizer())
+    pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def corpus(folder: Path) -> Corpus:
+    config = DataConfig(name="chat", path="pairs.jsonl", cache_dir=str(folder / "cache"), batch_size=2)
+    return prepare(config, 128, ByteTokenizer(), pairs=True)
+
+
+def training_split(folder: Path) -> Tokenised:
+    splits = corpus(folder).conversations
+    assert splits is not None
+    return splits[0]
+
+
+def batch(folder: Path) -> Pairs:
+    split = training_split(folder)
+    return PairRows(split.tokens, split.learnt, 128).__getitems__([0, 1, 2])
+
+
+def formula(log_p: np.ndarray, reference: np.ndarray, lengths: np.ndarray, tune: TuneConfig) -> np.ndarray:
+    """The losses of the papers in float64, pair by pair."""
+    found = []
+    for (c, d), (rc, rd), (nc, nd) in zip(log_p, reference, lengths, strict=True):
+        margin = tune.beta * ((c - rc) - (d - rd))
+        right, wrong = (1 / (1 + math.exp(sign * margin)) for sign in (-1, 1))
+        value = -(1 - tune.label_smoothing) * math.log(right) - tune.label_smoothing * math.log(wrong)
+        if tune.objective == "ipo":
+            value = ((c - rc) / nc - (d - rd) / nd - 1 / (2 * tune.beta)) ** 2
+        found.append(value - tune.sft_weight * c / nc)
+    return np.array(found, np.float64)
+
+
+OBJECTIVES = (TuneConfig(objective="dpo"), TuneConfig(objective="dpo", beta=0.5, label_smoothing=0.1, sft_weight=0.3),
+              TuneConfig(objective="ipo", beta=0.2, sft_weight=1.5))
+
+
+@pytest.mark.parametrize("tune", OBJECTIVES)
+def test_the_losses_are_those_of_the_formulas_in_float64(tune: TuneConfig) -> None:
+    given = (VALUES, REFERENCES, LENGTHS)
+    computed = preferences.losses(*(torch.tensor(each, dtype=torch.float32) for each in given), tune)
+    expected = formula(*map(np.array, given), tune)
+    np.testing.assert_allclose(computed.numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tune", OBJECTIVES)
+def test_loss_and_gradient_of_packed_pairs_are_those_of_each_answer_read_alone(folder: Path, tune: TuneConfig) -> None:
+    """The answers' log-probabilities from the logits of each text in a row of its own, in float64."""
+    model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
+    read = batch(folder)
+    stored = torch.randn(len(corpus(folder).train.starts) // 2, 2) - 20
+    loss, _ = Preferences(tune, {"train": stored}).loss(model, read, "train")
+    gradient = torch.autograd.grad(loss, [model.head.weight, model.emb.weight])
+    log_p, lengths = [], []
+    for text in range(2 * len(read.numbers)):
+        at = (read.answers == text).nonzero()
+        row, first, last = int(at[0, 0]), int(at[0, 1]), int(at[-1, 1])
+        x, y = read.x[row:row + 1, first:last + 1], read.y[row, first:last + 1]
+        own = torch.log_softmax(model(x)[0][0].double(), -1)[y != IGNORED, y[y != IGNORED]]
+        log_p.append(own.sum())
+        lengths.append(len(own))
+    pairs = torch.stack(log_p).view(-1, 2)
+    reference, sizes = stored[read.numbers].double(), torch.tensor(lengths).view(-1, 2)
+    alone = preferences.losses(pairs, reference, sizes, tune).mean()
+    expected = formula(pairs.detach().numpy(), reference.numpy(), sizes.numpy(), tune).mean()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(gradient, torch.autograd.grad(alone, [model.head.weight, model.emb.weight]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_holds_both_answers_of_each_pair_and_knows_its_number(folder: Path) -> None:
+    read = batch(folder)
+    tokens, learnt = training_split(folder)[:2]
+    bounds = [*tokens.starts.tolist(), len(tokens)]
+    for place, number in enumerate(read.numbers.tolist()):
+        for side in range(2):
+            own = slice(bounds[2 * number + side] + 1, bounds[2 * number + side + 1])
+            targets = read.y[(read.answers == 2 * place + side) & (read.y != IGNORED)]
+            assert targets.tolist() == tokens[own][learnt[own] == 1].tolist()
+
+
+def test_the_reference_is_the_frozen_model(folder: Path) -> None:
+    model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
+    read = batch(folder)
+    before = answers(model, read).log_p
+    add_adapters(model, (), 2, 4.0)
+    model.set_time_states([torch.randn_like(layer.wkv[0]) for layer in model.empty_state(1).layers()])
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter)
+    tuned = answers(model, read).log_p
+    with torch.no_grad(), without_tuning(model):
+        assert torch.equal(answers(model, read).log_p, answers(model, read).log_p)
+        torch.testing.assert_close(answers(model, read).log_p, before, rtol=0, atol=1e-4)
+    torch.testing.assert_close(answers(model, read).log_p, tuned, rtol=0, atol=0)
+    assert not torch.allclose(tuned, before, atol=0.1)
+
+
+def test_trl_computes_the_same_losses_and_rewards(tmp_path: Path) -> None:
+    if not PEER or subprocess.run([PEER, "-I", "-c", "import trl"], capture_output=True).returncode:
+        pytest.skip("TRL_PYTHON names no Python that has trl")
+    cases = [{"objective": tune.objective, "beta": tune.beta, "log_p": VALUES, "reference": REFERENCES, "lengths": LENGTHS}
+             for tune in (TuneConfig(objective="dpo"), TuneConfig(objective="dpo", beta=0.7), TuneConfig(objective="ipo"))]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name("trl_loss.py")
+    done = subprocess.run([PEER, "-I", str(script), "cases.json"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for case, theirs in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        tune = TuneConfig(objective=str(case["objective"]), beta=float(str(case["beta"])))
+        log_p, reference, lengths = (torch.tensor(each) for each in (VALUES, REFERENCES, LENGTHS))
+        assert float(preferences.losses(log_p, reference, lengths, tune).mean()) == pytest.approx(theirs["loss"], rel=1e-6)
+        assert preferences.rewards(log_p, reference, tune).tolist() == pytest.approx(theirs["rewards"], rel=1e-6)
+
+
+# Whole runs
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("method", "more"), [("lora", ("tune.sft_weight=0.1", "trainer.accumulate=2")), ("state", ()),
+                                              ("full", ("tune.objective=ipo", "trainer.precision=bf16-mixed"))])
+def test_a_run_begins_at_its_reference_and_then_prefers_the_chosen_answers(folder: Path, run: Run, method: str,
+                                                                          more: tuple[str, ...]) -> None:
+    rate = {"lora": "1e-2", "state": "0.3", "full": "1e-3"}[method]
+    status, _, error = run("train", *OPTIONS, f"tune={method}", f"optim.lr={rate}", "out_dir=out", "trainer.max_steps=12",
+                           "tune.beta=0.5", "trainer.val_every=6", *more)
+    assert status == 0, error
+    first, *_, last = losses(Path("out"), "train/rewards_margin").values()
+    assert abs(first) < (0.05 if method == "full" else 1e-5)
+    assert last > first + 0.1
+    held_out = losses(Path("out"), "val/rewards_margin")
+    assert list(held_out) == [0, 6, 12]
+    assert abs(held_out[0]) < (0.05 if method == "full" else 1e-5)
+    for split, step in (("train", 12), ("val", 12)):
+        chosen, rejected, margin, accuracy = (losses(Path("out"), f"{split}/rewards_{name}")[step]
+                                              for name in ("chosen", "rejected", "margin", "accuracy"))
+        assert chosen - rejected == pytest.approx(margin, abs=1e-5)
+        assert 0 <= accuracy <= 1
+    report = Path("out/report.html").read_text(encoding="utf-8")
+    assert "Preferences" in report
+    assert f"{held_out[12]:.4f}" in report
+    if method == "full":
+        stored = load_file("out/reference.safetensors")
+        assert stored["train"].shape == (22, 2)
+        assert not torch.stack([*stored["train"], *stored["val"]]).isnan().any()
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) -> None:
+    """Each pair has the same weight, whatever the number of pairs in its pass."""
+    found = {}
+    for rows, parts in ((2, 2), (4, 1)):
+        status, _, error = run("train", *OPTIONS, f"tune={method}", f"data.batch_size={rows}", f"trainer.accumulate={parts}",
+                               f"out_dir={rows}", "trainer.max_steps=3", "optim.lr=1e-3")
+        assert status == 0, error
+        found[rows] = [losses(Path(str(rows)), name) for name in ("train/loss", "train/rewards_margin", "val/loss")]
+    for one, other in zip(found[2], found[4], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("method", ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))])
+def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
+    arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=30", "trainer.val_every=10", "trainer.checkpoint_every=5")
+    assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
+    kill_after(start(folder, "train", *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
+    done = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")
+    assert done.status == 0, done.error
+    assert "continued from" in done.error
+    assert_same_training(folder / "whole", folder / "killed")
+    for name in ("train/rewards_margin", "val/rewards_accuracy"):
+        assert losses(folder / "whole", name) == losses(folder / "killed", name)
+    if method == "full":
+        whole, killed = ((folder / name / "reference.safetensors").read_bytes() for name in ("whole", "killed"))
+        assert whole == killed
+
+
+@pytest.mark.programs
+def test_a_run_without_its_reference_is_not_continued(folder: Path, run: Run) -> None:
+    assert run("train", *OPTIONS, "tune=full", "out_dir=out", "trainer.max_steps=2")[0] == 0
+    before = content(Path("out/checkpoints/last.ckpt"))
+    Path("out/reference.safetensors").unlink()
+    status, _, error = run("train", *OPTIONS[:-1], "tune=full", "resume=out", "trainer.max_steps=4")
+    assert status == 2
+    assert "error: the run needs out/reference.safetensors" in error.replace(str(folder) + "/", "")
+    after = content(Path("out/checkpoints/last.ckpt"))
+    assert all(same(before[key], after[key]) for key in before)
+
+
+@pytest.mark.programs
+def test_pairs_that_are_all_too_long_are_refused(folder: Path, run: Run) -> None:
+    status, _, error = run("train", *OPTIONS, "model.ctx_len=16", "out_dir=out", "trainer.max_steps=2")
+    assert status == 2
+    assert "raise model.ctx_len" in error
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("options", "words"), [
+    (("data=text",), ("data=chat",)), (("trainer.tbptt=2",), ("trainer.tbptt",)),
+    (("optim.l2_wrap=1e-3",), ("tune.objective=likelihood",)), (("tune.label_smoothing=0.5",), ("label_smoothing",)),
+    (("tune.objective=ipo", "tune.label_smoothing=0.1"), ("tune.objective=dpo",)), (("trainer=fsdp",), ("fsdp",)),
+    (("tune.objective=likelihood", "tune.beta=0.2"), ("tune.objective=dpo",)),
+    (("tune.objective=likelihood",), ("tune.objective=dpo",)),
+])
+def test_what_cannot_be_is_one_sentence(folder: Path, run: Run, options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    left = [option for option in OPTIONS if option.split("=")[0] not in {given.split("=")[0] for given in options}]
+    one_sentence(run("train", *left, *options, "out_dir=out", "trainer.max_steps=2"), *words)
+    assert not Path("out/checkpoints").exists()
+
+
+@pytest.mark.programs
+def test_a_new_model_has_no_preferences(folder: Path, run: Run) -> None:
+    one_sentence(run("train", *OPTIONS[:-1], "out_dir=out", "trainer.max_steps=2"), "init_from=")
+
+
+# A task whose preferred answers can be checked: of two right answers, the shorter one
+
+
+def short_answers(model: RWKV, questions: list[str]) -> float:
+    """The share of answers, eight to each question at temperature 1, that are right and short."""
+    template = chat_template("world")
+    asked = [question for question in questions for _ in range(8)]
+    prompts = [template.render([{"role": "user", "content": question}]) for question in asked]
+    answers = generate_batch(model, ByteTokenizer(), prompts, 8, seeds=range(len(prompts)), temperature=1.0, top_p=1.0)
+    return fmean(answer.text.strip() == question[0] for question, answer in zip(asked, answers, strict=True))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", METHODS)
+def test_the_shorter_of_two_right_answers_is_preferred_to_new_questions(folder: Path, run: Run, method: str) -> None:
+    """The base has seen both as often: the letter, and the letter with a word before it."""
+    questions = [f"{one}{two}?" for one in "abcdefgh" for two in "abcdefgh"]
+    random.Random(0).shuffle(questions)
+    talks = [{"prompt": question, "completion": said} for question in questions for said in (question[0], f"the {question[0]}")]
+    pairs = [{"prompt": question, "chosen": question[0], "rejected": f"the {question[0]}"} for question in questions]
+    Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    common = ("data=chat", "data.cache_dir=cache", "trainer=cpu", "logger=csv", "model.ctx_len=128", "trainer.sample_tokens=0",
+              "trainer.sample_every=0", "trainer.malloc=default")
+    status, _, error = run("train", *common, "model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=64", "data.path=talks.jsonl",
+                           "data.tokenizer=byte", "optim.lr=3e-3", "trainer.max_steps=200", "out_dir=base")
+    assert status == 0, error
+    rate = {"full": "3e-4", "lora": "2e-4", "state": "0.3"}[method]
+    status, _, error = run("train", *common, "init_from=base", "data.path=pairs.jsonl", f"tune={method}", "tune.objective=dpo",
+                           f"optim.lr={rate}", "trainer.max_steps=60", "out_dir=out")
+    assert status == 0, error
+    held_out = questions[:1] + questions[10::10]
+    before, after = (short_answers(RWKV.from_pretrained(name), held_out) for name in ("base", "out"))
+    print(f"{method}: {before:.3f} of the answers are short and right before, {after:.3f} after")
+    assert 0.2 < before < 0.8
+    assert after > 0.9
+    assert losses(Path("out"), "val/rewards_accuracy")[60] == 1
