@@ -415,9 +415,9 @@ def test_the_address_is_a_url_with_ipv6_too(start: Callable[..., Running]) -> No
 
 
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
-    code = "import sys; sys.modules['uvloop'] = None; from rwkv.programs import serve; serve.main()"
+    code = "import sys; sys.modules['msgspec'] = None; from rwkv.programs import serve; serve.main()"
     run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
-    assert (run.returncode, run.stderr) == (2, "error: serving needs the package uvloop: pip install '.[serve]'\n")
+    assert (run.returncode, run.stderr) == (2, "error: serving needs the package msgspec: pip install '.[serve]'\n")
 
 
 @pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),
