@@ -42,11 +42,11 @@ MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
-    say("loading", config.checkpoint)
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
+    say("loading", config.checkpoint)
     server.serve(config, load)
 
 
