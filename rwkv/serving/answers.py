@@ -210,8 +210,9 @@ class _Text:
         finished = event.finish_reason is not None
         if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
             self.add(event)
-            whole = self._choice(self._content, self._logprobs_of(self._logprobs), self.reason(event))
-            return [{**whole, **self._state()}] if finished else []
+            if not finished:
+                return []
+            return [{**self._choice(self._content, self._logprobs_of(self._logprobs), self.reason(event)), **self._state()}]
         before = self._parser.found if self._parser else 0
         thoughts, text, calls, logprobs = self.parsed(event)
         found = []
