@@ -87,7 +87,9 @@ def _is_gguf(path: Path) -> bool:
 
 def _of_gguf(path: Path) -> dict[str, Any]:
     """The metadata of the model, which stand in the first of its files where there are several."""
-    return metadata_in(parts_of(path)[0])
+    metadata = metadata_in(path)
+    first = parts_of(path, metadata)[0]
+    return metadata if first == path else metadata_in(first)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -34,9 +34,12 @@ def metadata_in(path: Path) -> dict[str, Any]:
             return metadata
 
 
-def parts_of(path: Path) -> list[Path]:
-    """The files of the model that the file at `path` is of, in order. Raises CheckpointError where one is missing."""
-    count = metadata_in(path).get(SPLIT_COUNT, 1)
+def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
+    """The files of the model that the file at `path`, with this metadata, is of, in order.
+
+    Raises CheckpointError where one is missing.
+    """
+    count = metadata.get(SPLIT_COUNT, 1)
     if count in (0, 1):                  # 0 is what llama-gguf-split --merge writes
         return [path]
     named = SPLIT_NAME.fullmatch(path.name)

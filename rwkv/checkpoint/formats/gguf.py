@@ -52,8 +52,10 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Content:
     """The model in a file, or in several of which `path` is any one: the first has the metadata."""
-    parts = parts_of(path)
-    metadata, tensors = _read_part(parts[0])
+    metadata, tensors = _read_part(path)
+    parts = parts_of(path, metadata)
+    if parts[0] != path:
+        metadata, tensors = _read_part(parts[0])
     for number, part in enumerate(parts[1:], start=1):
         of_part, more = _read_part(part)
         if of_part.get(SPLIT_COUNT) != len(parts) or of_part.get(SPLIT_NUMBER) != number:
