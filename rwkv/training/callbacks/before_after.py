@@ -86,6 +86,7 @@ class BeforeAfter(Callback):
         task.eval()
         with torch.random.fork_rng(gpus), torch.no_grad():
             self.before = self._measure(trainer, task, "before", _validation(trainer, task))
+        self._write(task)
         task.train()
         self._exclude(time.perf_counter() - start)
 
@@ -97,6 +98,7 @@ class BeforeAfter(Callback):
         gpus = [task.device] if task.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
             self.after = self._measure(trainer, task, "after", found)
+        self._write(task)
 
     def describe(self) -> str:
         """One line for people, of a run that is finished."""
@@ -118,9 +120,7 @@ class BeforeAfter(Callback):
             self._answer(task.model, when)
         for logger in trainer.loggers:
             logger.log_metrics((validation if when == "before" else {}) | guard, step)
-        found = {"step": step} | validation | guard
-        self._write(task, {when: found})
-        return found
+        return {"step": step} | validation | guard
 
     def _answer(self, model: Model, when: str) -> None:
         """Training goes on where no text can be drawn, with the reason on standard error."""
@@ -131,13 +131,13 @@ class BeforeAfter(Callback):
         except Exception as error:
             print(f"no texts {when} training: {error}", file=sys.stderr)
 
-    def _write(self, task: LanguageModel, more: dict[str, Measured] | None = None) -> None:
+    def _write(self, task: LanguageModel) -> None:
         if rank() > 0:
             return
         samples = [{"prompt": readable(self.tokenizer, prompt.ids), "reference": readable(self.tokenizer, prompt.reference),
                     **{when: texts[number] for when, texts in self.answers.items()}}
                    for number, prompt in enumerate(self.prompts)] if self.answers else []
-        measured = {"before": self.before, "after": self.after} | (more or {})
+        measured = {"before": self.before, "after": self.after}
         content = {"tuned": self._tuned(task.model), "guard": self.config.tune.guard if self.guard else None,
                    **{when: found for when, found in measured.items() if found}, "samples": samples}
         write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
