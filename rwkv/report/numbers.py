@@ -118,6 +118,11 @@ def learns_pairs(run: Run) -> bool:
     return bool(run.curve(f"val/{REWARDS[0]}") or run.curve(f"train/{REWARDS[0]}"))
 
 
+def unit_of_loss(runs: Iterable[Run]) -> tuple[str, str]:
+    """What a loss is in, and what it is the mean over."""
+    return ("objective", "pair") if any(map(learns_pairs, runs)) else ("nats", "token")
+
+
 def _times(run: Run) -> dict[str, float | None]:
     """Milliseconds of a step, and of the operator in it."""
     steps = run.measured.get("steps", [])
@@ -234,7 +239,7 @@ QUANTITIES = {
     "val_loss": "last validation loss, nats per token; of pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
     "val_lost": "share of the validation text that the tokenizer loses, if any; of ids made elsewhere, of unknown tokens",
-    "train_loss": "training loss of the last logged step, nats per token",
+    "train_loss": "training loss of the last logged step, nats per token; of pairs of answers, the objective per pair",
     **{f"{split}_{name}": f"{words}, of {pairs}" for split, pairs in (
         ("train", "the last logged step's pairs"), ("val", "the last validation's pairs"))
        for name, words in zip(REWARDS, (

@@ -11,7 +11,7 @@ from typing import Any
 
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
-from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs
+from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs, unit_of_loss
 from rwkv.report.reading import Curve, Run
 from rwkv.report.verdict import speed_ratio, verdict
 
@@ -70,7 +70,7 @@ def _finding(finding: Finding) -> str:
 
 def _summary(comparison: Comparison) -> list[str]:
     compared = comparison.reference is not None
-    header = ["kernel", f"val/loss, {_unit(comparison)}", *["difference"] * compared, "tokens/s",
+    header = ["kernel", f"val/loss, {unit_of_loss(comparison.runs)[0]}", *["difference"] * compared, "tokens/s",
               *[f"x {comparison.reference}"] * compared, "step", *(name for _, name in PARTS), "memory"]
     rows = [_summary_row(kernel, comparison) for kernel in comparison.kernels]
     return ["<h2>Summary</h2>", _table(header, rows)]
@@ -216,7 +216,7 @@ def _cells(row: Row, shown: Sequence[int]) -> list[str]:
 
 def _plots(comparison: Comparison) -> list[str]:
     """The figures, each left out where nothing was measured."""
-    unit = f"{_unit(comparison)} per {_of_what(comparison)}"
+    unit = " per ".join(unit_of_loss(comparison.runs))
     drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), _mean),
              _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
                      "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
@@ -245,15 +245,6 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
     said = [f"{', '.join(labels[:-1])} and {labels[-1]} lie on one another: their dashes alternate."
             for labels in sorted(alike) if len(labels) > 1]
     return _figure(escape(caption), svg.lines(title, "step", "", drawn, logarithmic), " ".join(said))
-
-
-def _of_what(comparison: Comparison) -> str:
-    """What a loss is the mean over."""
-    return "pair" if any(map(learns_pairs, comparison.runs)) else "token"
-
-
-def _unit(comparison: Comparison) -> str:
-    return "objective" if _of_what(comparison) == "pair" else "nats"
 
 
 def _published(comparison: Comparison) -> list[str]:

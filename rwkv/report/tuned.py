@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from rwkv.report.numbers import REWARDS
 from rwkv.report.reading import Run
 
 SUBJECTS = {"val": "the task, its held-out part", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}
-PAIRS = "val/rewards_margin"             # a metric of runs that learn from pairs of answers
-WHEN = {"before": "before", "after": "after"}
+WHEN = ("before", "after")
 STYLE = """
 .said td { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; min-width: 8em; }
 """
@@ -20,7 +20,8 @@ def changes(runs: Sequence[Run]) -> list[str]:
     if not tuned:
         return []
     several = len(runs) > 1
-    said = [f"<p>{escape(f'{run.name}: ' if several else '')}{escape(what_was_tuned(run))}</p>" for run in tuned]
+    said = [f"<p>{escape(f'{run.name}: ' if several else '')}{escape(what_was_tuned(run))}</p>" for run in tuned
+            if "tuned" in run.tuned]
     rows = [row for run in tuned for row in _rows(run, run.name if several else None)]
     measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
     names = [f"{measure}, {when}" for measure in measures.values() for when in (*WHEN, "change")]
@@ -40,7 +41,7 @@ def answers(runs: Sequence[Run]) -> list[str]:
 
 def what_was_tuned(run: Run) -> str:
     """A sentence: what was trained, how many values, of which file, and the dtype of what is frozen."""
-    tuned = run.tuned.get("tuned", {"method": "", "base": "", "dtype": "", "trained": 0})
+    tuned = run.tuned["tuned"]
     values = f"{tuned['trained']:,} values"
     if tuned["method"] == "full":
         return f"Tuned were all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
@@ -53,7 +54,8 @@ def what_was_tuned(run: Run) -> str:
 
 
 def _learns_pairs(run: Run) -> bool:
-    return PAIRS in run.tuned.get("before", {})
+    """As numbers.learns_pairs, without metrics.csv."""
+    return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
 def _rows(run: Run, name: str | None) -> list[list[str]]:

@@ -3,7 +3,7 @@
 import math
 
 from rwkv.report import units
-from rwkv.report.numbers import Comparison, Kernel
+from rwkv.report.numbers import Comparison, Kernel, unit_of_loss
 
 SPEED = "tok_per_sec"
 LOSS = "val_loss"
@@ -50,7 +50,8 @@ def _lowest_loss(comparison: Comparison) -> str:
     if len(ranked) < 2:
         return ""
     best, *others = ranked
-    return (f"{best.label} has the lowest validation loss: {best.median(LOSS):.4f} nats per token; the next, "
+    unit = " per ".join(unit_of_loss(comparison.runs))
+    return (f"{best.label} has the lowest validation loss: {best.median(LOSS):.4f} {unit}; the next, "
             f"{others[0].label}, has {others[0].median(LOSS):.4f}.")
 
 

@@ -46,6 +46,14 @@ def test_other_ways_of_tuning(method: str, said: str) -> None:
     assert "rank" not in found
 
 
+def test_nothing_is_said_of_what_was_tuned_where_that_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kernel": {"name": "conv1d"}, "seed": 0}))
+    (tmp_path / "tuned.json").write_text(json.dumps(TUNED | {"tuned": {"method": 3}}))
+    heading, table = changes(read(tmp_path))
+    assert "<h2>" in heading
+    assert "-0.5000" in table
+
+
 def test_there_are_no_empty_columns() -> None:
     unfinished = "".join(changes([of(after={})]))
     assert "after" not in unfinished
