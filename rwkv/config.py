@@ -20,10 +20,10 @@ SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are t
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
+DTYPES = tuple(BITS)                     # that a model computes in, and of frozen matrices
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
-
-
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
 GRAMMAR = "grammar"                                      # of Hydra, in which all other options are written
@@ -292,7 +292,7 @@ class TuneConfig:
     modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)",
                                 verbatim=GRAMMAR, needs=LORA)
     base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
-                       one_of=("float32", "bfloat16", "int8", "int4"))
+                       one_of=DTYPES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
                                "comes with this program, FILE, or null for none", verbatim=PATH)
     objective: str = option("likelihood", "likelihood of the data; dpo or ipo: preference of the chosen answer over the "
@@ -473,9 +473,12 @@ class Sampling:
     @classmethod
     def of(cls, config: Any) -> "Sampling":
         """The options of a program's configuration (with_sampling). Raises UserError for a value out of range."""
-        values = {item.name: getattr(config, item.name) for item in fields(cls)}
-        return cls(**{item.name: item.metadata["read"](values[item.name]) if item.metadata["read"] else values[item.name]
-                      for item in fields(cls)})
+        values = {}
+        for item in fields(cls):
+            read = item.metadata["read"]
+            value = getattr(config, item.name)
+            values[item.name] = read(value) if read else value
+        return cls(**values)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -553,9 +556,6 @@ def with_sampling(config: type[Config]) -> type[Config]:
                     field(default=item.default, metadata=metadata))
     config.__annotations__ = annotations
     return config
-
-
-DTYPES = ("float32", "bfloat16", "int8", "int4")         # that a model computes in
 
 
 @dataclass

@@ -25,7 +25,6 @@ from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
 QUANTISED = ("int8", "int4")             # its matrices, on a CPU
 ROUNDED_AGAIN = "blocks.0.att.key.weight"        # of which the error of a second rounding is measured
 

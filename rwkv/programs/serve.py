@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import Sampling, ServeConfig
+from rwkv.config import BITS, Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.log import say
 
@@ -57,7 +57,7 @@ def load(config: ServeConfig) -> "Loaded":
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
-    from rwkv.pretrained import BITS, open_checkpoint, template_choice, template_line
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line
     from rwkv.serving.worker import Loaded
 
     opened = open_checkpoint(config)

@@ -10,7 +10,7 @@ operator works with (operator_work), S that a state has for each row:
 
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
                                                        last three of what is trained alone, and of frozen weights the
-                                                       matrices take BYTES of tune.base a value, the embedding 2
+                                                       matrices take BITS of tune.base a value, the embedding 2
     activations kept for the backward pass             N L K; with frozen weights another K (kept_when_frugal), the inputs
                                                        of the adapters, and those of what is trained in rows of conversations
       in half precision                                with another K, and a copy of the weights in P / 2
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from kernels.machine.memory import available_memory, resident_memory
-from rwkv.config import TrainConfig
+from rwkv.config import BITS, TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
@@ -45,7 +45,6 @@ from rwkv.model.loss import rows_at_once
 from rwkv.training.callbacks.checkpoints import FOLDER
 
 FLOAT = 4                                # bytes
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.625}          # of a value of a frozen matrix, by tune.base
 NARROW = 2                               # bytes of a value of a frozen embedding, and of a head that is not in float32
 MOMENTS = 2                              # Adam's
 LOGITS = 3                               # live copies of one chunk of logits at the peak
@@ -153,7 +152,7 @@ def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
     """The memory of the frozen weights."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
-    sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BYTES[base])
+    sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BITS[base] / 8)
     sizes |= {name: NARROW for name in shapes if name.endswith("emb.weight")}
     sizes["head.weight"] = FLOAT if base == "float32" else NARROW
     return round(sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items()))
