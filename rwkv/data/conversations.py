@@ -190,8 +190,7 @@ def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
     """Each conversation as it is tokenised, with what is learnt in [[ ]] and end_of_text written out."""
-    bounds = [*split.tokens.starts.tolist(), len(split.tokens)]
-    for begin, end in pairwise(bounds):
+    for begin, end in pairwise(split.tokens.bounds.tolist()):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
         pieces = []
         before: list[int] = []
@@ -241,7 +240,7 @@ class ConversationRows(Dataset[Packed]):
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
-        self._bounds = np.append(tokens.starts, len(tokens))
+        self._bounds = tokens.bounds
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is a target alone
         self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
@@ -293,7 +292,7 @@ class WholeConversations(Dataset[Whole]):
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
-        self._bounds = np.append(tokens.starts, len(tokens))
+        self._bounds = tokens.bounds
         self._order = np.argsort(-np.diff(self._bounds), kind="stable")
 
     def __len__(self) -> int:
@@ -313,7 +312,7 @@ class WholeConversations(Dataset[Whole]):
 
 def longer_than(tokens: TokenArray, ctx_len: int) -> int:
     """The number of conversations that a row of ctx_len positions does not hold."""
-    return int((np.diff(np.append(tokens.starts, len(tokens))) - 1 > ctx_len).sum())
+    return int((np.diff(tokens.bounds) - 1 > ctx_len).sum())
 
 
 class RowSampler(ShuffleSampler):

@@ -38,7 +38,7 @@ class PairRows(ConversationRows):
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
-        self._bounds = np.append(tokens.starts, len(tokens))
+        self._bounds = tokens.bounds
         self._lengths = np.diff(self._bounds) - 1                # the last id, end_of_text, is a target alone
         of_pairs = self._lengths.reshape(-1, 2).sum(1)
         self.n_pairs, self.longest = len(of_pairs), int(of_pairs.max(initial=0))

@@ -76,6 +76,11 @@ class TokenArray:
                  for part, begin in zip(self.parts, begins, strict=True) if begin < length]
         return TokenArray(parts, self._offsets._replace(length=int(np.searchsorted(self.starts, length))))
 
+    @property
+    def bounds(self) -> np.ndarray:
+        """Where each document begins, and the end (D+1,) int64."""
+        return np.append(self.starts, len(self))
+
     @cached_property
     def starts(self) -> np.ndarray:
         """Places where documents begin: of the end-of-text token before each, or of its first token. (D,), int64, ascending."""

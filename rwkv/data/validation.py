@@ -36,7 +36,7 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
     """The place after the conversations that are read."""
-    bounds = [*split.tokens.starts.tolist()[::2 if split.paired else 1], len(split.tokens)]
+    bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):
         if split.paired:
