@@ -57,8 +57,8 @@ HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "
                       **{name: name for name in RANKS}}
 HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "layer_norm_epsilon": 1e-5}
 GROUP_NORM = "group_norm_epsilon"        # in config.json; by default head_dim norm_eps
+# Keys of config.json, and what they are set for
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
-                         # keys of config.json that are set for these
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
                 "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight"}
@@ -204,8 +204,10 @@ def _merged(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
-    """The tensors by the names, and in the arrangement, that `format` gives them. Raises UserError for DeepEmbed where the
-    format, or the form of a Hugging Face directory, has no place for it."""
+    """The tensors by the names, and in the arrangement, that `format` gives them.
+
+    Raises UserError for DeepEmbed where the format, or the form of a Hugging Face directory, has no place for it.
+    """
     arrange = {"huggingface": _laid_out_for_hugging_face, "official": _laid_out_as_official, "ggmf": _laid_out_for_ggmf,
                "gguf": _laid_out_for_gguf}.get(format)
     if arrange and any(name.endswith(EMBED) for name in tensors):

@@ -42,8 +42,10 @@ def same_step(config: TrainConfig, run: TrainConfig) -> bool:
 
 
 def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one; and a line that
-    says so. Unchanged where it fits, where freed blocks or checkpointing were chosen, and where nobody knows what is free."""
+    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one; and a line on that.
+
+    Unchanged where it fits, where freed blocks or checkpointing were chosen, and where nobody knows what is free.
+    """
     free = free_memory(device_for(config.trainer.accelerator))
     need = estimate(config, vocab_size).total
     if free is None or need <= free or {f"trainer.{option}" for option in SMALLER[-1]} & {*given}:

@@ -87,12 +87,11 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
-    narrow = model.head.weight.dtype == torch.bfloat16
     if base == "float32":
         return model
     if base == "bfloat16":
         return to_bfloat16(model)
-    if narrow:
+    if model.head.weight.dtype == torch.bfloat16:
         model.head = BFloat16Linear(model.head.weight)
     elif model.head.weight.dtype != torch.float32:
         model.head.weight.data = model.head.weight.float()
