@@ -496,7 +496,19 @@ def test_the_first_lines_of_a_sweep_over_another_option_name_the_lowest_loss(tmp
     for seed, lr in enumerate((0.1, 0.2)):
         make_run(tmp_path, "conv1d", seed, [3.0, 2.0 + lr], optim={"lr": lr})
     report.write(tmp_path)
-    assert "optim.lr=0.1 has the lowest validation loss: 1.0500" in parsed(tmp_path / "report.html").text
+    assert "optim.lr=0.1 has the lowest validation loss: 1.0500 nats per token" in parsed(tmp_path / "report.html").text
+
+
+def test_the_loss_of_pairs_of_answers_is_not_said_to_be_one_of_tokens(tmp_path: Path) -> None:
+    for seed, lr in enumerate((0.1, 0.2)):
+        make_run(tmp_path, "conv1d", seed, [3.0, 2.0 + lr], optim={"lr": lr})
+    for metrics in tmp_path.glob("*/metrics.csv"):
+        header, *rows = metrics.read_text().splitlines()
+        metrics.write_text("\n".join([f"{header},val/rewards_margin", *(f"{row},0.5" for row in rows), ""]))
+    report.write(tmp_path)
+    before_the_table = parsed(tmp_path / "report.html").text.partition("Summary")[0]
+    assert "has the lowest validation loss: 1.0500 objective per pair" in before_the_table
+    assert "per token" not in before_the_table
 
 
 def test_the_kernels_that_compute_the_same_are_named_when_another_fails(tmp_path: Path) -> None:
