@@ -1,6 +1,7 @@
 """How memory is allocated on a CPU.
 
 keep_large_blocks      the C library keeps freed blocks: the temporaries of a step then cost no page faults
+return_large_blocks    the C library returns them at once: less memory, more page faults
 use_large_pages        torch's large tensors lie in pages of 2 MB: what reads all weights for each token looks up fewer of them
 """
 
@@ -10,7 +11,7 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3              # malloc.h of the GNU C library
 LARGE = 2 ** 30
-MAPPED = 2 ** 19                         # bytes of a block from which on it is returned by itself
+MAPPED = 2 ** 19
 
 
 def keep_large_blocks() -> bool:
@@ -19,7 +20,10 @@ def keep_large_blocks() -> bool:
 
 
 def return_large_blocks() -> bool:
-    """In the same way. glibc's own threshold would rise to the largest block that was freed, up to 32 MB."""
+    """Freed blocks of MAPPED bytes and more go back to the system at once. Returns False as keep_large_blocks does.
+
+    glibc's own threshold would rise to the largest block that was freed, up to 32 MB.
+    """
     return _set(M_MMAP_THRESHOLD, MAPPED)
 
 

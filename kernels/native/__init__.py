@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent / "lib"
 LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # the best last, from 1 in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}         # of arrays, as the names of functions end
 SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
 
 

@@ -32,9 +32,7 @@ def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | 
         mixed: Tensors = _Mixes.apply(dtype, x, last_x, first, *mus)
         return mixed
     x = x.to(dtype)
-    before = _before(x, last_x)
-    if first is not None:
-        before = before.masked_fill(first, 0)
+    before = _before(x, last_x, first)
     return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
 
 
@@ -75,8 +73,9 @@ class _Mixes(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[4:])
         ctx.dtype = dtype
         ctx.save_for_backward(x if trained else None, last_x if trained else None, first, *mus)
-        before, change = _change(dtype, x, last_x, first)
-        return tuple(torch.addcmul(before, change, mu) for mu in cast(dtype, mus))
+        x = x.to(dtype)
+        before = _before(x, last_x, first)
+        return _mixes(before, x - before, cast(dtype, mus))
 
     @staticmethod
     @first_derivative
@@ -84,26 +83,10 @@ class _Mixes(torch.autograd.Function):
         x, last_x, first, *mus = ctx.saved_tensors
         grad_mus: Tensors | list[None] = [None] * len(mus)
         if x is not None:
-            _, change = _change(ctx.dtype, x, last_x, first)
-            grad_mus = tuple((grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads)
-        grad_x, grad_before = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
-        for grad, mu in zip(grads, cast(ctx.dtype, mus), strict=True):
-            grad_x.addcmul_(grad, mu)
-            grad_before += grad
-        grad_before -= grad_x
-        if first is not None:
-            grad_before.masked_fill_(first, 0)
-        grad_x[:, :-1].add_(grad_before[:, 1:])
-        return None, grad_x, grad_before[:, 0] if ctx.needs_input_grad[2] else None, None, *grad_mus
-
-
-def _change(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x_{t-1} and x_t - x_{t-1}, (B,T,C) each."""
-    x = x.to(dtype)
-    before = _before(x, last_x)
-    if first is not None:
-        before = before.masked_fill(first, 0)
-    return before, x - before
+            x = x.to(ctx.dtype)
+            grad_mus = _grad_mus(x - _before(x, last_x, first), grads)
+        grad_x, grad_last_x = _grad_x(grads, cast(ctx.dtype, mus), first)
+        return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, None, *grad_mus
 
 
 def of_square(layer: nn.Module, root: Tensor) -> Tensor:
@@ -140,11 +123,32 @@ class _MixedProducts(torch.autograd.Function):
         return None, grad_x, grad_last_x, *grad_mus, *grad_weights
 
 
-def _before(x: Tensor, last_x: Tensor | None) -> Tensor:
-    """x (B,T,C) shifted by one step: last_x (B,C), or zeros, and then x without its last step."""
-    if last_x is None:
-        return pad(x[:, :-1], (0, 0, 1, 0))
-    return torch.cat((last_x.unsqueeze(1).to(x.dtype), x[:, :-1]), dim=1)
+def _before(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
+    """x (B,T,C) shifted by one step: last_x (B,C), or zeros, and then x without its last step; zeros where `first` says so."""
+    earlier = x[:, :-1]
+    before = pad(earlier, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), earlier), dim=1)
+    return before if first is None else before.masked_fill(first, 0)
+
+
+def _mixes(before: Tensor, change: Tensor, mus: Sequence[Tensor]) -> Tensors:
+    return tuple(torch.addcmul(before, change, mu) for mu in mus)
+
+
+def _grad_mus(change: Tensor, grads: Tensors) -> Tensors:
+    return tuple((grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads)
+
+
+def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradients of x and last_x from those of the mixes."""
+    grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
+    for grad, mu in zip(grads[1:], mus[1:], strict=True):
+        grad_x.addcmul_(grad, mu)
+        grad_before += grad
+    grad_before -= grad_x
+    if first is not None:
+        grad_before.masked_fill_(first, 0)
+    grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the part back once more
+    return grad_x, grad_before[:, 0]
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[tuple[Tensor | None, ...], Tensors]:
@@ -153,24 +157,16 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> t
         return fused_c.mix(dtype, x, last_x, mus)
     x, mus = x.to(dtype), cast(dtype, mus)
     before = _before(x, last_x)
-    change = x - before
-    return (x, last_x, *mus), tuple(torch.addcmul(before, change, mu) for mu in mus)
+    return (x, last_x, *mus), _mixes(before, x - before, mus)
 
 
 def mix_backward(kept: Sequence[Any], grads: Tensors) -> tuple[Tensor | None, ...]:
-    """The gradients of x, last_x and each mu from those of the mixes, which may be overwritten."""
+    """The gradients of x, last_x and each mu from those of the mixes."""
     x, last_x, *mus = kept
     if fused_c.takes(x, dtype=grads[0].dtype):
         return fused_c.mix_backward(kept, grads)
-    change = x - _before(x, last_x)
-    grad_mus = [(grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads]
-    grad_x, grad_before = grads[0] * mus[0], grads[0]
-    for grad, mu in zip(grads[1:], mus[1:], strict=True):
-        grad_x.addcmul_(grad, mu)
-        grad_before += grad
-    grad_before -= grad_x
-    grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the part back once more
-    return grad_x, None if last_x is None else grad_before[:, 0], *grad_mus
+    grad_x, grad_last_x = _grad_x(grads, mus)
+    return grad_x, None if last_x is None else grad_last_x, *_grad_mus(x - _before(x, last_x), grads)
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from kernels import native
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
-FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_MIXES = 6                           # as in fused.c
 ROWS = 32                                # of a task, as in both sources
 PIECE = 2 ** 14                          # numbers of a task of the squared ReLU
@@ -25,13 +24,14 @@ Tensors = tuple[Tensor, ...]
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether the C forms compute on these tensors, which are all of one dtype: of dtype, where it is given."""
     first = tensors[0]
-    return (first.device.type == "cpu" and (dtype or first.dtype) in FORMS and native.why_not() is None
+    return (first.device.type == "cpu" and (dtype or first.dtype) in native.FORMS and native.why_not() is None
             and all(tensor.dtype == first.dtype for tensor in tensors))
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[tuple[Tensor | None, ...], Tensors]:
     """As fused.mix; what it keeps is x, last_x and the mus."""
-    x, last_x, mus = x.contiguous(), _float32(last_x), tuple(map(_float32_vector, mus))
+    x, mus = x.contiguous(), tuple(map(_float32, mus))
+    last_x = None if last_x is None else _float32(last_x)
     mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in mus)
     _run_mixes("forward", x, last_x, mus, mixes, None, None, None)
     return (x, last_x, *mus), mixes
@@ -46,7 +46,7 @@ def mix_backward(kept: Sequence[Tensor | None], grads: Tensors) -> tuple[Tensor 
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
     grad_mus = x.new_empty(_tasks(x), len(mus), x.shape[-1], dtype=torch.float32)
     _run_mixes("backward", x, last_x, mus, tuple(grad.contiguous() for grad in grads), grad_x, grad_last_x, grad_mus)
-    return grad_x, grad_last_x, *(grad.view(1, 1, -1) for grad in grad_mus.sum(0).unbind())
+    return grad_x, grad_last_x, *(grad.view(1, 1, -1) for grad in _total(grad_mus))
 
 
 def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, mixes: Tensors,
@@ -63,7 +63,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
-    native.run(f"squared_relu_{FORMS[x.dtype]}", threads, x.numel(), x, None if grad is None else grad.contiguous(), out)
+    native.run(f"squared_relu_{native.FORMS[x.dtype]}", threads, x.numel(), x, None if grad is None else grad.contiguous(), out)
     return out
 
 
@@ -87,13 +87,13 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     sums = k.new_empty(_tasks(k), 5, k.shape[-1], dtype=torch.float32)
     _run_rwkv7("gates_backward", k, N, k, v, v_first, *_three(z), *_five(vectors), inverse,
                *(grad.contiguous() for grad in grads), grad_k, grad_v, grad_first, *_three(grad_z), sums)
-    return (grad_k, grad_v, grad_first), grad_z, sums.sum(0).unbind()[:len(vectors)]
+    return (grad_k, grad_v, grad_first), grad_z, _total(sums)[:len(vectors)]
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
     """(GroupNorm(y) + (sum over the head of r k r_k) v) g of rwkv7_fused.output, from vectors r_k, weight and bias."""
     out = torch.empty_like(r)
-    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *map(_float32_vector, vectors), out, *[None] * 6)
+    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *map(_float32, vectors), out, *[None] * 6)
     return out
 
 
@@ -102,14 +102,14 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
     """From the gradient of what gated returns those of y, r, k, v and g, and of the vectors (C,)."""
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
     sums = r.new_empty(_tasks(r), 3, r.shape[-1], dtype=torch.float32)
-    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *map(_float32_vector, vectors), grad.contiguous(), *grads, sums)
-    return grads, sums.sum(0).unbind()
+    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *map(_float32, vectors), grad.contiguous(), *grads, sums)
+    return grads, _total(sums)
 
 
 def _run_rwkv7(name: str, x: Tensor, N: int, *tensors: Tensor | None) -> None:
     """Calls the C function with its struct."""
     C = x.shape[-1]
-    native.run(f"rwkv7_{name}_{FORMS[x.dtype]}", _threads(x), x.numel() // C, C // N, N, *tensors)
+    native.run(f"rwkv7_{name}_{native.FORMS[x.dtype]}", _threads(x), x.numel() // C, C // N, N, *tensors)
 
 
 def _three(z: Tensors) -> tuple[Tensor | None, ...]:
@@ -117,7 +117,12 @@ def _three(z: Tensors) -> tuple[Tensor | None, ...]:
 
 
 def _five(vectors: Tensors) -> tuple[Tensor | None, ...]:
-    return *map(_float32_vector, vectors), *[None] * (5 - len(vectors))
+    return *map(_float32, vectors), *[None] * (5 - len(vectors))
+
+
+def _total(of_tasks: Tensor) -> Tensors:
+    """The sums (C,) of vectors over all tasks, of (tasks,n,C), which float64 rounds once."""
+    return of_tasks.sum(0, dtype=torch.float64).float().unbind()
 
 
 def _tasks(x: Tensor) -> int:
@@ -128,9 +133,6 @@ def _threads(x: Tensor) -> int:
     return 1 if x.numel() <= SERIAL else native.threads_for(_tasks(x))
 
 
-def _float32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.float32).contiguous()
-
-
-def _float32_vector(vector: Tensor) -> Tensor:
-    return vector.to(torch.float32).contiguous()
+def _float32(tensor: Tensor) -> Tensor:
+    """As C reads vectors and states."""
+    return tensor.to(torch.float32).contiguous()
