@@ -78,14 +78,16 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
-    path, tokenizer = Path(config.checkpoint).resolve(), Tokenizer.from_dict(ready.tokenizer)
+    path = Path(config.checkpoint).resolve()
+    tokenizer = Tokenizer.from_dict(ready.tokenizer)
     tokenizer.encode(LONG)               # what is made for the first long text is made now
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     service = Service(config, Sampling.of(config), engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
-    engine.observe, engine.report = service.metrics.observe, lambda reason: say("engine", f"it has ended: {reason}")
+    engine.observe = service.metrics.observe
+    engine.report = lambda reason: say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
