@@ -123,7 +123,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 def _example(config: ServeConfig, listener: socket.socket) -> str:
     """A command that asks the server something."""
-    key = '' if config.api_key is None else ' -H "authorization: Bearer $KEY"'
+    key = ' -H "authorization: Bearer $KEY"' if config.api_key else ''
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
     host = "localhost" if config.host in ("0.0.0.0", "::") else _bracketed(config.host)
     address = f"http://{host}:{listener.getsockname()[1]}/v1/chat/completions"
