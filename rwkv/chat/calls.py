@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 from rwkv.errors import UserError
+from rwkv.io.pieces import begun_at_end
 
 START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
@@ -213,7 +214,7 @@ class CallParser:
         elif last:
             place = len(self._held)
         else:
-            place = len(self._held) - _partial(self._held, (self._until,))
+            place = len(self._held) - begun_at_end(self._held, (self._until,))
         return _text(place)
 
     def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
@@ -358,14 +359,7 @@ def _text(length: int) -> _Step | None:
 
 def _certain(text: str) -> int:
     """The length of the beginning of `text` that belongs to no call: all but a part of an opening, and white space before."""
-    return len(text[:len(text) - _partial(text, OPENINGS)].rstrip())
-
-
-def _partial(text: str, marks: Sequence[str]) -> int:
-    """The length of the longest end of `text` with which one of the marks begins."""
-    longest = max(map(len, marks)) - 1
-    return next((length for length in range(min(longest, len(text)), 0, -1)
-                 if any(mark.startswith(text[-length:]) for mark in marks)), 0)
+    return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
 
 
 def _after_space(text: str, place: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from rwkv.chat.messages import Message
+from rwkv.io.pieces import begun_at_end
 
 Think = bool | Literal["fake"]
 
@@ -114,7 +115,7 @@ class ThoughtParser:
             self.thinking = False
             self._held = rest
         else:
-            certain = len(found) if last else len(found) - _beginning_of_end(found)
+            certain = len(found) if last else len(found) - begun_at_end(found, (END,))
             self._held = found[certain:]
             found = found[:certain]
         kept = found.rstrip()
@@ -134,8 +135,3 @@ class ThoughtParser:
             self._shows = True
             self._text_place = self._pushed - len(text)
         return text
-
-
-def _beginning_of_end(text: str) -> int:
-    """The length of the end of `text` that may be the beginning of </think>."""
-    return next((length for length in range(len(END) - 1, 0, -1) if text.endswith(END[:length])), 0)

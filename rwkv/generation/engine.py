@@ -207,7 +207,7 @@ class Engine:
             if not row.unfinished and row.cache is not None:
                 row.cache.put(row.cache.key(row.tokens_read()), self._result(position))
             if row.owes_end and not row.last_token_in_text:
-                row.kept = self._result(position)._replace(last_ids=tuple(row.last_ids()))
+                row.kept = self._end_of(position)
         return pieces
 
     def context(self) -> PrefillResult:
@@ -217,7 +217,7 @@ class Engine:
             self._read_new_weights()
         if row.last_token_in_text:
             self._read_drawn()
-        return self._result(0)._replace(last_ids=tuple(row.last_ids()))
+        return self._end_of(0)
 
     def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> Reading:
         return Reading(self._model, ids, context, self._cache, n_logprobs, self._tokenizer.vocab_size)
@@ -240,6 +240,10 @@ class Engine:
     def _result(self, position: int) -> PrefillResult:
         """What the row at this position has read, as a copy."""
         return PrefillResult(self._logits[[position]], self._decoder.state([position]))
+
+    def _end_of(self, position: int) -> PrefillResult:
+        """The same with the last ids of the row's text, so that another text can follow it."""
+        return self._result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
 
     def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
         if isinstance(prompt, str):
@@ -306,7 +310,7 @@ class Engine:
         """Of the texts that have ended and whose last token is read."""
         for position, row in enumerate(self._rows):
             if row.owes_end:
-                row.kept = self._result(position)._replace(last_ids=tuple(row.last_ids()))
+                row.kept = self._end_of(position)
 
     def _draw(self) -> list[int]:
         """The next token of each row; rows with equal options are drawn together."""

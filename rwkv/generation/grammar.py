@@ -132,13 +132,15 @@ class Grammar:
 
     def check(self) -> None:
         """Raises UserError, with the place, for what cannot be compiled, and where llguidance is not installed."""
+        reason = _error(self)
+        if not reason:
+            return
         for part in self.parts:
             if part.kind == "json_schema":
                 _check_schema(json.loads(part.content), part.where)
-            elif reason := _error(Grammar("@part0", (part,))):
-                raise UserError(f"{part.where}: {reason}")
-        if reason := _error(self):
-            raise UserError(f"{self.parts[0].where}: {reason}")
+            elif of_part := _error(Grammar("@part0", (part,))):
+                raise UserError(f"{part.where}: {of_part}")
+        raise UserError(f"{self.parts[0].where}: {reason}")
 
     def matcher(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> "Matcher":
         """For a new text. stop_tokens: those that end it beside end-of-text tokens. Raises UserError as check() does."""
@@ -195,7 +197,6 @@ class Matcher:
 
     def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
         self._library, self._end = library, vocabulary.ends[0]
-        self._special = vocabulary.special
         self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special)}
 
     def allowed(self) -> bytearray | None:
@@ -321,7 +322,9 @@ def _check_keys(schema: Any, where: str) -> None:
 
 def _place(schema: Schema, reason: str, where: str) -> str:
     """Where the innermost schema is that alone has this error, as far as TRIES schemas lead to it."""
-    left, found, root = TRIES, True, schema
+    root = schema
+    left = TRIES
+    found = True
     while found:
         found = False
         for place, sub in _inside(schema):

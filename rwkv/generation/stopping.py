@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rwkv.config import strings, whole_number, whole_numbers
 from rwkv.errors import UserError
+from rwkv.io.pieces import begun_at_end
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class StopStrings:
             self._held = ""
             self.rest = text[start:]
             return text[:start]
-        shown = len(text) - self._partial_match(text)
+        shown = len(text) - begun_at_end(text, self._stops)
         self._held = text[shown:]
         return text[:shown]
 
@@ -58,11 +59,3 @@ class StopStrings:
         held = self._held
         self._held = ""
         return held
-
-    def _partial_match(self, text: str) -> int:
-        """The length of the longest suffix of `text` that is a proper prefix of a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0

@@ -11,7 +11,7 @@ With template=g1, or template=FILE, a jinja2 template that shows tools, requests
 may have tools and tool_choice. A call that the model writes, {"name": ...,
 "arguments": {...}} in a fence, after <tool_call> or bare, comes back as one of
 tool_calls. A tool_choice of required or of one function begins the answer with
-a call; the arguments are not held to a schema.
+a call, whose arguments are held to the function's schema.
 
 Thoughts come back as reasoning_content beside content. chat_template_kwargs with
 think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
@@ -24,7 +24,8 @@ from previous_response_id by such a state (docs/chat.md).
 
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
-at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
+at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is
+set as train.py --help explains.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,6 @@
-"""The routes: OpenAI's completions and chat completions, the tokenizer in vLLM's form, health, metrics and the page."""
+"""The routes: OpenAI's completions, chat completions and responses, states, the tokenizer in vLLM's form, health, metrics and
+the page.
+"""
 
 import asyncio
 import hmac
@@ -214,8 +216,9 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
                             "request, each prompt counted n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
+    stops, grammar = body.stops(), body.answer_grammar()
     texts = [text for ids in prompts
-             for text in _texts(service, body, ids, n, maximum, body.stops(), body.logprobs, echoed, body.answer_grammar())]
+             for text in _texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
     texts = _with_states(service, body, texts, start, owner)
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
@@ -228,10 +231,11 @@ async def chat_completions(service: Service, request: Request) -> Answer:
 
 
 def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
-    return _chat_texts(service, read(sent, ChatRequest), owner)
+    body = read(sent, ChatRequest)
+    return *_chat_texts(service, body, owner), body
 
 
-def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
+def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape]:
     _check_model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
@@ -249,9 +253,10 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
     maximum = service.config.max_tokens if maximum is None else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
-    stops, n = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ())), body.n or 1
+    stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
+    n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ids = _ids(service, _encoded(lambda text: service.states.ids(text, start), prompt, "messages"), "messages", start)
+    ids = _ids_of_messages(service, prompt, start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
@@ -261,7 +266,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
                   most_calls=1 if one_call else None, thinks=service.template.thinks,
                   after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, shape, body
+    return texts, shape
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
@@ -422,6 +427,11 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start
     return ids if ids or start else [service.tokenizer.end_of_text]
 
 
+def _ids_of_messages(service: Service, rendered: str, start: SavedState | None) -> list[int]:
+    """The ids of messages as the template shows them, which follow `start`."""
+    return _ids(service, _encoded(lambda text: service.states.ids(text, start), rendered, "messages"), "messages", start)
+
+
 def _encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
     try:
         return encoder(text)
@@ -470,7 +480,7 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
         tools = _shown_tools(service, body.tools)
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn(body.messages, tools, start)
-        ids = _ids(service, _encoded(lambda text: service.states.ids(text, start), prompt, "messages"), "messages", start)
+        ids = _ids_of_messages(service, prompt, start)
     return Generate(-1, ids, 0, 0, (), service.sampling, False, start=start, save=service.states.new(owner, turn))
 
 
@@ -598,8 +608,7 @@ def _text(service: Service, sent: bytes) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    if service.engine.failed is not None:
-        raise ApiError(503, "the engine has ended; the server's log says why", code="engine_ended")
+    service.engine.require_engine()
     return json_response({"status": "ok"})
 
 

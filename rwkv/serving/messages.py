@@ -110,6 +110,10 @@ class Drop:
     state: str
 
 
+# What is sent to the engine; the texts of one HTTP request come together.
+ToEngine = list[Generate] | Cancel | Upload | Download | Drop
+
+
 @dataclass(frozen=True)
 class Reply:
     """To an Upload or a Download. error: why it cannot be done."""

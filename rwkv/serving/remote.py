@@ -19,13 +19,27 @@ from typing import TYPE_CHECKING, Any
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import Cancel, Download, Drop, Event, Failed, Generate, Ready, Reply, SavedState, Step, Upload
+from rwkv.serving.messages import (
+    Cancel,
+    Download,
+    Drop,
+    Event,
+    Failed,
+    Generate,
+    Ready,
+    Reply,
+    SavedState,
+    Step,
+    ToEngine,
+    Upload,
+)
 
 if TYPE_CHECKING:
     from rwkv.serving.worker import Load
 
 UNREAD = 256                             # events of a text that wait for a reader, before it counts as asleep
 RETRY_AFTER = 1                          # seconds
+ENDED = "the engine has ended; the server's log says why"
 
 
 def _work(connection: Connection, config: ServeConfig, load: "Load") -> None:
@@ -79,7 +93,7 @@ class RemoteEngine:
         self._config, self._ids = config, count()
         self._running: dict[int, Ticket] = {}            # by the text's id
         self._waiting: deque[Ticket] = deque()
-        self._outbox: SimpleQueue[list[Generate] | Cancel | Upload | Download | Drop | None] = SimpleQueue()
+        self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self.states: dict[str, SavedState] = {}
         self.failed: str | None = None
@@ -117,7 +131,7 @@ class RemoteEngine:
 
     def submit(self, texts: list[Generate]) -> Ticket:
         """A ticket for these texts. Raises ApiError: 429 where the queue is full, 503 where there is no engine."""
-        self._require_engine()
+        self.require_engine()
         room = self._config.max_rows + self._config.max_queue - self.n_running - self.n_waiting
         if len(texts) > self._config.max_rows:
             raise ApiError(400, f"one request is for at most {self._config.max_rows} texts; this one is for {len(texts)}", "n")
@@ -144,14 +158,15 @@ class RemoteEngine:
             self._outbox.put(Drop(state.id))
 
     async def _ask(self, message: Upload | Download) -> Any:
-        self._require_engine()
+        self.require_engine()
         self._asked[message.id] = answer = asyncio.get_running_loop().create_future()
         self._outbox.put(message)
         return await answer
 
-    def _require_engine(self) -> None:
+    def require_engine(self) -> None:
+        """Raises ApiError where there is no engine any more."""
         if self.failed is not None:
-            raise ApiError(503, "the engine has ended; the server's log says why", code="engine_ended")
+            raise ApiError(503, ENDED, code="engine_ended")
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends the ticket's texts at the engine's next step; those that have not begun never begin, and are a 503."""
@@ -228,10 +243,10 @@ class RemoteEngine:
         self.report(reason)
         for answer in self._asked.values():
             if not answer.cancelled():
-                answer.set_exception(ApiError(500, "the engine has ended; the server's log says why", code="engine_ended"))
+                answer.set_exception(ApiError(500, ENDED, code="engine_ended"))
         self._asked.clear()
         for ticket in {*self._running.values(), *self._waiting}:
-            ticket.put(ApiError(500, "the engine has ended; the server's log says why", code="engine_ended"))
+            ticket.put(ApiError(500, ENDED, code="engine_ended"))
         self._running.clear()
         self._waiting.clear()
 
@@ -247,7 +262,6 @@ class RemoteEngine:
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:
-        message: list[Generate] | Cancel | Upload | Download | Drop | None
         while True:
             message = self._outbox.get()
             try:

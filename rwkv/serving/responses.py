@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -126,7 +126,7 @@ class Asked:
 
 
 def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, shown_tools: Callable[[ChatRequest], Any],
-        chat: Callable[[ChatRequest], tuple[list[Generate], Shape, ChatRequest]]) -> tuple[list[Generate], Shape, Asked]:
+        chat: Callable[[ChatRequest], tuple[list[Generate], Shape]]) -> tuple[list[Generate], Shape, Asked]:
     """The text that answers a request. shown_tools: those of a chat's request as the template gets them. chat: its texts.
 
     Raises ApiError with the fields that a request for a response has.
@@ -149,7 +149,7 @@ def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, show
                 request.state = start.id
         if body.save_state or (body.store is not False and states.has_room):
             request.save_state = True
-        texts, shape, _ = chat(request)
+        texts, shape = chat(request)
     except ApiError as error:
         raise renamed(error) from None
     except UserError as error:
@@ -324,15 +324,6 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # Answers
 
 
-class Told(NamedTuple):
-    """What is new of an answer."""
-
-    thoughts: str
-    text: str
-    calls: list[dict[str, Any]]
-    logprobs: list[dict[str, Any]]
-
-
 class Output:
     """The items of an answer as it comes, and the events that tell of them, without their numbers."""
 
@@ -340,12 +331,14 @@ class Output:
         self.items: list[dict[str, Any]] = []
         self._open = False               # whether the last item may go on
 
-    def add(self, told: Told) -> Iterator[dict[str, Any]]:
-        if told.thoughts:
-            yield from self._add_text("reasoning", told.thoughts, [])
-        if told.text or told.logprobs:
-            yield from self._add_text("message", told.text, told.logprobs)
-        for call in told.calls:
+    def add(self, thoughts: str, text: str, calls: list[dict[str, Any]],
+            logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """What is new of an answer."""
+        if thoughts:
+            yield from self._add_text("reasoning", thoughts, [])
+        if text or logprobs:
+            yield from self._add_text("message", text, logprobs)
+        for call in calls:
             yield from self.close("completed")
             yield from self._add_call(call)
 
@@ -457,7 +450,7 @@ class ResponseAnswer(Answer):
         for entry in entries:
             for each in (entry, *entry["top_logprobs"]):
                 each["bytes"] = each["bytes"] or []
-        yield from self._output.add(Told(thoughts, text, calls, entries))
+        yield from self._output.add(thoughts, text, calls, entries)
         if event.finish_reason is None:
             return
         self._text.last = event

@@ -25,9 +25,10 @@ MOST_TOOLS = 128                         # of one request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
+NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
-
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -46,7 +47,7 @@ class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_u
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     schema: dict[str, Any]
     strict: bool | None = None           # ignored: every answer is held to its schema
@@ -87,30 +88,35 @@ else:
     SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
 
 
-class Options(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share, beside the options of rwkv.config.Sampling."""
-
-    most_stops: ClassVar[int]            # stop strings
+class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """What completions, chat completions and responses share, beside the options of rwkv.config.Sampling."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
-    n: Count | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     state: StateId | None = None         # which the prompt follows
     save_state: bool | None = None       # the end of each text is kept as a state
-    response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
-    grammar: GrammarText | None = None
     user: Any = None                     # this one and those below are ignored
-    store: Any = None
-    metadata: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
+
+
+class Options(Shared, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    most_stops: ClassVar[int]            # stop strings
+
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: NewTokens | None = None
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
+    grammar: GrammarText | None = None
+    store: Any = None                    # ignored, as the next
+    metadata: Any = None
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -163,7 +169,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None           # ignored: the arguments of a call that tool_choice demands are held to the schema
@@ -198,7 +204,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     messages: Any
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    max_completion_tokens: NewTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
@@ -239,7 +245,7 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     """A function, as chat completions have it within another object."""
 
     type: Literal["function"]
-    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -265,15 +271,13 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None      # ignored
 
 
-class ResponseRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+class ResponseRequest(Shared, forbid_unknown_fields=True, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
-    max_output_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    max_output_tokens: NewTokens | None = None
     tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -283,18 +287,8 @@ class ResponseRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
-    stop: str | list[str] | None = None  # this one and those up to user are not OpenAI's
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
-    state: StateId | None = None
-    save_state: bool | None = None
-    user: Any = None                     # this one and those below are ignored
-    truncation: Any = None
+    truncation: Any = None               # ignored, as the next
     max_tool_calls: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
     conversation: None = None            # not supported, as those below
     prompt: None = None
     context_management: None = None

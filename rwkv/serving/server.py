@@ -78,14 +78,16 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
-    path, tokenizer = Path(config.checkpoint).resolve(), Tokenizer.from_dict(ready.tokenizer)
+    path = Path(config.checkpoint).resolve()
+    tokenizer = Tokenizer.from_dict(ready.tokenizer)
     tokenizer.encode(LONG)               # what is made for the first long text is made now
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     service = Service(config, Sampling.of(config), engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
                       config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
-    engine.observe, engine.report = service.metrics.observe, lambda reason: say("engine", f"it has ended: {reason}")
+    engine.observe = service.metrics.observe
+    engine.report = lambda reason: say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
@@ -121,7 +123,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 def _example(config: ServeConfig, listener: socket.socket) -> str:
     """A command that asks the server something."""
-    key = '' if config.api_key is None else ' -H "authorization: Bearer $KEY"'
+    key = ' -H "authorization: Bearer $KEY"' if config.api_key else ''
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
     host = "localhost" if config.host in ("0.0.0.0", "::") else _bracketed(config.host)
     address = f"http://{host}:{listener.getsockname()[1]}/v1/chat/completions"

@@ -20,7 +20,20 @@ from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
 from rwkv.serving.kept_states import KeptStates
-from rwkv.serving.messages import Cancel, Download, Drop, Event, Failed, Generate, Ready, Reply, SavedState, Step, Upload
+from rwkv.serving.messages import (
+    Cancel,
+    Download,
+    Drop,
+    Event,
+    Failed,
+    Generate,
+    Ready,
+    Reply,
+    SavedState,
+    Step,
+    ToEngine,
+    Upload,
+)
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
@@ -90,8 +103,10 @@ class _Job:
         if finished:
             event.finish_reason = sample.finish_reason
             before = (self.request.start and self.request.start.tokens) or 0         # which were read for an earlier request
-            event.prompt_tokens, event.cached_tokens = before + len(self.row.prompt_ids), before + self.row.cached_tokens
-            event.completion_tokens, event.prompt_logprobs = len(sample.tokens), self.row.prompt_logprobs
+            event.prompt_tokens = before + len(self.row.prompt_ids)
+            event.cached_tokens = before + self.row.cached_tokens
+            event.completion_tokens = len(sample.tokens)
+            event.prompt_logprobs = self.row.prompt_logprobs
         return event
 
     def saved(self) -> SavedState | None:
@@ -149,7 +164,7 @@ class _Worker:
             event.state = saved
         return event
 
-    def _take(self, message: "list[Generate] | Cancel | Upload | Download | Drop") -> None:
+    def _take(self, message: ToEngine) -> None:
         """The texts of one request come together and begin at the same step, so that their prompt is read once, and that the
         last bits of their log-probabilities do not depend on when each came: products of more rows may have others.
         """
