@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import openai
 
 ROOT = Path(__file__).parent.parent
+LETTERS = {str(letter): 100.0 for letter in range(97, 123)}      # as a bias: texts that are read as they were written
 
 
 class Running:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from models import small_model
 from serving_runs import Running, client_of, serving, wait_until
@@ -48,6 +49,12 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Running]]:
 def client(server: Running) -> Iterator["openai.OpenAI"]:
     with client_of(server) as made:
         yield made
+
+
+@pytest.fixture
+def api(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+        yield client
 
 
 @pytest.fixture

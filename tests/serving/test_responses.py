@@ -9,7 +9,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_runs import Running, wait_until
+from serving_runs import LETTERS, Running, wait_until
 from test_limits import BODIES, JSON, refused
 from test_tools import TOOLS, client_of_rows
 
@@ -19,15 +19,8 @@ if TYPE_CHECKING:
     import openai
 
 pytestmark = pytest.mark.programs
-LETTERS = {str(letter): 100.0 for letter in range(97, 123)}      # as a bias: texts that are read as they were written
 FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 SAID = {"messages": [{"role": "user", "content": "a"}], "input": "a"}
-
-
-@pytest.fixture
-def api(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
