@@ -102,6 +102,7 @@ def test_calls_that_have_to_come(asking: "openai.OpenAI", stream: bool) -> None:
     tools = [tool("weather", CITY, strict=True), tool("time", TIME), tool("ping")]
     schemas = {"weather": CITY, "time": TIME, "ping": {"type": "object"}}
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
+        ended = 0
         for seed in range(4):
             found = ask(asking, tools=tools, tool_choice=choice, seed=seed, stream=stream, max_tokens=500, temperature=0.7)
             if stream:
@@ -116,6 +117,8 @@ def test_calls_that_have_to_come(asking: "openai.OpenAI", stream: bool) -> None:
             assert reason == "tool_calls"
             assert_valid(schemas[call.function.name], call.function.arguments)
             assert choice == "required" or call.function.name == "time"
+            ended += 1
+        assert ended
 
 
 def test_tools_beside_a_schema(asking: "openai.OpenAI") -> None:
