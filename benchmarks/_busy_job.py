@@ -17,7 +17,7 @@ import torch
 from kernels.machine.allocator import keep_large_blocks
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
-from rwkv.generation.decoder import Decoder
+from rwkv.generation.decoder import decoder_of
 from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
@@ -43,7 +43,8 @@ def train() -> Callable[[], Any]:
 def decode() -> Callable[[], Any]:
     config, vocab_size = LARGER
     model = RWKV(config, vocab_size, select("wkv4", "auto")).requires_grad_(False)
-    decoder, token = Decoder(model, model.empty_state(1)), torch.zeros(1, dtype=torch.long)
+    decoder = decoder_of(model, model.empty_state(1))
+    token = torch.zeros(1, dtype=torch.long)
     return lambda: decoder.step(token)
 
 

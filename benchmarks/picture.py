@@ -43,8 +43,7 @@ def times(kernels: list[str]) -> list[tuple[str, list[tuple[str, float]]]]:
     """Milliseconds of each kernel's passes, forward and backward. Raises UnusableFile where one was not measured."""
     report = read_json(FOLDER / "wkv4-cpu.json")
     results = next(one["results"] for one in report["shapes"] if one["shape"] == SHAPE)
-    found = {name: [(part, _ms(results, name, part)) for part in ("forward", "backward")] for name in kernels}
-    return list(found.items())
+    return [(name, [(part, _ms(results, name, part)) for part in ("forward", "backward")]) for name in kernels]
 
 
 def _ms(results: list[dict[str, Any]], name: str, part: str) -> float:

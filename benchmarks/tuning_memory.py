@@ -7,6 +7,7 @@ Each run is train.py's, a process of its own: printed are the figure in its plan
 its end, by the kernel's account of that process (Linux).
 """
 
+import itertools
 import json
 import os
 import random
@@ -79,7 +80,7 @@ def main() -> None:
         weights = folder / f"{shape}.pth"
         if not weights.exists():
             write_weights(shape, weights)
-        for way, base in ((way, base) for way in options.ways for base in options.bases):
+        for way, base in itertools.product(options.ways, options.bases):
             if way == "full" and base != "float32":
                 continue
             planned, peak, seconds = run(folder, f"init_from={weights}", f"tune={way}", f"tune.base={base}",

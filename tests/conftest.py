@@ -120,7 +120,7 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
-    """train.py and generate.py in an empty directory: tests/programs.py, imported here since kernels need none of it."""
+    """The programs in an empty directory: tests/programs.py, imported here since kernels need none of it."""
     from programs import caller
 
     monkeypatch.chdir(tmp_path)

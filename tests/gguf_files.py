@@ -1,6 +1,7 @@
 """GGUF files by the package's own writer, with matrices in any of its types, and read by its own reader."""
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,7 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
 def rewritten(source: Path, target: Path, kind: str | None = None, metadata: dict[str, Any] | None = None) -> Path:
     """The file with its large matrices as random blocks of this type, and with these texts or numbers in its metadata."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "rwkv7")
-    for name, held in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", *(metadata or {})):
-            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+    add_fields(writer, reader, but=metadata or ())
     for name, value in (metadata or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
     for seed, tensor in enumerate(reader.tensors):
@@ -48,10 +47,7 @@ def rewritten(source: Path, target: Path, kind: str | None = None, metadata: dic
             writer.add_tensor(tensor.name, random_blocks(kind, rows, width, seed), raw_dtype=KINDS[kind])
         else:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return target
 
 
@@ -60,16 +56,25 @@ def in_parts(source: Path, folder: Path, most_tensors: int, **options: Any) -> l
     folder.mkdir(parents=True)
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(folder / source.name, "rwkv7", split_max_tensors=most_tensors, **options)
-    for name, held in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+    add_fields(writer, reader)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    write(writer)
+    return sorted(folder.iterdir())
+
+
+def add_fields(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, but: Container[str] = ()) -> None:
+    """The reader's metadata except these names, and the architecture, which the writer adds itself."""
+    for name, held in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture" and name not in but:
+            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+
+
+def write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return sorted(folder.iterdir())
 
 
 def official_weights(path: Path) -> dict[str, ndarray]:

@@ -1,6 +1,7 @@
 """Small models of every generation whose every weight matters, and the kernels that they can run on here."""
 
 import copy
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from rwkv.model.decoding.c_step import LINEAR
 from rwkv.model.quantized import to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import WorldTokenizer
+from rwkv.tokenizer.world import Vocabulary
 
 SMALL = {"n_layer": 3, "n_embd": 16, "ctx_len": 32}
 RANKS = {"decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6}
@@ -110,6 +113,24 @@ def following(vocab_size: int, *rows: list[int], n_embd: int = 16) -> RWKV:
             for here, after in pairwise(row):
                 model.head.weight[after] += 10 * hidden[here]
     return model
+
+
+def writing(*rows: list[bytes], ends: bool = True, n_embd: int = 64) -> tuple[RWKV, WorldTokenizer]:
+    """A model that writes, after each token of a row, the next one, and then the text's end unless ends=False; its tokenizer.
+
+    Each token of a row comes once.
+    """
+    vocabulary = world_vocabulary(sorted({token for row in rows for token in row}))
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    tokenizer = WorldTokenizer(vocabulary.to_text())
+    end = [tokenizer.end_of_text] if ends else []
+    return following(tokenizer.vocab_size, *([*(ids[token] for token in row), *end] for row in rows), n_embd=n_embd), tokenizer
+
+
+def world_vocabulary(tokens: Iterable[bytes]) -> Vocabulary:
+    """The single bytes, and then those of the tokens that are longer."""
+    singles = [bytes([value]) for value in range(256)]
+    return Vocabulary([b"", *singles, *(token for token in tokens if len(token) > 1)])
 
 
 def tokens(model: RWKV, B: int = 2, T: int = 24, seed: int = 1) -> Tensor:

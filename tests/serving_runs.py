@@ -6,12 +6,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
+if TYPE_CHECKING:
+    import openai
+
 ROOT = Path(__file__).parent.parent
+LETTERS = {str(letter): 100.0 for letter in range(97, 123)}      # as a bias: texts that are read as they were written
 
 
 class Running:
@@ -70,6 +76,25 @@ class Running:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Running]:
+    """A server that has started, until the block ends."""
+    running = Running(folder, *options)
+    try:
+        assert running.process.poll() is None, running.log
+        yield running
+    finally:
+        running.end()
+
+
+@contextmanager
+def client_of(server: Running) -> Iterator["openai.OpenAI"]:
+    import openai  # half a second, which a run without these tests need not wait for
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
 
 
 def reset(connection: socket.socket) -> None:

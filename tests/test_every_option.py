@@ -14,7 +14,7 @@ import pytest
 import torch
 from every_option import OTHER_OPTIONS
 from models import small_model
-from programs import PROGRAMS, Run, caller, one_sentence
+from programs import PROGRAMS, Run, one_sentence
 
 from kernels.draw import Filters
 from kernels.draw import __file__ as draw_file
@@ -27,11 +27,6 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 NAMES = [item.name for item in fields(Sampling)]
 SAMPLERS = ("generate", "chat", "serve")
 BYTES = ByteTokenizer()
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return caller(monkeypatch, capsys)
 
 
 def composed(program: str, *arguments: str) -> Any:

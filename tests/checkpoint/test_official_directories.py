@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 from files import NAMES, hugging_face_tensors
-from models import RANKS, small_model, tokens
+from models import RANKS, small_model, tokens, world_vocabulary
 from numpy_rwkv7 import NumpyRWKV7
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,8 +23,7 @@ from rwkv.tools import convert
 
 TEXT = "It's a text | (of some) kind: \\s* 它 \N{GRINNING FACE}\n\n<|endoftext|> [a]{3}^$ + ? é"
 MORE = ("\n\n", "It's", " text", "|", "(of", "\\s", "\\s*", "它", "]{", "^$", " + ?", "[a", "een", "é")
-WORLD = WorldTokenizer("".join(f"{index} {token!r} {len(token)}\n" for index, token in enumerate(
-    [*(bytes([value]) for value in range(256)), *(token.encode() for token in MORE if len(token.encode()) > 1)], start=1)))
+WORLD = WorldTokenizer(world_vocabulary(token.encode() for token in MORE).to_text())
 
 
 def model_of(head_size: int = 64, vocab_size: int = WORLD.vocab_size) -> RWKV:

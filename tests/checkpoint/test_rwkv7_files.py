@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
-from gguf_files import in_parts
-from models import small_model, tokens
+from gguf_files import add_fields, in_parts, write
+from models import small_model, tokens, world_vocabulary
 from safetensors.torch import save_file
 from tokenizer_files import chatml
 from torch import Tensor
@@ -29,8 +29,7 @@ from rwkv.tools import convert
 TEXT = "Some text, and some more: it's 12 o'clock.\n\n\"Köln\"\t\\n 它 \N{GRINNING FACE}"
 BPE = JsonTokenizer.train([TEXT] * 9, 300)
 MORE = (b"\n\n", b"it's", b'"', b"'\"", b"\\n", "Köln".encode(), b"\xe5\xae", b" text", b"\\'x41")
-WORLD = WorldTokenizer("".join(f"{index} {token!r} {len(token)}\n" for index, token in enumerate(
-    [*(bytes([value]) for value in range(256)), *(token for token in MORE if len(token) > 1)], start=1)))
+WORLD = WorldTokenizer(world_vocabulary(MORE).to_text())
 
 
 @pytest.fixture(scope="module")
@@ -271,19 +270,14 @@ def test_an_architecture_that_is_no_text_is_refused(model: RWKV, tmp_path: Path)
 def rewrite(path: Path, target: Path, key: str, value: Any, kind: gguf.GGUFValueType) -> None:
     """The file by the package, with `key` added or changed."""
     reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(target, "rwkv7")
-    for name, held in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in (key, "general.architecture"):
-            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+    add_fields(writer, reader, but=(key,))
     del writer.kv_data[0]["general.architecture"]
     if key != "general.architecture":
         writer.add_architecture()
     writer.add_key_value(key, value, kind, gguf.GGUFValueType.INT32 if kind == gguf.GGUFValueType.ARRAY else None)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])

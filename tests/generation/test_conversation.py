@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from models import each_generation, following, small_model
+from models import each_generation, following, small_model, writing
 from programs import Run, caller, one_sentence
 from tokenizer_files import chatml, sentencepiece_bpe
 
@@ -22,7 +22,7 @@ from rwkv.generation.engine import Engine, generate
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
 from rwkv.programs.chat import Terminal
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, WorldTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 
 TURNS = ("Hi", "Who are you?", "And then?")
 
@@ -260,12 +260,7 @@ def test_a_full_disk_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> N
 
 def thinker(template: str, *rows: list[bytes]) -> Chat:
     """It writes after each token of a row the next one. Each token of a row comes once."""
-    singles = [bytes([value]) for value in range(256)]
-    words = sorted({token for row in rows for token in row} - {*singles})
-    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
-    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
-    numbers = [[*(ids[token] for token in row), tokenizer.end_of_text] for row in rows]
-    model = following(tokenizer.vocab_size, *numbers, n_embd=64)
+    model, tokenizer = writing(*rows)
     return Chat(model, tokenizer, chat_template(template), Sampling(temperature=0), 60)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import OWN, assert_same_state, each_generation, exact, in_form, small_model, tokens
+from models import assert_same_state, each_generation, exact, in_form, small_model, tokens
 
 from kernels import native
 from kernels.matvec import FORMS
@@ -218,4 +218,3 @@ def test_structs_have_the_fields_of_c(generation: str) -> None:
         assert fields_in_c(struct, "step.h") == list(fields._fields)
     assert fields_in_c("layer", f"{generation}.c") == list(module.Layer._fields)
     assert fields_in_c("model", f"{generation}.c") == list(module.Model._fields)
-    assert OWN.keys() == set(GENERATIONS)

@@ -49,16 +49,23 @@ class LlamaCpp:
             raise RuntimeError("llama_model_quantize failed")
 
 
+def logits_of(kind: Any, model: Path, tokens: ndarray) -> ndarray:
+    """By a class of transformers, or one like those."""
+    import torch
+
+    loaded = kind.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits: ndarray = loaded(torch.tensor(tokens)[None]).logits[0].numpy()
+    return logits
+
+
 class Rwkv7Hf:
     """rwkv7-hf: its converter makes a directory of an official .pth; its model reads such directories, and fla's."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
-        import torch
         from rwkv7_hf.modeling_rwkv7 import RWKV7ForCausalLM
 
-        loaded = RWKV7ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        with torch.no_grad():
-            return loaded(torch.tensor(tokens)[None]).logits[0].numpy()
+        return logits_of(RWKV7ForCausalLM, model, tokens)
 
     def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
         from rwkv7_hf.converter import build_parser, convert
@@ -80,12 +87,9 @@ class Transformers:
     """transformers with its own models/rwkv7, which no release has: on an official directory."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
-        import torch
         from transformers import Rwkv7ForCausalLM
 
-        loaded = Rwkv7ForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        with torch.no_grad():
-            return loaded(torch.tensor(tokens)[None]).logits[0].numpy()
+        return logits_of(Rwkv7ForCausalLM, model, tokens)
 
 
 class Demo7a:

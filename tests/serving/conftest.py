@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from models import small_model
-from serving_runs import Running, wait_until
+from serving_runs import Running, client_of, serving, wait_until
 
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -25,11 +26,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[Running]:
-    running = Running(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "max_rows=4", "max_queue=4",
-                      "max_tokens=100000", "receive_s=3", "max_body_mib=1")
-    assert running.process.poll() is None, running.log
-    yield running
-    running.end()
+    with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "max_rows=4", "max_queue=4",
+                 "max_tokens=100000", "receive_s=3", "max_body_mib=1") as running:
+        yield running
 
 
 @pytest.fixture
@@ -48,10 +47,14 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> Iterator["openai.OpenAI"]:
-    import openai  # half a second, which a run without these tests need not wait for
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with client_of(server) as made:
         yield made
+
+
+@pytest.fixture
+def api(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
+        yield client
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import small_model
 from safetensors.torch import load, save
-from serving_runs import Running, post, reset, wait_until
+from serving_runs import LETTERS, Running, post, reset, wait_until
 from test_limits import BODIES, JSON, refused
 
 from rwkv.chat.templates import chat_template
@@ -27,19 +27,12 @@ pytestmark = pytest.mark.programs
 BYTES = ByteTokenizer()
 FILE = {"content-type": "application/octet-stream"}
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
-LETTERS = {str(letter): 100.0 for letter in range(97, 123)}         # as a bias: texts that are read as they were written
 STATE_MIB = 1                            # holds a number of small states
 
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> RWKV:
     return RWKV.from_pretrained(checkpoint, "reference")
-
-
-@pytest.fixture
-def api(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
-        yield client
 
 
 def ok(answer: httpx.Response) -> Any:

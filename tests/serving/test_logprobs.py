@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import following
-from serving_runs import Running
+from models import writing
+from serving_runs import client_of, serving
 
 from rwkv.serving.logprobs import ShownTokens
-from rwkv.tokenizer.tokenizers import ByteTokenizer, WorldTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 if TYPE_CHECKING:
     import openai
@@ -36,21 +36,12 @@ TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
     folder = tmp_path_factory.mktemp("logprobs")
-    singles = [bytes([value]) for value in range(256)]
-    words = sorted({token for row in ROWS.values() for token in row} - set(singles))
-    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
-    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
-    rows = [[ids[question.encode()], *(ids[token] for token in row), tokenizer.end_of_text] for question, row in ROWS.items()]
+    model, tokenizer = writing(*([question.encode(), *row] for question, row in ROWS.items()))
     path = folder / "tiny.safetensors"
-    following(tokenizer.vocab_size, *rows, n_embd=64).save_pretrained(path, tokenizer)
+    model.save_pretrained(path, tokenizer)
     (folder / "template.jinja").write_text(TEMPLATE)
-    server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
-    assert server.process.poll() is None, server.log
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with serving(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}") as server, client_of(server) as made:
         yield made
-    server.end()
 
 
 def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:

@@ -9,48 +9,24 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import following
-from serving_runs import Running, wait_until
+from serving_runs import LETTERS, Running, wait_until
 from test_limits import BODIES, JSON, refused
-from test_tools import ROWS, TEMPLATE, TOOLS
+from test_tools import TOOLS, client_of_rows
 
 from rwkv.serving.responses import input_items, messages_of
-from rwkv.tokenizer.tokenizers import WorldTokenizer
 
 if TYPE_CHECKING:
     import openai
 
 pytestmark = pytest.mark.programs
-LETTERS = {str(letter): 100.0 for letter in range(97, 123)}      # as a bias: texts that are read as they were written
 FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 SAID = {"messages": [{"role": "user", "content": "a"}], "input": "a"}
 
 
-@pytest.fixture
-def api(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def tool_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
-    """Of a model that writes ROWS."""
-    import openai
-
-    folder = tmp_path_factory.mktemp("responses")
-    singles = [bytes([value]) for value in range(256)]
-    words = sorted({piece.encode() for row in ROWS for piece in row} - set(singles))
-    lines = [f"{index} {token!r} {len(token)}" for index, token in enumerate([*singles, *words], start=1)]
-    tokenizer = WorldTokenizer("\n".join(lines))
-    path = folder / "tiny.safetensors"
-    ids = [[tokenizer.encode(piece)[0] for piece in row] + [tokenizer.end_of_text] for row in ROWS]
-    following(tokenizer.vocab_size, *ids, n_embd=64).save_pretrained(path, tokenizer)
-    (folder / "template.jinja").write_text(TEMPLATE)
-    server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
-    assert server.process.poll() is None, server.log
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with client_of_rows(tmp_path_factory.mktemp("responses")) as made:
         yield made
-    server.end()
 
 
 def read_of(response: Any) -> int:

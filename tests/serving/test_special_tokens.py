@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from models import following
-from serving_runs import Running
+from serving_runs import serving
 from tokenizer_files import sentencepiece_bpe
 
 from rwkv.tokenizer.tokenizers import JsonTokenizer
@@ -25,11 +25,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "chatml.jinja").write_text(TEMPLATE)
     model = following(TOKENIZER.vocab_size, [START, *WRITTEN, END, WRITTEN[0]], n_embd=64)
     model.save_pretrained(folder / "model", TOKENIZER)
-    running = Running(folder, "checkpoint=model", f"template={folder / 'chatml.jinja'}")
-    assert running.process.poll() is None, running.log
-    assert "</s>" in running.log
-    yield running.url
-    running.end()
+    with serving(folder, "checkpoint=model", f"template={folder / 'chatml.jinja'}") as running:
+        assert "</s>" in running.log
+        yield running.url
 
 
 def asked(url: str, path: str, **body: Any) -> dict[str, Any]:

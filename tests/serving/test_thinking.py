@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from models import following
-from serving_runs import Running
-
-from rwkv.tokenizer.tokenizers import WorldTokenizer
+from models import writing
+from serving_runs import Running, client_of, serving
 
 if TYPE_CHECKING:
     import openai
@@ -26,24 +24,16 @@ ASKED = [b"k", b">\n", b"Hm.", b" Well </t", b"hink>", b"\nNo", b"!"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("thoughts")
-    singles = [bytes([value]) for value in range(256)]
-    words = sorted({*UNASKED, *ASKED} - {*singles})
-    ids = {token: index for index, token in enumerate([*singles, *words], start=1)}
-    tokenizer = WorldTokenizer("\n".join(f"{index} {token!r} {len(token)}" for token, index in ids.items()))
-    rows = [[*(ids[token] for token in row), tokenizer.end_of_text] for row in (UNASKED, ASKED)]
+    model, tokenizer = writing(UNASKED, ASKED)
     path = folder / f"{NAME}.safetensors"
-    following(tokenizer.vocab_size, *rows, n_embd=64).save_pretrained(path, tokenizer)
-    running = Running(folder, f"checkpoint={path}")
-    assert running.process.poll() is None, running.log
-    yield running
-    running.end()
+    model.save_pretrained(path, tokenizer)
+    with serving(folder, f"checkpoint={path}") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator["openai.OpenAI"]:
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with client_of(server) as made:
         yield made
 
 

@@ -11,10 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from models import following
-from serving_runs import Running
-
-from rwkv.tokenizer.tokenizers import WorldTokenizer
+from models import writing
+from serving_runs import client_of, serving
 
 if TYPE_CHECKING:
     import openai
@@ -130,19 +128,11 @@ ROWS = rows()
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
     folder = tmp_path_factory.mktemp("conversations")
-    words = [*(bytes([value]) for value in range(256)), *sorted(piece for row in ROWS.values() for piece in row)]
-    ids = {word: index for index, word in enumerate(words, start=1)}
-    tokenizer = WorldTokenizer("\n".join(f"{index} {word!r} {len(word)}" for word, index in ids.items()))
+    model, tokenizer = writing(*ROWS.values(), ends=False, n_embd=128)
     path = folder / f"{MODEL}.safetensors"
-    talks = [[ids[piece] for piece in row] for row in ROWS.values()]
-    following(tokenizer.vocab_size, *talks, n_embd=128).save_pretrained(path, tokenizer)
-    server = Running(folder, f"checkpoint={path}")
-    assert server.process.poll() is None, server.log
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    model.save_pretrained(path, tokenizer)
+    with serving(folder, f"checkpoint={path}") as server, client_of(server) as made:
         yield made
-    server.end()
 
 
 def asked(name: str) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from models import following
-from serving_runs import Running
+from models import writing
+from serving_runs import Running, client_of, serving
 
 from rwkv.chat.templates import chat_template
-from rwkv.tokenizer.tokenizers import WorldTokenizer
 
 if TYPE_CHECKING:
     import openai
@@ -52,24 +52,21 @@ ROWS = [
 WRITTEN = ["".join(row[1:]) for row in ROWS]
 
 
+@contextmanager
+def client_of_rows(folder: Path) -> Iterator["openai.OpenAI"]:
+    """Of a server whose model writes ROWS."""
+    model, tokenizer = writing(*([piece.encode() for piece in row] for row in ROWS))
+    path = folder / "tiny.safetensors"
+    model.save_pretrained(path, tokenizer)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    with serving(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}") as server, client_of(server) as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
-    folder = tmp_path_factory.mktemp("tools")
-    singles = [bytes([value]) for value in range(256)]
-    words = sorted({piece.encode() for row in ROWS for piece in row} - set(singles))
-    lines = [f"{index} {token!r} {len(token)}" for index, token in enumerate([*singles, *words], start=1)]
-    tokenizer = WorldTokenizer("\n".join(lines))
-    rows = [[tokenizer.encode(piece)[0] for piece in row] + [tokenizer.end_of_text] for row in ROWS]
-    path = folder / "tiny.safetensors"
-    following(tokenizer.vocab_size, *rows, n_embd=64).save_pretrained(path, tokenizer)
-    (folder / "template.jinja").write_text(TEMPLATE)
-    server = Running(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}")
-    assert server.process.poll() is None, server.log
-    import openai
-
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with client_of_rows(tmp_path_factory.mktemp("tools")) as made:
         yield made
-    server.end()
 
 
 def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from models import world_vocabulary
 
 from rwkv.errors import UserError
 from rwkv.tokenizer import world
@@ -31,7 +32,7 @@ def spanning() -> Vocabulary:
     """Tokens that begin and end inside characters, and that join what is UTF-8 to what is not."""
     euro, more = "€".encode(), [b"ab", b"abc", b"b\xff", b"\xffa", b"\xffab\xfe", b"a" * 9 + b"\xff", b"ca" * 4]
     more += [euro, euro + b"a", euro[1:] + b"a", b"c" + euro[:2], b"\xff" + euro[:1], euro[2:] + euro + b"\xfe", euro * 2]
-    return Vocabulary([b"", *(bytes([value]) for value in range(256)), *more])
+    return world_vocabulary(more)
 
 
 SPANNING = spanning()

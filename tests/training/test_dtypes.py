@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import each_generation, small_model, tokens
-from programs import Run, caller
+from programs import Run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -120,12 +120,6 @@ def test_muons_directions_are_the_same_within_rounding(shape: tuple[int, ...], w
     rounded = orthogonal(matrices)
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
     assert (exact - rounded.float()).norm() < 0.05 * exact.norm()
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return caller(monkeypatch, capsys)
 
 
 @pytest.mark.programs

@@ -13,7 +13,7 @@ import pytest
 import torch
 from files import SIZES
 from models import small_model
-from programs import Run, caller, one_sentence
+from programs import Run, one_sentence
 from safetensors.torch import load_file
 from training_runs import assert_same_training, content, done_here, kill_after, losses, same, start
 
@@ -39,11 +39,6 @@ PEER = os.environ.get("TRL_PYTHON", "")
 VALUES = ((-3.0, -5.5), (-2.0, -1.0), (-40.0, -7.25), (0.0, -100.0))     # log p of the chosen and the rejected answers
 REFERENCES = ((-3.5, -5.0), (-2.0, -1.5), (-30.0, -9.0), (-1.0, -2.0))
 LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return caller(monkeypatch, capsys)
 
 
 @pytest.fixture

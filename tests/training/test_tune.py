@@ -11,7 +11,7 @@ import torch
 from files import SIZES
 from models import small_model, tokens
 from parity.exchange import PYTHON, in_peers_environment
-from programs import Run, caller, one_sentence
+from programs import Run, one_sentence
 from safetensors.torch import load_file
 from training_runs import assert_same_training, finish, kill_after, killed_and_continued, losses, start
 
@@ -33,13 +33,8 @@ OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cach
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return caller(monkeypatch, capsys)
-
-
-@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With base7.pth, base4.pth and talks.jsonl."""
+    """With base7.safetensors, base4.safetensors and talks.jsonl."""
     for name in ("rwkv4", "rwkv7"):
         model = small_model(generation=name, vocab_size=256, **SIZES[name])
         model.save_pretrained(tmp_path / f"base{name[-1]}.safetensors", ByteTokenizer())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from files import SIZES
 from models import small_model
-from programs import Run, caller, one_sentence
+from programs import Run, one_sentence
 from training_runs import OWN, content, losses, rows, same
 
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
@@ -21,11 +21,6 @@ OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cach
 CONTINUED = ("train", "logger=csv", "trainer.max_steps=6", "resume=auto", "out_dir=out")
 ENGLISH = Path(GUARD).with_name("english.txt")
 KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every=3"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return caller(monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True)
