@@ -39,13 +39,13 @@ from kernels.bench.text import aligned
 from kernels.machine import hardware, threads
 from kernels.machine.allocator import keep_large_blocks
 from kernels.select import select
-from rwkv.config import ModelConfig
+from rwkv.config import BITS, ModelConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
 from rwkv.model.decoding.c_step import step_of
 from rwkv.model.quantized import Int4Linear, Int8Linear
-from rwkv.pretrained import BITS, RWKV
+from rwkv.pretrained import RWKV
 
 WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
 PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "llama.cpp": ["F32"], "rwkv.cpp": ["FP32"]},
