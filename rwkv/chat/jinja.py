@@ -60,7 +60,7 @@ class JinjaTemplate(ChatTemplate):
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
         if tools and not self.supports_tools:
-            raise UserError(f"tools: the chat template {self.name} has no form for tools")
+            raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
         if think is not True:
             effort = None
@@ -118,7 +118,7 @@ class JinjaTemplate(ChatTemplate):
             alone = self._render(messages[:i + 1], False, tools)
             followed = alone.removesuffix(self._ending.closed) + self._ending.end
             after = followed if whole.startswith(followed) else alone
-        for think in (False, True):
+        for think in (True, False) if self.learns is True else (False, True):
             before = self._render(messages[:i], True, tools, think)
             if after.startswith(before) and whole.startswith(after):
                 return len(before), len(after)
