@@ -248,7 +248,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
 @pytest.mark.programs
 def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: Path, run: Run) -> None:
     """4 rows of 256 positions are 2 passes of 512; the plan says so, and the run counts steps of 4 rows."""
-    options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4")
+    options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4", "trainer.val_every=3")
     out = tuned(run, *options)
     saved = read_checkpoint(out / "checkpoints/last.ckpt").run or {}
     assert (saved["data"]["batch_size"], saved["trainer"]["accumulate"]) == (2, 2)
