@@ -541,7 +541,8 @@ def _shown(value: Any) -> str:
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
     """The field `sampling`: the name of the preset, a file of configs/sampling, that sets the options of sampling."""
-    return option(name, "set by sampling=; options that are given override it", verbatim=GRAMMAR, heading=heading)
+    return option(name, "set by sampling=; without it the file, or the kind of model, chooses first (docs/chat.md); options "
+                  "that are given override it", verbatim=GRAMMAR, heading=heading)
 
 
 Config = TypeVar("Config")
