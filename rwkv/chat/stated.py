@@ -24,8 +24,9 @@ OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' 
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
 SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p", "general.sampling.top_k": "top_k",
-                    "general.sampling.min_p": "min_p", "general.sampling.penalty_repeat": "repetition_penalty"}
+SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
+                    "general.sampling.top_k": "top_k", "general.sampling.min_p": "min_p",
+                    "general.sampling.penalty_repeat": "repetition_penalty"}
 
 
 def template_file(checkpoint: Path) -> Path | None:
@@ -59,8 +60,8 @@ def names_in(checkpoint: Path) -> list[str]:
 def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, float]]:
     """The file that states how to choose tokens, and the options that it states, by our names.
 
-    Nothing where a Hugging Face directory's generation_config.json does not say do_sample=true: transformers takes the likeliest
-    token then, and uses none of them. A top_k of 0 or less is off, as for llama.cpp and vLLM.
+    Nothing where a Hugging Face directory's generation_config.json does not say do_sample=true: transformers takes the
+    likeliest token then, and uses none of them. A top_k of 0 or less is off, as for llama.cpp and vLLM.
     """
     if _is_gguf(checkpoint):
         return checkpoint, _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)

@@ -37,8 +37,8 @@ class ChatTemplate(ABC):
     def for_learning(self, think: Think) -> Self:
         """The template whose parts() show answers after the prompt that asks for thoughts in this way, where they can.
 
-        With True, an answer with thoughts; with "fake", the last one, if it has none: a chat shows earlier ones without the empty
-        thought. What the prompt holds of the answer is not learnt. Raises UserError as answer_start does.
+        With True, an answer with thoughts; with "fake", the last one, if it has none: a chat shows earlier ones without the
+        empty thought. What the prompt holds of the answer is not learnt. Raises UserError as answer_start does.
         """
         if not think:
             return self
@@ -51,8 +51,8 @@ class ChatTemplate(ABC):
     @property
     def no_tools(self) -> str:
         """Why the template refuses tools, and what shows them."""
-        return (f"the chat template {self.name} has no form for tools; the templates g1 and flower have one, which models of the "
-                "series G1 have learnt, and a jinja2 file may have one")
+        return (f"the chat template {self.name} has no form for tools; the templates g1 and flower have one, which models of "
+                "the series G1 have learnt, and a jinja2 file may have one")
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,

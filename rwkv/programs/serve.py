@@ -57,7 +57,10 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 
 def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
-    """The model and what is said of it, in the engine's process, which alone imports torch. given: the keys that the user set."""
+    """The model and what is said of it, in the engine's process, which alone imports torch.
+
+    given: the keys that the user set.
+    """
     import torch
 
     from rwkv.chat.templates import chat_template
@@ -103,8 +106,11 @@ def _can_begin(template: ChatTemplate, think: Think) -> bool:
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
     """What is said of the options of sampling: a line for all answers, and for each way to begin that has others."""
     usual = chosen[False]
-    other = {think: each for think, each in chosen.items() if each != usual}
-    return [f"{usual}; a request may say otherwise", *(f"with think={str(think).lower()}: {each}" for think, each in other.items())]
+    lines = [f"{usual}; a request may say otherwise"]
+    for think, each in chosen.items():
+        if each != usual:
+            lines.append(f"with think={str(think).lower()}: {each}")
+    return lines
 
 
 def _kept(config: ServeConfig, size: int) -> str:

@@ -129,7 +129,7 @@ def begin(run: Run, *options: str) -> None:
 @pytest.mark.parametrize("options", [
     (), ("trainer.accumulate=1", "trainer.val_every=2", "data.num_workers=2"), ("trainer.tbptt=2",),
     ("trainer.accumulate=1", "trainer.overfit_batches=3"), ("trainer.val_every=3",)], ids=lambda options: " ".join(options))
-def test_a_run_that_is_lengthened_after_its_end_is_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Validation after each second or third step, so also where the shorter run ends, and where it does not."""
     arguments = (*SHORT, "optim.schedule=constant", "trainer.val_every=2", *options)
     for name, steps, more in (("long", 4, ()), ("short", 2, ()), ("short", 4, ("resume=auto",))):

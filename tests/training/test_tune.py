@@ -163,8 +163,8 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
     (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), ()), (("tune=state",), ()),
     (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
 def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
-    """In int8 the one process reads rows one at a time, as each of the two does: float32 products of several rows have other last
-    bits, and one of these may round an input to its other neighbour, 1/63 of its row's largest, so that weights differ by 0.01.
+    """In int8 the one process reads rows one at a time, as each of the two does: float32 products of several rows have other
+    last bits, and one of these may round an input to its other neighbour, 1/63 of its row's largest.
     """
     arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
     for name, more in (("one", alone), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):

@@ -32,7 +32,8 @@ from rwkv.training.callbacks.divergence import Divergence
 FOLDER = "checkpoints"
 LAST, BEST = Path(FOLDER) / "last.ckpt", Path(FOLDER) / "best.ckpt"
 NEXT, DAMAGED = "next.ckpt", "damaged.ckpt"
-TRAINING, VALIDATION = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"      # in the state of Lightning's fit loop
+TRAINING = "epoch_loop.batch_progress"                   # a key in the state of Lightning's fit loop, as the next
+VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 class VerifiedFiles(TorchCheckpointIO):
@@ -109,7 +110,7 @@ class Checkpoints(Callback):
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """States whether the last batch that was read ends Lightning's epoch, which is the whole run, in the run as it is now.
 
-        Where it ended a run that has been lengthened since, Lightning would begin an epoch, and the data from their first batch.
+        Where it ended a run that has been lengthened since, Lightning would begin an epoch, and read the data from the start.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         if isinstance(trainer.limit_train_batches, int):         # of trainer.overfit_batches
