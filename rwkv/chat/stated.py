@@ -57,7 +57,7 @@ def names_in(checkpoint: Path) -> list[str]:
     return _texts(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
 
 
-def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, float]]:
+def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """The file that states how to choose tokens, and the options that it states, by our names.
 
     Nothing where a Hugging Face directory's generation_config.json does not say do_sample=true: transformers takes the
@@ -107,7 +107,7 @@ def _texts(stated: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
     return [stated[key] for key in keys if isinstance(stated.get(key), str) and stated[key]]
 
 
-def _numbers(stated: dict[str, Any], names: dict[str, str]) -> dict[str, float]:
+def _numbers(stated: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """The numbers that stand under these keys, by the names that the keys have here."""
     found = {name: stated[key] for key, name in names.items()
              if isinstance(stated.get(key), int | float) and not isinstance(stated[key], bool)}

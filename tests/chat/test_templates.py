@@ -347,17 +347,17 @@ def test_other_names_are_refused() -> None:
 THOUGHT: list[dict[str, Any]] = [
     {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "T"},
     {"role": "user", "content": "R"}, {"role": "assistant", "content": "B"}]
-QWEN = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+SWITCHED = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n"
         "{% elif m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{{ '<think>\n' if enable_thinking else '<think></think>' }}{% endif %}")
 
 
-@pytest.mark.parametrize("name", ["g1", "flower", "qwen"])
+@pytest.mark.parametrize("name", ["g1", "flower", "switched"])
 @pytest.mark.parametrize(("think", "talk"), [(True, THOUGHT[:2]), ("fake", THOUGHT[2:])])
 def test_an_answer_is_learnt_after_the_prompt_that_a_chat_asks_with(tmp_path: Path, name: str, think: Think,
                                                                     talk: list[dict[str, Any]]) -> None:
-    (tmp_path / "qwen.jinja").write_text(QWEN)
-    template = chat_template(str(tmp_path / "qwen.jinja") if name == "qwen" else name).for_learning(think)
+    (tmp_path / "switched.jinja").write_text(SWITCHED)
+    template = chat_template(str(tmp_path / "switched.jinja") if name == "switched" else name).for_learning(think)
     parts = template.parts(talk)
     assert "".join(text for text, learnt in parts if not learnt) == template.render(talk[:1], think=think)
     start = template.answer_start(think)
@@ -395,7 +395,7 @@ def test_a_template_that_changes_its_form_with_tools(tmp_path: Path) -> None:
         "{% endfor %}{% if add_generation_prompt %}A: {{ '<think' if rwkv_generation_prompt == 'open_think' else "
         "'<think></think' }}{% endif %}")
     template = chat_template(str(tmp_path / "two.jinja"))
-    assert template.stop == ("\n\nuser:", "\n### user")
+    assert template.stop == ("\n\nuser:", "### user")
     assert [template.answer_start(think) for think in (False, True, "fake")] == ["<think></think", "<think", "<think></think"]
     talk = [{"role": "user", "content": "?"}, {"role": "tool", "content": '{"sky": "rain"}'}]
-    assert "\n### tool\nrain" in template.render(talk, False, tools=[{"name": "f"}])
+    assert "### tool\nrain" in template.render(talk, False, tools=[{"name": "f"}])
