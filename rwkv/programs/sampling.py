@@ -78,7 +78,10 @@ class SamplingChoice:
     def _of_kind(self, think: Think) -> Chosen | None:
         if self._template is None:
             return None
-        start = self._template.answer_start(think)
+        try:
+            start = self._template.answer_start(think)
+        except UserError:                # there are no such answers
+            return None
         begun: Think = "fake" if "</think" in start else bool(start)
         kind = kind_of(*self._names)
         if self._template.name in OF_G1_FORM and kind.template != "g1":

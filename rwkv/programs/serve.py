@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import BEGUN, Think
 from rwkv.config import BITS, ServeConfig
 from rwkv.errors import UserError
@@ -73,7 +72,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)            # refused before the model is loaded
     sampling = SamplingChoice(config, given, opened.checkpoint.path, opened.checkpoint.run, template)
-    chosen = {think: sampling.for_answers(think) for think in BEGUN if _can_begin(template, think)}
+    chosen = {think: sampling.for_answers(think) for think in BEGUN}
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
@@ -92,15 +91,6 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
                        f"and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
     return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()})
-
-
-def _can_begin(template: ChatTemplate, think: Think) -> bool:
-    """Whether answers can begin so."""
-    try:
-        template.answer_start(think)
-    except UserError:
-        return False
-    return True
 
 
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
