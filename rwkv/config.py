@@ -151,6 +151,9 @@ class DataConfig:
                        needs=("data.name", "jsonl", "hf"))
     template: str | None = option(None, "of conversations: world, g1, flower or a jinja2 file; null: by init_from's file",
                                   verbatim=PATH, needs=("data.name", "chat"))
+    think: str = option("false", "how answers begin that are learnt: true: those with thoughts after the prompt that asks for "
+                        "thoughts; fake: the last one after an empty thought; false: as a conversation has them",
+                        one_of=THINK, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of a Hugging Face data set", filled=True, needs=("data.name", "hf"))
@@ -166,6 +169,7 @@ class DataConfig:
     sample_prompt: str = option("", "text that samples continue; empty: samples begin without a prompt", verbatim=TEXT)
 
     def __post_init__(self) -> None:
+        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
         check_options(self, "data.")
 
 
@@ -537,7 +541,8 @@ def _shown(value: Any) -> str:
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
     """The field `sampling`: the name of the preset, a file of configs/sampling, that sets the options of sampling."""
-    return option(name, "set by sampling=; options that are given override it", verbatim=GRAMMAR, heading=heading)
+    return option(name, "set by sampling=; without it the file, or the kind of model, chooses first (docs/chat.md); options "
+                  "that are given override it", verbatim=GRAMMAR, heading=heading)
 
 
 Config = TypeVar("Config")

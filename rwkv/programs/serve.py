@@ -28,12 +28,16 @@ at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is
 set as train.py --help explains.
 """
 
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import BITS, Sampling, ServeConfig
+from rwkv.chat.thoughts import BEGUN, Think
+from rwkv.config import BITS, ServeConfig
 from rwkv.errors import UserError
+from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
@@ -48,11 +52,14 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     say("loading", config.checkpoint)
-    server.serve(config, load)
+    server.serve(config, partial(load, given=line.keys))
 
 
-def load(config: ServeConfig) -> "Loaded":
-    """The model and what is said of it, in the engine's process, which alone imports torch."""
+def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
+    """The model and what is said of it, in the engine's process, which alone imports torch.
+
+    given: the keys that the user set.
+    """
     import torch
 
     from rwkv.chat.templates import chat_template
@@ -63,7 +70,9 @@ def load(config: ServeConfig) -> "Loaded":
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
-    chat_template(choice.template)       # refused before the model is loaded
+    template = chat_template(choice.template)            # refused before the model is loaded
+    sampling = SamplingChoice(config, given, opened.checkpoint.path, opened.checkpoint.run, template)
+    chosen = {think: sampling.for_answers(think) for think in BEGUN}
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
@@ -77,11 +86,21 @@ def load(config: ServeConfig) -> "Loaded":
             *opened.notes,
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
-            ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
+            *(("sampling", line) for line in _sampling_lines(chosen)),
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
-    return Loaded(model, opened.tokenizer, choice.template, plan, row)
+    return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()})
+
+
+def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
+    """What is said of the options of sampling: a line for all answers, and for each way to begin that has others."""
+    usual = chosen[False]
+    lines = [f"{usual}; a request may say otherwise"]
+    for think, each in chosen.items():
+        if each != usual:
+            lines.append(f"with think={str(think).lower()}: {each}")
+    return lines
 
 
 def _kept(config: ServeConfig, size: int) -> str:

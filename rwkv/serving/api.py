@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import begun_by, end_of
+from rwkv.chat.thoughts import Think, begun_by, end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
@@ -67,10 +67,10 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the routes work with. sampling: the options that a request does not give. stopping: no new requests are taken."""
+    """What the routes work with. sampling: as of Ready. stopping: no new requests are taken."""
 
     config: ServeConfig
-    sampling: Sampling
+    sampling: Mapping[Think, Sampling]
     engine: RemoteEngine
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -259,7 +259,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     ids = _ids_of_messages(service, prompt, start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
-    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
     texts = _with_states(service, body, texts, start, owner, service.states.answered(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
@@ -316,8 +316,7 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
 def _shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """In the form for the template. Raises ApiError where it has none for them."""
     if tools and not service.template.supports_tools:
-        raise ApiError(400, f"tools: the chat template {service.template.name} has no form for tools; template=g1 has one, and "
-                            "a jinja2 file may have one", "tools")
+        raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
     return [_for_template(tool) for tool in tools] if tools else None
 
 
@@ -379,12 +378,14 @@ async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
 
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
            n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
-           limit: str = "max_tokens") -> list[Generate]:
-    """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from."""
+           limit: str = "max_tokens", think: Think = False) -> list[Generate]:
+    """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from. think: how
+    they begin.
+    """
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
-    sampling = body.sampling(service.sampling, service.tokenizer)
+    sampling = body.sampling(service.sampling[think], service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
                      grammar)
             for number in range(n)]
@@ -481,7 +482,7 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn(body.messages, tools, start)
         ids = _ids_of_messages(service, prompt, start)
-    return Generate(-1, ids, 0, 0, (), service.sampling, False, start=start, save=service.states.new(owner, turn))
+    return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn))
 
 
 async def list_states(service: Service, request: Request) -> Response:

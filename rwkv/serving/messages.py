@@ -1,8 +1,10 @@
 """What the process with HTTP and the process with the engine send each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
 
@@ -44,7 +46,8 @@ class Ready:
     """The model is loaded.
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people. states: those that were kept before the server began. state_bytes: of one.
+    people. states: those that were kept before the server began. state_bytes: of one. sampling: the options that a request does
+    not give, by how its answers begin; those of False are for texts without a chat template, too.
     """
 
     tokenizer: dict[str, Any]
@@ -52,6 +55,7 @@ class Ready:
     plan: list[tuple[str, str]]
     states: list[SavedState]
     state_bytes: int
+    sampling: Mapping[Think, Sampling]
 
 
 @dataclass(frozen=True)

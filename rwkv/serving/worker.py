@@ -5,14 +5,15 @@ Loading a model in one thread and stepping in another would give two teams of Op
 
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
-from rwkv.config import ServeConfig
+from rwkv.chat.thoughts import Think
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
 from rwkv.generation.grammar import compiled
@@ -41,13 +42,17 @@ COMPILING_S = 0.002                      # between two looks whether a grammar i
 
 
 class Loaded(NamedTuple):
-    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept."""
+    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept.
+
+    sampling: as of Ready.
+    """
 
     model: Any
     tokenizer: Tokenizer
     template: str
     plan: list[tuple[str, str]]
     state_bytes: int
+    sampling: Mapping[Think, Sampling]
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -66,7 +71,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         engine.warm_up()
         states = KeptStates(config, loaded.model, loaded.tokenizer)
         worker = _Worker(connection, engine, loaded.tokenizer, cache, states)
-        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
+        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
+                              loaded.sampling))
         try:
             worker.run()
         finally:
