@@ -125,9 +125,11 @@ class Asked:
     tools: list[dict[str, Any]]
 
 
-def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, shown_tools: Callable[[ChatRequest], Any],
+def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: Keeper,
+        shown_tools: Callable[[ChatRequest], Any],
         chat: Callable[[ChatRequest], tuple[list[Generate], Shape]]) -> tuple[list[Generate], Shape, Asked]:
-    """The text that answers a request. shown_tools: those of a chat's request as the template gets them. chat: its texts.
+    """The text that answers a request. model: as of Generate. shown_tools: those of a chat's request as the template gets
+    them. chat: its texts.
 
     Raises ApiError with the fields that a request for a response has.
     """
@@ -141,7 +143,7 @@ def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, show
         request = _chat_request(asked, asked.input)
         if body.previous_response_id is not None:
             previous = kept.get(body.previous_response_id, owner, "previous_response_id")
-            start = _start(previous, asked, states, shown_tools(request))
+            start = _start(previous, asked, model, states, shown_tools(request))
             if start is None:
                 request = _chat_request(asked, [*_items_up_to(previous, owner, kept), *asked.input])
             else:
@@ -158,11 +160,12 @@ def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, show
     return texts, shape, asked
 
 
-def _start(previous: Stored, asked: Asked, states: Keeper, tools: Any) -> SavedState | None:
-    """The state that the conversation goes on from; None where its beginning is another one now, or the state is gone."""
+def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: Any) -> SavedState | None:
+    """The state that the conversation goes on from; None where its beginning or its model is another one now, or the state is
+    gone."""
     state = states.engine.states.get(previous.state or "")
     same = previous.response["instructions"] == asked.body.instructions
-    if state is None or state.refusal is not None or not same or not states.goes_on(state, tools):
+    if state is None or state.refusal is not None or state.model != model or not same or not states.goes_on(state, tools):
         return None
     return state
 
