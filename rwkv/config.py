@@ -670,10 +670,10 @@ class ServeConfig(SavedModelConfig):
     receive_s: float = option(30.0, "seconds in which a whole request must come", above=0.0)
     timeout_s: float = option(600.0, "seconds after which a text ends where it is", above=0.0)
     grace_s: float = option(30.0, "seconds that running texts have after SIGTERM", least=0.0)
-    cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB; 0: none", least=0)
-    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; those used "
-                             "longest ago leave it; 0 without states_dir: none are kept", least=0,
-                             heading="States that clients keep")
+    cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB, apart for each key; 0: none", least=0)
+    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; of keys that have "
+                             "more than an equal share those used longest ago leave it; 0 without states_dir: none are kept",
+                             least=0, heading="States that clients keep")
     states_dir: str | None = option(None, "folder where each of them is a file too, also after a restart; null: those that "
                                     "leave memory are lost", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)

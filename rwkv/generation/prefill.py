@@ -9,7 +9,6 @@ one, or with an earlier prompt and its answer, is read from the end of that one 
 """
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, count, repeat
 from math import ceil
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from rwkv.errors import UserError
 from rwkv.generation.sampling import logprobs
+from rwkv.io.shares import Shares
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 from rwkv.model.hooks import untouched
@@ -71,7 +71,8 @@ EMPTY = Key()
 
 
 class PrefixCache:
-    """The prefill results that were used last, by the tokens read, in at most max_bytes.
+    """The prefill results that were used last, by the tokens read, in at most max_bytes. An owner that holds no more than an
+    equal share of them loses none to others.
 
     Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
     longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
@@ -86,14 +87,19 @@ class PrefixCache:
         if max_bytes < 0:
             raise UserError(f"max_bytes is 0 or more; got {max_bytes}")
         self.max_bytes = max_bytes
-        self.bytes = 0                   # of all entries
         self._point = secrets.randbelow(self._PRIME)
-        self._entries: OrderedDict[Key, PrefillResult] = OrderedDict()       # most recently used last
+        self._entries: dict[Key, PrefillResult] = {}
+        self._shares = Shares[Key]()
         self._weights: dict[str, Watch] = {}                     # of the model that has the name
         self._lock = Lock()              # guards all of these
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def bytes(self) -> int:
+        """Of all entries."""
+        return self._shares.total
 
     def begin(self, model: Model, name: str = "") -> None:
         """Removes the entries under the name where they are of another model, or its weights have changed."""
@@ -101,8 +107,9 @@ class PrefixCache:
             known = self._weights.get(name)
             if known is not None and known.model is model and known.unchanged():
                 return
-            for key in [key for key in self._entries if key.model == name]:
-                self._remove(key)
+            if known is not None:
+                for key in [key for key in self._entries if key.model == name]:
+                    self._remove(key)
             self._weights[name] = Watch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
@@ -117,7 +124,7 @@ class PrefixCache:
             found = next((key for key in reversed(keys) if key in self._entries), None)
             if found is None:
                 return after, None
-            self._entries.move_to_end(found)
+            self._shares.use(found)
             return found, self._entries[found]
 
     def put(self, key: Key, result: PrefillResult) -> None:
@@ -128,10 +135,10 @@ class PrefixCache:
                 self._remove(key)
             if size > self.max_bytes:
                 return
-            while self.bytes + size > self.max_bytes:
-                self._remove(next(iter(self._entries)))
             self._entries[key] = result
-            self.bytes += size
+            self._shares.add(key, key.owner, size)
+            while self._shares.total > self.max_bytes:
+                self._remove(self._shares.first_to_go(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
         """The key of each prefix, from the empty one on, each after what `after` is the key of."""
@@ -139,7 +146,8 @@ class PrefixCache:
         return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 
     def _remove(self, key: Key) -> None:
-        self.bytes -= self._entries.pop(key).nbytes()
+        del self._entries[key]
+        self._shares.remove(key)
 
 
 class Reading:

@@ -40,7 +40,7 @@ from rwkv.errors import UserError
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
-    from rwkv.serving.adapters import Adapter
+    from rwkv.programs.adapters import Adapter
     from rwkv.serving.worker import Loaded
 
 MIB = 2**20
@@ -63,7 +63,7 @@ def load(config: ServeConfig) -> "Loaded":
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
-    from rwkv.serving.adapters import read_adapters
+    from rwkv.programs.adapters import read_adapters
     from rwkv.serving.worker import Loaded, LoadedAdapter
 
     opened = open_checkpoint(config)

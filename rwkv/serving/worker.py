@@ -187,7 +187,7 @@ class _Worker:
             gone = self._states.take_gone()
             if events or gone:
                 cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
-                self._connection.send(Step(events, *cached, self._states.bytes, tuple(gone)))
+                self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
         """What is to be sent of a text; a state that is to be kept at its end is kept before."""

@@ -26,7 +26,7 @@ from rwkv.generation.engine import generate, generate_batch
 from rwkv.generation.prefill import prefill
 from rwkv.generation.states import load_context, save_context
 from rwkv.pretrained import RWKV, open_checkpoint
-from rwkv.serving.adapters import read_adapters, require_room
+from rwkv.programs.adapters import read_adapters, require_room
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
