@@ -4,12 +4,12 @@ first     the first token after 0, 1,000 and 20,000 tokens (--tokens) and a shor
           from a state's id, and from its file after a restart (states_dir=); medians of turns. With --llama-server PROGRAM also
           llama.cpp's own server on the same weights: read anew, cached in its slot, and a saved slot that is restored, before
           and after a restart
-load      64 clients (--clients) that come, stream and go: a third hang up in the middle, half continue states or have
-          a schema, or both; and in turns the same without states and schemas. Errors, tokens a second, fairness (Jain's index of
+load      64 clients (--clients) that come, stream and go: a third hang up in the middle, half continue states or have a
+          schema, or both; in turns with the same without states and schemas. Errors, tokens a second, fairness (Jain's index of
           the rates of whole texts), and memory at the start, in the middle and at the end
 
-The server is `python serve.py` with random weights in RWKV-7's 0.1b shape, each token an event, as in benchmarks/serving.py. The
-last line of standard output is the result as JSON.
+The server is `python serve.py` with random weights in RWKV-7's 0.1b shape, each token an event, as in benchmarks/serving.py.
+The last line of standard output is the result as JSON.
 """
 
 import argparse

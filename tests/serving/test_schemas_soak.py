@@ -48,8 +48,8 @@ class Schemas:
         more = self.chance.choice([False, False, False, {"type": "boolean"}, None])
         if more is not None:
             schema["additionalProperties"] = more
-        if more is not False:
-            schema["maxProperties"] = len(names) + 1
+        if more is not False:            # or it would hardly end; a number of properties goes with all of them required
+            schema |= {"required": names, "maxProperties": len(names) + 1}
         return schema
 
     def array(self, depth: int) -> dict[str, Any]:
