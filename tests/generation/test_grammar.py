@@ -93,9 +93,10 @@ def test_addresses_have_the_lengths_that_they_may_have(name: str) -> None:
     room = 254 - len(before) if name == "email" else 253
     long = ".".join(["b" * 19] * 20)
     for domain in ("b.c", "b" * 63 + ".c", "b" * 64 + ".c", long[:room], long[:room + 1]):
+        allowed = allows(Grammar.json_schema({"type": "string", "format": name}), f'"{before}{domain}"')
+        assert allowed == (len(domain) <= room and "b" * 64 not in domain), domain
         valid = jsonschema_rs.validator_for({"format": name}, validate_formats=True).is_valid(before + domain)
-        assert valid == (len(domain) <= room and "b" * 64 not in domain), domain
-        assert allows(Grammar.json_schema({"type": "string", "format": name}), f'"{before}{domain}"') == valid, domain
+        assert valid or not allowed, domain
 
 
 def each_tokenizer() -> list[Any]:
