@@ -198,7 +198,9 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
     for mixed, clients in over.items():
         wrong = [client for client in clients if client.status != b"200"
                  or (client.hang_up_after is None and not client.finished)]
-        rates = [client.rate for client in clients if client.finished and client.n >= 32]
+        # from the request on: where the client is slow, all events of a text may be read at once
+        whole = [client for client in clients if client.finished and client.n >= 32]
+        rates = [len(client.times) / (client.times[-1] - client.began) for client in whole]
         row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",
                "texts": len(clients), "errors": len(wrong), "tokens_per_second": median(counted[mixed]),
                "jain": jain(rates) if rates else None, "memory_mib": memory}
