@@ -28,7 +28,8 @@ class SavedState:
     """What is known of a state that a client keeps; the engine's process holds it.
 
     owner: a digest of the key that made it. tokens: those that it has read; None for a file that does not say. last_ids: as of
-    PrefillResult. turn: None where it is not known to be that of a conversation. refusal: why it cannot be used here.
+    PrefillResult. turn: None where it is not known to be that of a conversation. refusal: why it cannot be used here. model:
+    the adapter that has read it; "" for the checkpoint's own. id: "" for the beginning of all texts of an adapter.
     """
 
     id: str
@@ -39,6 +40,7 @@ class SavedState:
     last_ids: tuple[int, ...] = ()
     turn: Turn | None = None
     refusal: str | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Ready:
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
     people. states: those that were kept before the server began. state_bytes: of one. sampling: the options that a request does
-    not give, by how its answers begin; those of False are for texts without a chat template, too.
+    not give, by how its answers begin; those of False are for texts without a chat template, too. adapters: by name the state
+    that their texts begin with; None for the empty one.
     """
 
     tokenizer: dict[str, Any]
@@ -56,6 +59,7 @@ class Ready:
     states: list[SavedState]
     state_bytes: int
     sampling: Mapping[Think, Sampling]
+    adapters: dict[str, SavedState | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Generate:
     """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be.
 
     start: the state that it continues. save: its end is kept as this state, whose tokens, bytes and last_ids are not yet known.
+    model: the adapter's name, "" for the checkpoint's own. owner: as of SavedState.
     """
 
     id: int
@@ -85,6 +90,8 @@ class Generate:
     grammar: Grammar | None = None
     start: SavedState | None = None
     save: SavedState | None = None
+    model: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)
