@@ -23,15 +23,15 @@ from rwkv.io.signals import heeded
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, process_count, share
-from rwkv.training.epochs import with_steps_of_epochs
+from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.plan import announce_needs, announce_training, validated_part
-from rwkv.training.preferences import REFERENCE, Preferences, read_reference, write_reference
-from rwkv.training.run import Run, as_plain, create, open_run, require_unfinished
+from rwkv.training.run.directory import Run, as_plain, create, open_run, require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_compared, say_result, show_sample
-from rwkv.training.tuned import write_tuned
+from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
+from rwkv.training.tuning.tuned import write_tuned
 
 
 def show_conversations(data: Corpus) -> None:

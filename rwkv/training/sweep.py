@@ -36,9 +36,9 @@ from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.report import reading
 from rwkv.training import sweep_child
 from rwkv.training.device import device_for
-from rwkv.training.lock import RunLock
 from rwkv.training.loggers import log_report
-from rwkv.training.run import CONFIG_FILE, new_folder, require_unused
+from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
+from rwkv.training.run.lock import RunLock
 from rwkv.training.setup import kernel_for
 
 CHILD = Path(sweep_child.__file__)       # the program that trains one run

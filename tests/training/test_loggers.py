@@ -14,7 +14,7 @@ from training_runs import TEXT
 
 from rwkv.config import LoggerConfig, TrainConfig
 from rwkv.training import loggers, setup
-from rwkv.training.run import as_plain
+from rwkv.training.run.directory import as_plain
 
 RUN = as_plain(TrainConfig())
 CONFIG = LoggerConfig(name="wandb")

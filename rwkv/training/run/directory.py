@@ -27,12 +27,12 @@ from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, is_finis
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
 from rwkv.training.device import AUTO, with_precision
-from rwkv.training.guard import with_guard
-from rwkv.training.init_from import NOT_A_SIZE, open_init_checkpoint
-from rwkv.training.lock import NAME, RunLock
-from rwkv.training.passes import same_step, with_less_memory, with_passes
-from rwkv.training.tuned import tuned_files
-from rwkv.training.tuning_defaults import with_tuning_defaults
+from rwkv.training.run.lock import NAME, RunLock
+from rwkv.training.tuning.defaults import with_tuning_defaults
+from rwkv.training.tuning.guard import with_guard
+from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
+from rwkv.training.tuning.passes import same_step, with_less_memory, with_passes
+from rwkv.training.tuning.tuned import tuned_files
 
 RUNS = Path("runs")
 CONFIG_FILE = "config.yaml"
@@ -51,8 +51,8 @@ class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
-    tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning_defaults.py), in a new run.
-    saved_memory: lines of rwkv/training/passes.py, in a new run with init_from=.
+    tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning/defaults.py), in a new run.
+    saved_memory: lines of rwkv/training/tuning/passes.py, in a new run with init_from=.
     exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
     """
 
@@ -132,7 +132,7 @@ def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """The configuration with the fewest max_steps that read trainer.max_tokens, if these or nothing else is given.
 
     The length that is given replaces those of an experiment or of a resumed run; what trainer.epochs are in steps is found when
-    the data are known (rwkv/training/epochs.py). Raises UserError if the command line gives two.
+    the data are known (rwkv/training/length.py). Raises UserError if the command line gives two.
     """
     own = [key for key in LENGTHS if key in given and _look_up(config, key) is not None]
     if len(own) > 1:

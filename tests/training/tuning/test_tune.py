@@ -25,7 +25,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.convert import convert
 from rwkv.training.memory import estimate, frozen_bytes, n_trained
-from rwkv.training.passes import with_less_memory, with_passes
+from rwkv.training.tuning.passes import with_less_memory, with_passes
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
@@ -284,7 +284,7 @@ def test_a_run_that_is_short_of_memory_computes_activations_again(monkeypatch: p
     returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
     assert returned < need
     for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
-        monkeypatch.setattr("rwkv.training.passes.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("rwkv.training.tuning.passes.free_memory", lambda device, free=free: free)
         found, line = with_less_memory(config, 65536, ())
         assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
         assert (line is None) == (malloc == "tuned")
