@@ -29,7 +29,8 @@ from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV
 from rwkv.tools import convert
-from rwkv.training.run.directory import as_plain, with_max_steps
+from rwkv.training.length import with_max_steps
+from rwkv.training.run.directory import as_plain
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 

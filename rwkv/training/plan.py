@@ -120,7 +120,7 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if config.optim.name in ORTHOGONAL:
         yield "optimiser", _orthogonal(config.optim.name, device)
     yield from _memory(config, V, device, programs)
-    yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
+    yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config.trainer.keep_last)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
 
 

@@ -18,7 +18,8 @@ from programs import Run, one_sentence
 from training_runs import TEXT, losses
 
 from rwkv.config import TrainConfig
-from rwkv.training.run.directory import DELETED, open_run
+from rwkv.training.run.opening import open_run
+from rwkv.training.run.resume import DELETED
 
 RUNS = Path(__file__).parent / "data" / "earlier_version"
 
