@@ -234,7 +234,8 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
     if need > free:
         raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
-                        f"{readable(free)} is free at {out_dir}: make room, name another disk with out_dir=, or take trainer.keep_last=1")
+                        f"{readable(free)} is free at {out_dir}: make room, name another disk with out_dir=, or take "
+                        "trainer.keep_last=1")
 
 
 def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:
