@@ -50,6 +50,7 @@ RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # of a block's ffn
 MERGED_ROWS = 4096                       # of s_emb that are merged at once
 UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
+LEARNS_STATE = True
 Shape = tuple[int, ...]
 
 
