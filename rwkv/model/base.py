@@ -39,7 +39,7 @@ class Generation(Protocol):
     UNUSED: tuple[str, ...]              # tensors of its files that nothing reads, and some files lack
     LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)
     PLAIN: Any                           # classes of the modules that Step computes without calling them
-    Block: Any                           # forward: (x, state of this layer or None, carry, packing or None) -> (x, state, carry)
+    Block: Any                           # forward: (x, its state or None, carry, packing or None) -> (x, state, carry)
     Step: Any                            # a class: a Block for one token (rwkv/generation/decoder.py)
     State: Any                           # a class of rwkv.model.state
 
