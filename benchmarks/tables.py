@@ -138,29 +138,11 @@ def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
                   *([name, f"{seconds:.2f}", f"{seconds / least:.2f}"] for name, seconds in report["seconds"].items())])
 
 
-def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
-    """What each way of tuning trains and takes, and its exact matches; table: markdown or aligned."""
-    rows = [["", "trained values", "minutes", "peak MB", "exact matches", "of new words"]]
-    for row in report["results"]:
-        cost = [f"{row['trained']:,}", f"{row['seconds'] / 60:.1f}", f"{row['peak_mem']:.0f}"] if "trained" in row else [""] * 3
-        rows.append([row["way"], *cost, f"{row['same_words']:.0%}", f"{row['new_words']:.0%}"])
-    return table(rows)
-
-
 def quality(report: Report, table: Callable[..., str] = markdown) -> str:
     """Bits per byte for each model and dtype; table: markdown or aligned."""
     rows = [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
             for row in report["rows"]]
     return table([["model", "parameters", "dtype", "bits per byte", "more than float32"], *rows], left=3)
-
-
-def loading(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Seconds and peak memory of loading and of converting, for each program and dtype; table: markdown or aligned."""
-    rows = [["", "dtype", "s", "peak MiB", "peak / weights"]]
-    for name, one in report["results"].items():
-        rows.append([*name.split(), f"{one['seconds']:.2f}", f"{one['peak_bytes'] / 2**20:.0f}",
-                     f"{one['peak_bytes'] / one['weights_bytes']:.2f}"])
-    return table(rows, left=2)
 
 
 def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
@@ -173,25 +155,13 @@ def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
     return f"{table(rows)}\n\nRandom strings with different ids: {'; '.join(checks)}."
 
 
-def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Speed and peak memory of tokenising a corpus."""
-    rows = [[f"{report['bytes'] / 1e9:.2f} GB of text", "s", "MB/s", "cores", "peak MB", "tokens"]]
-    for name, run in report["runs"].items():
-        rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:,.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
-                     f"{run['peak_mb']:.0f}", f"{run['tokens']:,}"])
-    same = "The shards of the first three runs are " + ("identical." if report["identical"] else "DIFFERENT.")
-    return f"{table(rows)}\n\n{same}"
-
-
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu*.json", generation),
     "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
     "serving": ("serving-peers-cpu.json", serving),
     "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
-    "tuning": ("tuning-cpu.json", tuning),
-    "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),
-    "corpus": ("tokenize-corpus.json", corpus)}
+    "tokenization": ("tokenization.json", tokenization)}
 
 
 if __name__ == "__main__":

@@ -402,7 +402,7 @@ def test_smaller_dtypes_are_served(start: Callable[..., Running], dtype: str) ->
 
 def test_a_port_is_taken_before_the_model_is_loaded() -> None:
     """Two servers that load at the same time cannot both have it."""
-    with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError, match="cannot listen"):
+    with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError):
         _bind(ServeConfig(port=first.getsockname()[1]))
 
 
