@@ -32,14 +32,13 @@ from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import BITS, Sampling, ServeConfig
+from rwkv.config import BITS, MIB, Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
     from rwkv.serving.worker import Loaded
 
-MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:

@@ -26,7 +26,7 @@ from rwkv.chat.calls import START, stop_of
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import begun_by, end_of
-from rwkv.config import Sampling, ServeConfig
+from rwkv.config import MIB, Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.serving import openapi, responses
@@ -56,7 +56,6 @@ from rwkv.serving.states import FORMS, Keeper, StateAnswer, owner_of, shown
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIB = 2**20
 LONG = 2**16                             # bytes of a body that is not read in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))

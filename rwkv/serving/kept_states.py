@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rwkv.config import ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import StateForm, metadata_of
@@ -24,7 +24,6 @@ from rwkv.serving.log import say
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIB = 2**20
 NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 OURS = "timemix-serve"                   # in the metadata of a file: what the server knows of a state
 LONGEST_HEADER = 2**20                   # bytes of a file that are read to see what it is

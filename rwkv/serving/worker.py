@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
-from rwkv.config import ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
 from rwkv.generation.grammar import compiled
@@ -36,7 +36,6 @@ from rwkv.serving.messages import (
 )
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIB = 2**20
 COMPILING_S = 0.002                      # between two looks whether a grammar is compiled, where nothing else is done
 
 

@@ -311,7 +311,7 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
 
 
 def conclude(sweep: Sweep) -> None:
-    """Writes the report, into the directory and to W&B, and prints how to continue an unfinished sweep."""
+    """Writes the report, into the directory and to the logger, and prints how to continue an unfinished sweep."""
     written = report.write(sweep.folder)
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
@@ -321,7 +321,7 @@ def conclude(sweep: Sweep) -> None:
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: python train.py -m resume=auto {quote(f'out_dir={sweep.folder}')}")
     config = next(iter(sweep.configs.values()))
-    if config.logger.name == "wandb" and sweep.count(FINISHED):
+    if sweep.count(FINISHED):
         log_report(config.logger, sweep.folder, *report.table(sweep.folder))
 
 
