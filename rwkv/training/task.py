@@ -32,8 +32,6 @@ from rwkv.training.tbptt import Carried, hidden_of_segments
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    from rwkv.training.tuning.preferences import Preferences
-
 CARRIED = "carried"                      # a checkpoint's key for the states of trainer.tbptt's document streams
 
 
@@ -57,7 +55,7 @@ class LanguageModel(lightning.LightningModule):
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
-        self.preferences: Preferences | None = None     # the objective, where it is one of pairs
+        self.preferences: Any = None     # Preferences: the objective, where it is one of pairs
         self.rewards = torch.zeros(len(REWARDS))         # of this process's batches of a step, weighted
         self._nats, self._tokens = 0.0, 0
         self._rewards = torch.zeros(len(REWARDS))        # sums over the validation's pairs
