@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,14 +81,6 @@ class DeepEmbedGeneration(Generation, Protocol):
 
     def first_carry(self, tokens: Tensor) -> Any:
         """What the first block is handed."""
-
-
-if TYPE_CHECKING:                        # a generation that lacks something is an error of mypy
-    from rwkv.model import rwkv4, rwkv7
-
-    _RWKV4: Generation = rwkv4
-    _RWKV7: DeepEmbedGeneration = rwkv7
-
 
 
 def generation(config: ModelConfig) -> Generation:
