@@ -154,15 +154,6 @@ def quality(report: Report, table: Callable[..., str] = markdown) -> str:
     return table([["model", "parameters", "dtype", "bits per byte", "more than float32"], *rows], left=3)
 
 
-def loading(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Seconds and peak memory of loading and of converting, for each program and dtype; table: markdown or aligned."""
-    rows = [["", "dtype", "s", "peak MiB", "peak / weights"]]
-    for name, one in report["results"].items():
-        rows.append([*name.split(), f"{one['seconds']:.2f}", f"{one['peak_bytes'] / 2**20:.0f}",
-                     f"{one['peak_bytes'] / one['weights_bytes']:.2f}"])
-    return table(rows, left=2)
-
-
 def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
     """MB of text per second for each tokenizer, and the random strings whose ids were compared."""
     rows = [["", "encode MB/s", "decode MB/s", "bytes per token"]]
@@ -173,16 +164,6 @@ def tokenization(report: Report, table: Callable[..., str] = markdown) -> str:
     return f"{table(rows)}\n\nRandom strings with different ids: {'; '.join(checks)}."
 
 
-def corpus(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Speed and peak memory of tokenising a corpus."""
-    rows = [[f"{report['bytes'] / 1e9:.2f} GB of text", "s", "MB/s", "cores", "peak MB", "tokens"]]
-    for name, run in report["runs"].items():
-        rows.append([name, f"{run['seconds']:.1f}", f"{run['mb_per_s']:,.1f}", f"{run['cpu_seconds'] / run['seconds']:.2f}",
-                     f"{run['peak_mb']:.0f}", f"{run['tokens']:,}"])
-    same = "The shards of the first three runs are " + ("identical." if report["identical"] else "DIFFERENT.")
-    return f"{table(rows)}\n\n{same}"
-
-
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation": ("generation-cpu*.json", generation),
     "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
@@ -190,8 +171,7 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
     "tuning": ("tuning-cpu.json", tuning),
-    "loading": ("loading-cpu.json", loading), "tokenization": ("tokenization.json", tokenization),
-    "corpus": ("tokenize-corpus.json", corpus)}
+    "tokenization": ("tokenization.json", tokenization)}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are t
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
+MIB = 2**20                              # bytes, of options that end so
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
 DTYPES = tuple(BITS)                     # that a model computes in, and of frozen matrices
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
@@ -268,7 +269,9 @@ class TrainerConfig:
 
 @dataclass
 class LoggerConfig:
-    name: str = option("wandb", "set by logger=", one_of=("wandb", "csv", "none"), heading="Logger")
+    name: str = option("wandb", "set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
+    _target_: str | None = option(None, "the class of any logger of Lightning, beside metrics.csv: configs/logger/mlflow.yaml")
+    arguments: list[str] = option(list, "NAME=VALUE that _target_ is called with; may be given several times")
     project: str = option("timemix", "project in W&B", filled=True)
     group: str | None = option(None, "group of runs in W&B; null: none")
     run_name: str | None = option(None, "name of the run in W&B; null: chosen by W&B")
@@ -278,6 +281,8 @@ class LoggerConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "logger.")
+        if self._target_ is None:
+            _one_of("logger.name", self.name, ("wandb", "csv", "none"))
         if bool(self.published_losses) != bool(self.published_steps):
             raise UserError("logger.published_losses and logger.published_steps belong together: give both or neither")
 

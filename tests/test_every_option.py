@@ -65,6 +65,7 @@ def test_the_command_line_takes_every_option(program: str) -> None:
 
 def test_requests_take_every_option() -> None:
     pytest.importorskip("msgspec")
+    from rwkv.serving.api import ENDPOINTS
     from rwkv.serving.openapi import document
     from rwkv.serving.schema import ChatRequest, CompletionRequest, read
 
@@ -75,7 +76,7 @@ def test_requests_take_every_option() -> None:
         sampling = request.sampling(Sampling(), BYTES)
         assert sampling == Sampling(**OTHER_OPTIONS)
         assert pickle.loads(pickle.dumps(sampling)) == sampling          # to the engine's process
-        shown = document()["components"]["schemas"][kind.__name__]["properties"]
+        shown = document(ENDPOINTS)["components"]["schemas"][kind.__name__]["properties"]
         assert {name: shown[name]["description"] for name in NAMES} == {
             item.name: item.metadata["help"] for item in fields(Sampling)}
 

@@ -28,6 +28,7 @@ from uuid import uuid4
 
 from rwkv.errors import UserError
 from rwkv.io.pieces import begun_at_end
+from rwkv.io.utf8 import WrongCharacter, require_unicode
 
 START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
@@ -393,12 +394,11 @@ def _call(written: str) -> tuple[str, str]:
     value = DECODER.decode(arguments)
     if not isinstance(value, dict):
         raise ValueError("arguments are an object")
-    return json.loads(fields["name"]), arguments if _is_unicode(arguments) else json.dumps(value)
-
-
-def _is_unicode(text: str) -> bool:
-    """False where it has half of a pair of surrogates, which JSON can write and UTF-8 cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        require_unicode(arguments)
+    except WrongCharacter:
+        arguments = json.dumps(value)
+    return json.loads(fields["name"]), arguments
 
 
 def _members(written: str) -> list[tuple[str, str]]:

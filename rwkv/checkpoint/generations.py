@@ -21,11 +21,18 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:                        # a generation that lacks something is an error of mypy
+    from rwkv.model import rwkv4, rwkv7
+    from rwkv.model.base import DeepEmbedGeneration, Generation
+
+    _RWKV4: Generation = rwkv4
+    _RWKV7: DeepEmbedGeneration = rwkv7
 
 Shape = tuple[int, ...]
 

@@ -119,14 +119,6 @@ def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | 
     return logits
 
 
-def adjusted(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | None) -> Tensor:
-    """The same, minus the largest of their row, so that none is above 0."""
-    logits = changed(logits, options, penalties)
-    largest = logits.amax(-1, keepdim=True)
-    _require_finite(bool(largest.isfinite().all()))
-    return logits - largest
-
-
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The candidates' ids (B,N), or None for the whole vocabulary in its order, and their probabilities (B,N)."""
     ids, kept = _keep_likeliest(logits, options)

@@ -2,22 +2,8 @@
 
 One model, three forms that agree: whole sequences (T > 1), chunks with the state carried between them, and one token
 at a time (T = 1). Which kernel mixes time is the operator that it is built with; the weights do not depend on it.
-A generation is a file beside this one, found by its name: rwkv4.py says everything about RWKV-4's architecture. It offers
-
-    NAME, OPERATOR                 what people call it; the folder of kernels/ that mixes time
-    shapes(config, V)              every tensor's name and shape, from which all counts, checks and translations derive
-    resolved(config)               the configuration with its default widths filled in
-    Block, State, empty_state      Block.forward: (x, state of this layer or None, carry, packing or None) -> (x, state, carry)
-    init_weights(model)            the initialisation
-    group(name), KEPT_FLOAT32      the optimiser's group of a parameter; parameters that stay float32 in half precision
-    LR_SCALES                      what names of parameters begin with, and the option of optim that scales their learning rate
-    Step, PLAIN                    one block for one token (rwkv/generation/decoder.py); the module classes that it replaces
-    c_model(model, builder)        what the step in C reads (decoding/c_step.py)
-    non_negative(config)           linear layers whose inputs are never negative (int8)
-    add_deep_embed(model), merge(model), first_carry(tokens)       where ModelConfig may have a deep_embed_dim: adds the tables
-                                   of a new model; merges what is apart for training alone; what the first block is handed
-    UNUSED                         tensors of its files that nothing reads, and some files lack
-    operator_work(config), kept_for_backward(config, half), kept_when_frugal(config, half)       for estimates of memory
+A generation is a file beside this one, found by its name: rwkv4.py says everything about RWKV-4's architecture, and offers what
+`Generation` lists.
 
 Each block has its operator as block.att.wkv.
 """
@@ -26,8 +12,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +29,63 @@ MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of line
 TIME_STATE = "att.time_state"            # the end of the name of a layer's learnt state before the first token
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
+class Generation(Protocol):
+    """What the file of an architecture offers."""
 
-def generation(config: ModelConfig) -> ModuleType:
+    NAME: str                            # what people call it
+    OPERATOR: str                        # the folder of kernels/ that mixes time
+    KEPT_FLOAT32: tuple[str, ...]        # ends of names of parameters that stay float32 in half precision
+    LR_SCALES: dict[str, str]            # what names of parameters begin with: the option of optim that scales their rate
+    UNUSED: tuple[str, ...]              # tensors of its files that nothing reads, and some files lack
+    LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)
+    PLAIN: Any                           # classes of the modules that Step computes without calling them
+    Block: Any                           # forward: (x, its state or None, carry, packing or None) -> (x, state, carry)
+    Step: Any                            # a class: a Block for one token (rwkv/generation/decoder.py)
+    State: Any                           # a class of rwkv.model.state
+
+    def shapes(self, config: ModelConfig, V: int) -> dict[str, Any]:
+        """Every tensor's name and shape, from which all counts, checks and translations derive."""
+
+    def resolved(self, config: ModelConfig) -> ModelConfig:
+        """The configuration with its default widths filled in."""
+
+    def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> Any: ...
+
+    def init_weights(self, model: Any) -> None: ...
+
+    def group(self, name: str) -> str:
+        """The optimiser's group of a parameter."""
+
+    def c_model(self, model: Any, builder: Any) -> Any:
+        """The structs that the step in C reads (decoding/c_step.py)."""
+
+    def non_negative(self, config: ModelConfig) -> tuple[str, ...]:
+        """Linear layers whose inputs are never negative, for int8."""
+
+    def operator_work(self, config: ModelConfig) -> int:
+        """Values per token that the operator's backward pass works with; this and the next two are for estimates of memory."""
+
+    def kept_for_backward(self, config: ModelConfig, half: bool) -> float: ...
+
+    def kept_when_frugal(self, config: ModelConfig, half: bool) -> float: ...
+
+
+class DeepEmbedGeneration(Generation, Protocol):
+    """A generation whose ModelConfig may have a deep_embed_dim."""
+
+    def add_deep_embed(self, model: Any) -> None:
+        """Adds the tables of a new model."""
+
+    def merge(self, model: Any) -> None:
+        """Merges what is apart for training alone."""
+
+    def first_carry(self, tokens: Tensor) -> Any:
+        """What the first block is handed."""
+
+
+def generation(config: ModelConfig) -> Generation:
     """The module of the configuration's generation."""
-    return importlib.import_module(f"rwkv.model.{config.generation}")
+    return cast(Generation, importlib.import_module(f"rwkv.model.{config.generation}"))
 
 
 def n_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -66,7 +104,7 @@ def of_linear_layer(name: str, group: str) -> bool:
     return group in MATRICES and not name.endswith("emb.weight")
 
 
-def fingerprint(generation: ModuleType, weights: Mapping[str, Tensor]) -> str:
+def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
     """SHA-256 of the tensors' names, shapes and evenly spaced elements rounded to bfloat16: identifies the model.
 
     It is the same in every dtype of the weights, and with any learnt state before the first token.
@@ -112,7 +150,7 @@ class Model(nn.Module):
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
-            self.generation.add_deep_embed(self)
+            cast(DeepEmbedGeneration, self.generation).add_deep_embed(self)
         self.ln_out = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
 
@@ -129,7 +167,7 @@ class Model(nn.Module):
         return self.head(hidden), state
 
     @property
-    def generation(self) -> ModuleType:
+    def generation(self) -> Generation:
         """The module of this model's generation."""
         return generation(self.config)
 
@@ -158,7 +196,7 @@ class Model(nn.Module):
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
-        carry = self.generation.first_carry(tokens) if self.config.deep_embed_dim else None
+        carry = cast(DeepEmbedGeneration, self.generation).first_carry(tokens) if self.config.deep_embed_dim else None
         return self.emb(tokens).to(self.ln_out.weight.dtype), before, carry
 
     @torch.no_grad()
@@ -207,7 +245,7 @@ class Model(nn.Module):
         """Merges the weights that are apart for training alone, where the generation has such: the model computes the same."""
         if self.config.deep_embed_dim:
             self.fingerprint_before = self.fingerprint()
-            self.generation.merge(self)
+            cast(DeepEmbedGeneration, self.generation).merge(self)
         return self
 
     @torch.no_grad()

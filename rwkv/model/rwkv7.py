@@ -42,14 +42,15 @@ from rwkv.model.packing import Packing
 
 NAME = "RWKV-7"
 OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
-KEPT_FLOAT32 = ("w0",)                   # in half precision too: a decay rounded to bfloat16 is another decay
+KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # in half precision too: a decay rounded to bfloat16 is another decay
 LR_SCALES = {"w0": "time_decay_lr_scale"}        # the names of parameters that begin so, and the option with their factor
 MIXES = "rwkvag"
 LOW_RANK = "wavg"
 RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # of a block's ffn
 MERGED_ROWS = 4096                       # of s_emb that are merged at once
-UNUSED = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
+UNUSED: tuple[str, ...] = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
+LEARNS_STATE = True
 Shape = tuple[int, ...]
 
 

@@ -13,15 +13,13 @@ import torch
 from kernels.arguments import from_home
 from kernels.machine.memory import available_memory
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
-from rwkv.config import BITS, ServeConfig
+from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult, prefill
 from rwkv.generation.states import StateForm, is_state_file
 from rwkv.model.base import Model, fingerprint, generation, n_parameters
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV, OpenCheckpoint
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)

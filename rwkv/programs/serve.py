@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import BEGUN, Think
-from rwkv.config import BITS, ServeConfig
+from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from rwkv.programs.adapters import Adapter
     from rwkv.serving.worker import Loaded
 
-MIB = 2**20
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:

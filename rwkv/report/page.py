@@ -4,7 +4,8 @@ One style sheet, light or dark like the reader's system, for screens from a tele
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs, unit_of_loss
 from rwkv.report.reading import Curve, Run
+from rwkv.report.table import Column, cell, table, text
 from rwkv.report.verdict import speed_ratio, verdict
 
 LABELS = {BAD: "Look:", NOTE: "Note:"}
@@ -22,8 +24,10 @@ MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "trit
 SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
             "trainer.max_steps", "trainer.precision")
 SAMPLES_SHOWN = 3                        # the first and the latest
-EMPTY = "<td></td>"
-Row = list[str]                          # the cells of a row of a table, as HTML; or a name's cell and words
+SPLITS = {"val": "held-out pairs", "train": "last logged step"}
+OF_RUN = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".format),       # header, number, how it is written
+          ("train/loss", "train_loss", "{:.4f}".format), ("tokens/s", "tok_per_sec", units.count),
+          ("largest difference", "difference", units.tiny), ("at step", "difference_step", units.count))
 
 
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
@@ -69,72 +73,78 @@ def _finding(finding: Finding) -> str:
 
 
 def _summary(comparison: Comparison) -> list[str]:
+    loss = f"val/loss, {unit_of_loss(comparison.runs)[0]}"
     compared = comparison.reference is not None
-    header = ["kernel", f"val/loss, {unit_of_loss(comparison.runs)[0]}", *["difference"] * compared, "tokens/s",
-              *[f"x {comparison.reference}"] * compared, "step", *(name for _, name in PARTS), "memory"]
-    rows = [_summary_row(kernel, comparison) for kernel in comparison.kernels]
-    return ["<h2>Summary</h2>", _table(header, rows)]
+    columns = [Column("kernel", lambda kernel: _name(kernel, len(comparison.runs) > 1)),
+               _measured(loss, "val_loss", "{:.4f}".format),
+               *([Column("difference", lambda kernel: _difference(_shown(kernel)))] if compared else []),
+               _measured("tokens/s", "tok_per_sec", units.count),
+               *([Column(f"x {comparison.reference}", lambda kernel: _ratio(kernel, comparison))] if compared else []),
+               *(_measured(name, key, units.time) for key, name in (("step_ms", "step"), *PARTS)),
+               _measured("memory", "peak_mib", units.memory)]
+    return ["<h2>Summary</h2>", table(columns, comparison.kernels, instead=_why_nothing)]
 
 
-def _summary_row(kernel: Kernel, comparison: Comparison) -> Row:
+def _name(kernel: Kernel, several: bool) -> str:
+    counted = f"<small>{len(kernel.finished().runs)} of {len(kernel.runs)} finished</small>" if several else ""
+    return f"<td>{escape(kernel.label)}{counted}</td>"
+
+
+def _why_nothing(kernel: Kernel) -> str | None:
+    """What the row of a kernel without numbers says."""
+    if any(kernel.numbers):
+        return None
+    return next((run.reason for run in kernel.runs if run.reason), None) or kernel.status()
+
+
+def _shown(kernel: Kernel) -> Kernel:
+    """The finished runs of a kernel, or all where none is finished."""
     finished = kernel.finished()
-    counted = f"<small>{len(finished.runs)} of {len(kernel.runs)} finished</small>"
-    name = f"<td>{escape(kernel.label)}{counted if len(comparison.runs) > 1 else ''}</td>"
-    if not any(kernel.numbers):
-        reason = next((run.reason for run in kernel.runs if run.reason), None)
-        return [name, escape(reason or kernel.status())]
-    shown = finished if finished.runs else kernel
-    compared = comparison.reference is not None
-    return [name, _cell(shown, "val_loss", "{:.4f}".format), *([_difference(shown)] if compared else []),
-            _cell(shown, "tok_per_sec", units.count), *([_ratio(shown, comparison)] if compared else []),
-            *(_cell(shown, key, units.time) for key in ("step_ms", *(key for key, _ in PARTS))),
-            _cell(shown, "peak_mib", units.memory)]
+    return finished if finished.runs else kernel
+
+
+def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
+    """The median over the runs, and below it the minimum and the maximum."""
+    def median(kernel: Kernel) -> str:
+        values = _shown(kernel).values(name)
+        if not values:
+            return ""
+        low = form(min(values))
+        high = form(max(values))
+        same_unit = low.partition(" ")[2] == high.partition(" ")[2]
+        between = f"<small>{low.partition(' ')[0] if same_unit else low} to {high}</small>" if low != high else ""
+        return f"<td>{form(statistics.median(values))}{between}</td>"
+
+    return Column(header, median)
+
+
+def _ratio(kernel: Kernel, comparison: Comparison) -> str:
+    return cell(speed_ratio(_shown(kernel), comparison) or None, "{:.2f}".format)
 
 
 def _preferences(comparison: Comparison) -> list[str]:
     """The rewards of pairs of answers, of the held-out pairs and of the last logged step."""
-    rows = []
-    for run, numbers in ((run, numbers) for kernel in comparison.kernels
-                         for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)):
-        for split, words in (("val", "held-out pairs"), ("train", "last logged step")):
-            cells = [f"<td>{_shown(numbers.get(f'{split}_{name}'))}</td>" for name in REWARDS]
-            rows.append([f"<td>{escape(run.name)}</td>", f'<td class="text">{words}</td>', *cells])
+    rows = [(run, numbers, split) for kernel in comparison.kernels
+            for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)
+            for split in SPLITS]
     if not rows:
         return []
+    headers = ("margin", "accuracy", "reward of chosen", "reward of rejected")
+    columns = [Column("run", lambda row: cell(row[0].name)), Column("pairs", lambda row: text(SPLITS[row[2]]), words=True),
+               *(Column(header, lambda row, name=name: cell(row[1].get(f"{row[2]}_{name}"), "{:.4f}".format))     # type: ignore[misc]
+                 for header, name in zip(headers, REWARDS, strict=True))]
     return ["<h2>Preferences</h2>",
             '<p class="quiet">The reward of an answer is tune.beta times the logarithm of how much more probable it is than '
             "under the model of init_from=. The losses of this report are the objective's, per pair.</p>",
-            _table(["run", "pairs", "margin", "accuracy", "reward of chosen", "reward of rejected"], rows,
-                   text=("pairs",))]
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+            table(columns, rows)]
 
 
 def _difference(kernel: Kernel) -> str:
     """The largest difference of any run, and below it the largest within the first steps."""
     largest, early = kernel.values("difference"), kernel.values("difference_early")
     if not largest or not early:
-        return EMPTY
+        return ""
     return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {EARLY} steps</small></td>"
-
-
-def _cell(kernel: Kernel, name: str, form: Callable[[float], str]) -> str:
-    """The median over the runs, and below it the minimum and the maximum."""
-    values = kernel.values(name)
-    if not values:
-        return EMPTY
-    low = form(min(values))
-    high = form(max(values))
-    same_unit = low.partition(" ")[2] == high.partition(" ")[2]
-    between = f"<small>{low.partition(' ')[0] if same_unit else low} to {high}</small>" if low != high else ""
-    return f"<td>{form(statistics.median(values))}{between}</td>"
-
-
-def _ratio(kernel: Kernel, comparison: Comparison) -> str:
-    ratio = speed_ratio(kernel, comparison)
-    return f"<td>{ratio:.2f}</td>" if ratio else EMPTY
 
 
 def _errors(comparison: Comparison) -> list[str]:
@@ -142,28 +152,25 @@ def _errors(comparison: Comparison) -> list[str]:
     kernels = [kernel for kernel in comparison.kernels if kernel.values("err_start_y")]
     if not kernels:
         return []
-    rows = [_error_row(kernel, when, comparison.results) for kernel in kernels for when in WHEN]
+    rows = [(kernel, when) for kernel in kernels for when in WHEN if kernel.values(column("err", when, "y"))]
+    columns = [Column("kernel", lambda row: cell(row[0].label)), Column("when", lambda row: cell(row[1])),
+               *(Column(result, partial(_error, result)) for result in comparison.results)]
     return ["<h2>Error of the operator on this run's own data</h2>",
             '<p class="quiet">Against the float64 reference, on the inputs and the upstream gradient of the model itself at '
             "the start and at the end of training: RMS error / RMS, and below it the largest absolute error, of the worst "
             f"layer and run. {escape(_ranges(kernels[0].runs[0]))}</p>",
-            _table(["kernel", "when", *comparison.results], [row for row in rows if row])]
+            table(columns, rows)]
 
 
-def _error_row(kernel: Kernel, when: str, results: Sequence[str]) -> Row:
-    if not kernel.values(column("err", when, "y")):
-        return []
-    cells = [f"<td>{escape(kernel.label)}</td>", f"<td>{when}</td>"]
-    for result in results:
-        errors = kernel.values(column("err", when, result))
-        if not errors:
-            cells.append(EMPTY)
-            continue
-        absolute = kernel.values(column("max", when, result))
-        limit = min(run.allowed(when).get(result, float("inf")) for run in kernel.runs)
-        wrong = ' class="bad"' if max(errors) > limit else ""
-        cells.append(f"<td{wrong}>{max(errors):.1e}<small>{max(absolute):.1e}</small></td>")
-    return cells
+def _error(result: str, row: tuple[Kernel, str]) -> str:
+    kernel, when = row
+    errors = kernel.values(column("err", when, result))
+    if not errors:
+        return ""
+    absolute = kernel.values(column("max", when, result))
+    limit = min(run.allowed(when).get(result, float("inf")) for run in kernel.runs)
+    wrong = ' class="bad"' if max(errors) > limit else ""
+    return f"<td{wrong}>{max(errors):.1e}<small>{max(absolute):.1e}</small></td>"
 
 
 def _ranges(run: Run) -> str:
@@ -182,36 +189,13 @@ def _ranges(run: Run) -> str:
 def _runs(comparison: Comparison) -> list[str]:
     if _is_single(comparison):
         return []
-    rows = [_run_row(run, numbers) for kernel in comparison.kernels
-            for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)]
-    header = ["run", "order", "status", "steps", "val/loss", "train/loss", "tokens/s", "largest difference", "at step",
-              "reason"]
-    return ["<h2>Runs</h2>", _table(header, rows, text=("reason",))]
-
-
-def _run_row(run: Run, numbers: dict[str, float]) -> Row:
-    forms = {"steps": units.count, "val_loss": "{:.4f}".format, "train_loss": "{:.4f}".format, "tok_per_sec": units.count,
-             "difference": units.tiny, "difference_step": units.count}
-    failed = ' class="bad"' if run.status == "failed" else ""
-    return [f"<td>{escape(run.name)}</td>", f"<td>{run.order or ''}</td>", f"<td{failed}>{escape(run.status)}</td>",
-            *(f"<td>{form(numbers[key])}</td>" if key in numbers else EMPTY for key, form in forms.items()),
-            f'<td class="text">{escape(run.reason)}</td>' if run.reason else EMPTY]
-
-
-def _table(header: Sequence[str], rows: Sequence[Row], text: Sequence[str] = ()) -> str:
-    """The columns of `header` in which some row has a cell that is not empty. text: columns of words instead of numbers."""
-    shown = [place for place in range(len(header)) if any(row[place:] and row[place] != EMPTY for row in rows if len(row) > 2)]
-    shown = shown or [0, 1]
-    names = "".join(f"<th{' class=text' if header[place] in text else ''}>{escape(header[place])}</th>" for place in shown)
-    body = "".join(f"<tr>{''.join(_cells(row, shown))}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cells(row: Row, shown: Sequence[int]) -> list[str]:
-    """The shown cells of a row. A row of two cells is a name and words in place of all numbers."""
-    if len(row) == 2:
-        return [row[0], f'<td class="text" colspan="{max(1, len(shown) - 1)}">{row[1]}</td>']
-    return [row[place] for place in shown]
+    rows = [row for kernel in comparison.kernels for row in zip(kernel.runs, kernel.numbers, strict=True)]
+    columns = [Column("run", lambda row: cell(row[0].name)), Column("order", lambda row: cell(row[0].order or "")),
+               Column("status", lambda row: cell(row[0].status, bad=row[0].status == "failed")),
+               *(Column(header, lambda row, key=key, form=form: cell(row[1].get(key), form))      # type: ignore[misc]
+                 for header, key, form in OF_RUN),
+               Column("reason", lambda row: text(row[0].reason or None), words=True)]
+    return ["<h2>Runs</h2>", table(columns, rows)]
 
 
 def _plots(comparison: Comparison) -> list[str]:
@@ -250,12 +234,12 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
 def _published(comparison: Comparison) -> list[str]:
     """Each run's mean training losses beside those of the published run that its recipe is of, as far as it has come."""
     rows = [row for run in comparison.runs for row in _published_rows(run)]
-    header = ["run", "steps", "published", "this run", "difference"]
-    return ["<h2>Training loss beside the published run</h2>", _table(header, rows)] if rows else []
+    columns = [Column(header, lambda row, place=place: cell(row[place]))      # type: ignore[misc]
+               for place, header in enumerate(("run", "steps", "published", "this run", "difference"))]
+    return ["<h2>Training loss beside the published run</h2>", table(columns, rows)] if rows else []
 
 
-def _published_rows(run: Run) -> list[Row]:
-    rows = []
+def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
     losses = run.curve("train/loss")
     all_published, every = run.published
     for number, published in enumerate(all_published):
@@ -264,9 +248,7 @@ def _published_rows(run: Run) -> list[Row]:
         if not within or last > max(losses):
             break
         mean = statistics.fmean(within)
-        cells = (escape(run.name), f"{first + 1} to {last}", f"{published:.4f}", f"{mean:.4f}", f"{mean - published:+.4f}")
-        rows.append([f"<td>{cell}</td>" for cell in cells])
-    return rows
+        yield run.name, f"{first + 1} to {last}", f"{published:.4f}", f"{mean:.4f}", f"{mean - published:+.4f}"
 
 
 def _column(name: str) -> Callable[[Run], Curve]:

@@ -26,7 +26,7 @@ from rwkv.chat.calls import START, stop_of
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import Think, begun_by, end_of
-from rwkv.config import Sampling, ServeConfig
+from rwkv.config import MIB, Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.serving import openapi, responses
@@ -35,6 +35,7 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
 from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.metrics import Metrics
+from rwkv.serving.openapi import EVENTS, FILE, JSON, TEXT, Endpoint, Handler
 from rwkv.serving.origins import check_origin
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.responses import ResponseAnswer, Responses
@@ -55,7 +56,6 @@ from rwkv.serving.states import FORMS, Keeper, StateAnswer, owner_of, shown
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIB = 2**20
 LONG = 2**16                             # bytes of a body that is not read in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
@@ -85,13 +85,12 @@ class Service:
 
 
 Result = TypeVar("Result")
-Handler = Callable[[Service, Request], Awaitable[Any]]
 
 
 def application(service: Service) -> ASGIApp:
     paths: dict[str, dict[str, Handler]] = {}
-    for path, method, handler in ROUTES:
-        paths.setdefault(path, {})[method] = handler
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint.handler
     routes = [Route(path, _endpoint(service, handlers), methods=[*handlers]) for path, handlers in paths.items()]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST", "DELETE"],
                        allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
@@ -576,7 +575,7 @@ async def models(service: Service, request: Request) -> Response:
 
 
 async def one_model(service: Service, request: Request) -> Response:
-    return json_response(_shown_model(service, _model(service, request.path_params["name"]) or service.model))
+    return json_response(_shown_model(service, _model(service, request.path_params["id"]) or service.model))
 
 
 def _shown_model(service: Service, name: str) -> dict[str, Any]:
@@ -637,7 +636,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 async def openapi_document(service: Service, request: Request) -> Response:
-    return json_response(openapi.document())
+    return json_response(openapi.document(ENDPOINTS))
 
 
 async def page(service: Service, request: Request) -> Response:
@@ -646,14 +645,28 @@ async def page(service: Service, request: Request) -> Response:
     return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 
-ROUTES: list[tuple[str, str, Handler]] = [
-    ("/v1/completions", "POST", completions), ("/v1/chat/completions", "POST", chat_completions),
-    ("/v1/states", "POST", make_state), ("/v1/states", "GET", list_states), ("/v1/states/{id}", "GET", one_state),
-    ("/v1/states/{id}", "DELETE", delete_state), ("/v1/states/{id}/content", "GET", state_content),
-    ("/v1/responses", "POST", make_response), ("/v1/responses/{id}", "GET", one_response),
-    ("/v1/responses/{id}", "DELETE", delete_response), ("/v1/responses/{id}/cancel", "POST", cancel_response),
-    ("/v1/responses/{id}/input_items", "GET", response_input),
-    ("/v1/models", "GET", models), ("/v1/models/{name:path}", "GET", one_model),
-    ("/tokenizer_info", "GET", tokenizer_info), ("/tokenize", "POST", tokenize), ("/detokenize", "POST", detokenize),
-    ("/health", "GET", health), ("/ready", "GET", ready), ("/metrics", "GET", metrics),
-    ("/openapi.json", "GET", openapi_document), ("/", "GET", page)]
+OPENAI: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 429, 503)}
+ENDPOINTS = (
+    Endpoint("/v1/completions", "POST", completions, CompletionRequest, **OPENAI),
+    Endpoint("/v1/chat/completions", "POST", chat_completions, ChatRequest, **OPENAI),
+    Endpoint("/v1/responses", "POST", make_response, ResponseRequest, **OPENAI),
+    Endpoint("/v1/responses/{id}", "GET", one_response),
+    Endpoint("/v1/responses/{id}", "DELETE", delete_response),
+    Endpoint("/v1/responses/{id}/cancel", "POST", cancel_response),
+    Endpoint("/v1/responses/{id}/input_items", "GET", response_input),
+    Endpoint("/v1/states", "POST", make_state, StateRequest, upload=FILE, errors=OPENAI["errors"]),
+    Endpoint("/v1/states", "GET", list_states),
+    Endpoint("/v1/states/{id}", "GET", one_state),
+    Endpoint("/v1/states/{id}", "DELETE", delete_state),
+    Endpoint("/v1/states/{id}/content", "GET", state_content, answers=(FILE,)),
+    Endpoint("/v1/models", "GET", models),
+    Endpoint("/v1/models/{id:path}", "GET", one_model),
+    Endpoint("/tokenizer_info", "GET", tokenizer_info),
+    Endpoint("/tokenize", "POST", tokenize, TokenizeRequest, errors=OPENAI["errors"]),
+    Endpoint("/detokenize", "POST", detokenize, DetokenizeRequest, errors=OPENAI["errors"]),
+    Endpoint("/health", "GET", health),
+    Endpoint("/ready", "GET", ready),
+    Endpoint("/metrics", "GET", metrics, answers=(TEXT,)),
+    Endpoint("/openapi.json", "GET", openapi_document),
+    Endpoint("/", "GET", page, answers=("text/html",)),
+)

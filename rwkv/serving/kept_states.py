@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rwkv.config import ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
@@ -24,7 +24,6 @@ from rwkv.io.shares import Shares
 from rwkv.serving.log import say
 from rwkv.serving.messages import SavedState, Turn
 
-MIB = 2**20
 NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 OURS = "timemix-serve"                   # in the metadata of a file: what the server knows of a state
 MOST_UNWRITTEN = 8                       # states that wait to be written

@@ -1,61 +1,53 @@
-"""/openapi.json: the routes with bodies, and the schemas of these, derived from rwkv/serving/schema.py."""
+"""/openapi.json, derived from the server's endpoints and the schemas of their bodies (rwkv/serving/schema.py)."""
 
+import re
+from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from rwkv.serving.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponseRequest,
-    StateRequest,
-    TokenizeRequest,
-    schema_of,
-)
+from rwkv.serving.schema import schema_of
 from rwkv.serving.states import FORMS
 
-BODIES = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponseRequest,
-          "/v1/states": StateRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
-STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-FILE: dict[str, Any] = {FORMS[0]: {"schema": {"type": "string", "format": "binary"}}}
-PLAIN = ("/v1/models", "/v1/states", "/tokenizer_info", "/health", "/ready")
-JSON: dict[str, Any] = {"application/json": {}}
-OF_ONE = {"/v1/states/{id}": {"get": JSON, "delete": JSON}, "/v1/states/{id}/content": {"get": FILE},
-          "/v1/responses/{id}": {"get": JSON, "delete": JSON}, "/v1/responses/{id}/cancel": {"post": JSON},
-          "/v1/responses/{id}/input_items": {"get": JSON}}
+JSON, EVENTS, TEXT, FILE = "application/json", "text/event-stream", "text/plain", FORMS[0]
+BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}       # of a FILE
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
                    "code": {"type": ["string", "null"]}}}}}
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Endpoint(NamedTuple):
+    """One method of one path. body: the type of a JSON body. upload: a media type that can be sent in its place.
+
+    answers: media types. errors: statuses.
+    """
+
+    path: str
+    method: str
+    handler: Handler                     # of (service, request)
+    body: type | None = None
+    upload: str | None = None
+    answers: tuple[str, ...] = (JSON,)
+    errors: tuple[int, ...] = (400, 401, 404, 503)
 
 
 @cache
-def document() -> dict[str, Any]:
+def document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     components: dict[str, Any] = {"Error": ERROR}
-    for path, kind in BODIES.items():
-        schema, more = schema_of(kind)
-        components |= more
-        body: dict[str, Any] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        content: dict[str, Any] = {"application/json": {}, **({"text/event-stream": {}} if path in STREAMED else {})}
-        if kind is StateRequest:
-            body["content"] |= FILE
-        paths[path] = {"post": {"requestBody": body, "responses": {
-            "200": {"description": "the answer", "content": content}, **_errors("400", "401", "404", "413", "429", "503")}}}
-    for path in PLAIN:
-        paths.setdefault(path, {})["get"] = _without_body(JSON, "401", "503")
-    for path, methods in OF_ONE.items():
-        place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        paths[path] = {method: {"parameters": [place], **_without_body(content, "400", "401", "404", "503")}
-                       for method, content in methods.items()}
+    refused = {"description": "an error", "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for endpoint in endpoints:
+        done = {"description": "the answer", "content": {form: BYTES if form == FILE else {} for form in endpoint.answers}}
+        described: dict[str, Any] = {"responses": {"200": done, **{str(status): refused for status in endpoint.errors}}}
+        if endpoint.body is not None:
+            schema, more = schema_of(endpoint.body)
+            components |= more
+            body = {JSON: {"schema": schema}} | ({endpoint.upload: BYTES} if endpoint.upload else {})
+            described["requestBody"] = {"required": True, "content": body}
+        path = endpoint.path.replace(":path", "")
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                                   for name in re.findall(r"{(\w+)}", path)]
+        paths.setdefault(path, {})[endpoint.method.lower()] = described
     return {"openapi": "3.1.0", "info": {"title": "timemix", "version": "1"}, "paths": paths,
             "components": {"schemas": components}}
-
-
-def _without_body(content: dict[str, Any], *statuses: str) -> dict[str, Any]:
-    return {"responses": {"200": {"description": "the answer", "content": content}, **_errors(*statuses)}}
-
-
-def _errors(*statuses: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": "an error", "content": content} for status in statuses}

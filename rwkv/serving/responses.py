@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from rwkv.config import ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.shares import Shares
@@ -31,7 +31,6 @@ from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.schema import ChatRequest, ResponseRequest, ResponseTool, converted
 from rwkv.serving.states import Keeper
 
-MIB = 2**20
 NAME = re.compile(r"(resp_[0-9a-f]{32})\.json")
 LOGPROBS = "message.output_text.logprobs"        # of include
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",

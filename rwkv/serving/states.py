@@ -19,14 +19,13 @@ from rwkv.chat.messages import check_messages
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
-from rwkv.config import ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.serving.answers import Answer
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIB = 2**20
 FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # of an upload
 STAND_IN = secrets.token_hex(16)
 BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may ask for before the stand-in's

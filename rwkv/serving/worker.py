@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
-from rwkv.config import Sampling, ServeConfig
+from rwkv.config import MIB, Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
 from rwkv.generation.grammar import compiled
@@ -39,7 +39,6 @@ from rwkv.serving.messages import (
 )
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-MIB = 2**20
 COMPILING_S = 0.002                      # between two looks whether a grammar is compiled, where nothing else is done
 
 

@@ -5,12 +5,11 @@ reports whether it does; on a CPU that has instructions for it, a few millisecon
 """
 
 import time
-from dataclasses import replace
 
 import torch
 
 from kernels.machine.cpu import multiplies
-from rwkv.config import DataConfig, TrainConfig, TrainerConfig
+from rwkv.config import TrainerConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
 
@@ -26,12 +25,11 @@ def device_for(accelerator: str) -> torch.device:
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def process_count(config: TrainConfig) -> int:
+def process_count(options: TrainerConfig, batch_size: int) -> int:
     """The number of processes to start on this machine, for a run that torchrun has not started.
 
     Raises UserError if there cannot be that many, or if they cannot work together.
     """
-    options = config.trainer
     if options.strategy == "single":
         return 1
     if options.num_nodes > 1:
@@ -44,23 +42,23 @@ def process_count(config: TrainConfig) -> int:
         raise UserError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
     if gpus and count > gpus:
         raise UserError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch finds")
-    _require_multiple(config.data.batch_size, count)
+    _require_multiple(batch_size, count)
     return count
 
 
-def share(config: TrainConfig) -> DataConfig:
-    """The options of data for this process, whose batch_size is its share of the rows that all processes read together.
+def share(options: TrainerConfig, batch_size: int) -> int:
+    """This process's share of the rows that all processes read together.
 
     Raises UserError if the rows cannot be shared equally, or if the processes cannot work together.
     """
     count = world_size()
-    if count > 1 and config.trainer.strategy == "single":
+    if count > 1 and options.strategy == "single":
         raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")
-    if count % config.trainer.num_nodes:
-        raise UserError(f"trainer.num_nodes={config.trainer.num_nodes} machines cannot have {count} processes, as many each")
-    _require_gpus(config.trainer, torch.cuda.device_count())
-    _require_multiple(config.data.batch_size, count)
-    return replace(config.data, batch_size=config.data.batch_size // count)
+    if count % options.num_nodes:
+        raise UserError(f"trainer.num_nodes={options.num_nodes} machines cannot have {count} processes, as many each")
+    _require_gpus(options, torch.cuda.device_count())
+    _require_multiple(batch_size, count)
+    return batch_size // count
 
 
 def _require_gpus(options: TrainerConfig, gpus: int) -> None:
@@ -73,12 +71,11 @@ def _require_multiple(batch_size: int, count: int) -> None:
         raise UserError(f"data.batch_size={batch_size} is what all processes read together: it must be a multiple of {count}")
 
 
-def with_precision(config: TrainConfig) -> TrainConfig:
-    """The configuration with trainer.precision=auto resolved for the run's device. Raises UserError as device_for does."""
-    if config.trainer.precision != AUTO:
-        return config
-    faster = bfloat16_is_faster(device_for(config.trainer.accelerator))
-    return replace(config, trainer=replace(config.trainer, precision="bf16-mixed" if faster else "32-true"))
+def resolved_precision(options: TrainerConfig) -> str:
+    """trainer.precision, and what auto means on the run's device. Raises UserError as device_for does."""
+    if options.precision != AUTO:
+        return options.precision
+    return "bf16-mixed" if bfloat16_is_faster(device_for(options.accelerator)) else "32-true"
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:

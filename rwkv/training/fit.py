@@ -23,15 +23,17 @@ from rwkv.io.signals import heeded
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, process_count, share
-from rwkv.training.epochs import with_steps_of_epochs
+from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.plan import announce_needs, announce_training, validated_part
-from rwkv.training.preferences import REFERENCE, Preferences, read_reference, write_reference
-from rwkv.training.run import Run, as_plain, create, open_run, require_unfinished
+from rwkv.training.run.directory import Run, as_plain, create
+from rwkv.training.run.opening import open_run
+from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_compared, say_result, show_sample
-from rwkv.training.tuned import write_tuned
+from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
+from rwkv.training.tuning.tuned import write_tuned
 
 
 def show_conversations(data: Corpus) -> None:
@@ -49,7 +51,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
             train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))
     else:
         run = open_run(config, line.keys, line.chosen)
-        count = process_count(run.config)
+        count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1:
             run.lock.release()           # the first of the processes takes it
             sys.exit(distributed.launch(count, heeded()))
@@ -85,7 +87,7 @@ def train(run: Run) -> None:
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     if config.trainer.malloc == "small":
         return_large_blocks()            # before the model is built, and the plan times it
-    batches = share(config)
+    batches = replace(config.data, batch_size=share(config.trainer, config.data.batch_size))
     wkv, kernel = kernel_for(config, device)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     data = data_for(run, device)

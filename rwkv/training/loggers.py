@@ -1,4 +1,6 @@
-"""Loggers of metrics: metrics.csv in the run's directory, and W&B, online if the user is logged in, otherwise offline."""
+"""Loggers of metrics: metrics.csv in the run's directory, and W&B, online if the user is logged in, otherwise offline; or any
+logger of Lightning that logger._target_ names.
+"""
 
 import csv
 import importlib
@@ -10,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
+import yaml
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from rwkv.config import PREFERENCES, LoggerConfig
@@ -27,7 +30,10 @@ SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whol
 
 
 def require(config: LoggerConfig) -> None:
-    """Raises UserError when logger=wandb and the package cannot be imported, or refuses a name. Called before anything long."""
+    """Raises UserError when the logger's package cannot be imported, or refuses a name. Called before anything long."""
+    if config._target_ is not None:
+        _named(config)
+        return
     if config.name != "wandb":
         return
     try:
@@ -53,6 +59,10 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     guard = GUARD_COLUMNS if run["init_from"] and run["tune"]["guard"] else ()
     rewards = reward_names() if run["tune"]["objective"] in PREFERENCES else ()
     file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*guard, *rewards, *norms), resumed_at)
+    if config._target_ is not None:
+        logger = _named(config)
+        logger.log_hyperparams(run)
+        return [file, logger]
     if config.name == "csv":
         return [file]
     mode = _mode()
@@ -63,21 +73,41 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     return [file, _wandb(config, out_dir, run, mode)]
 
 
+def _named(config: LoggerConfig) -> Logger:
+    """The logger that logger._target_ names. Raises UserError where it cannot be made."""
+    module, _, name = str(config._target_).rpartition(".")
+    try:
+        arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
+        logger = getattr(importlib.import_module(module), name)(**arguments)
+    except Exception as error:           # whatever another package raises
+        raise UserError(f"logger={config.name} cannot make {config._target_} ({error!r}): install its package, change "
+                        "logger.arguments, or use logger=csv") from error
+    if not isinstance(logger, Logger):
+        raise UserError(f"logger._target_={config._target_} is no logger of Lightning: name a class such as "
+                        "lightning.pytorch.loggers.MLFlowLogger")
+    return logger
+
+
 def norm_names(n_layer: int) -> tuple[str, ...]:
     """The metrics of trainer.grad_norms=true: the norm of the gradients of each part of the model."""
     return tuple(f"grad_norm/{part}" for part in ("emb", *(f"blocks.{layer}" for layer in range(n_layer)), "ln_out", "head"))
 
 
 def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Logs samples to W&B as a table. rows: step, prompt and text of each."""
+    """Logs samples as a table, with the loggers that have tables. rows: step, prompt and text of each."""
     table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
+        if hasattr(logger, "log_table"):
             logger.log_table("samples", list(SAMPLE_COLUMNS), table, step=step)
 
 
 def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, Any]], files: Iterable[Path]) -> None:
-    """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact."""
+    """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact.
+
+    Other loggers have no place for it.
+    """
+    if config.name != "wandb":
+        return
     import wandb
 
     mode = _mode()

@@ -174,13 +174,13 @@ def _adapted(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
             if name.split(".", 2)[2].removesuffix(".weight") in layers]
 
 
-def n_checkpoints(config: TrainConfig) -> int:
-    return config.trainer.keep_last + BEST + BEING_WRITTEN
+def n_checkpoints(keep_last: int) -> int:
+    return keep_last + BEST + BEING_WRITTEN
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
     """The disk that all checkpoints of a run take at a time: what is trained, and its moments, in each."""
-    return n_checkpoints(config) * (1 + MOMENTS) * FLOAT * n_trained(config, vocab_size)
+    return n_checkpoints(config.trainer.keep_last) * (1 + MOMENTS) * FLOAT * n_trained(config, vocab_size)
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:
@@ -233,8 +233,9 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     replaced = sum(path.stat().st_size for path in (out_dir / FOLDER).glob("*.ckpt"))
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
     if need > free:
-        raise UserError(f"{n_checkpoints(config)} checkpoints need {readable(need)} of disk, and {readable(free)} is free at "
-                        f"{out_dir}: make room, name another disk with out_dir=, or take trainer.keep_last=1")
+        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
+                        f"{readable(free)} is free at {out_dir}: make room, name another disk with out_dir=, or take "
+                        "trainer.keep_last=1")
 
 
 def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:

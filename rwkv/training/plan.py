@@ -21,9 +21,8 @@ from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.model.base import generation, n_parameters
-from rwkv.training import guard, tuning_defaults
 from rwkv.training.device import dtype_for
-from rwkv.training.epochs import MANY, steps_per_epoch
+from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
     estimate,
@@ -34,8 +33,9 @@ from rwkv.training.memory import (
     readable,
     with_options,
 )
-from rwkv.training.run import Run, folder_apart
+from rwkv.training.run.directory import Run, folder_apart
 from rwkv.training.task import LanguageModel
+from rwkv.training.tuning import defaults, guard
 
 TIMED_STEPS = 2                          # after one that warms up
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
@@ -107,7 +107,7 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if config.tune.prefers:
         yield "objective", _objective(config)
     if run.tuning_defaults:
-        yield "rate", tuning_defaults.describe(config, run.tuning_defaults)
+        yield "rate", defaults.describe(config, run.tuning_defaults)
     if guard.is_compared(config):
         yield "guard", guard.describe(config)
     for line in run.saved_memory:
@@ -120,7 +120,7 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if config.optim.name in ORTHOGONAL:
         yield "optimiser", _orthogonal(config.optim.name, device)
     yield from _memory(config, V, device, programs)
-    yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config)} checkpoints; "
+    yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config.trainer.keep_last)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
 
 

@@ -22,7 +22,7 @@ from rwkv.model.quantized import BFloat16Linear, to_bfloat16, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory import require_capacity
-from rwkv.training.run import Run
+from rwkv.training.run.directory import Run
 
 
 def kernel_for(config: TrainConfig, device: torch.device) -> tuple[Any, str]:

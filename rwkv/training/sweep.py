@@ -36,9 +36,9 @@ from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.report import reading
 from rwkv.training import sweep_child
 from rwkv.training.device import device_for
-from rwkv.training.lock import RunLock
 from rwkv.training.loggers import log_report
-from rwkv.training.run import CONFIG_FILE, new_folder, require_unused
+from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
+from rwkv.training.run.lock import RunLock
 from rwkv.training.setup import kernel_for
 
 CHILD = Path(sweep_child.__file__)       # the program that trains one run
@@ -311,7 +311,7 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
 
 
 def conclude(sweep: Sweep) -> None:
-    """Writes the report, into the directory and to W&B, and prints how to continue an unfinished sweep."""
+    """Writes the report, into the directory and to the logger, and prints how to continue an unfinished sweep."""
     written = report.write(sweep.folder)
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
@@ -321,7 +321,7 @@ def conclude(sweep: Sweep) -> None:
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: python train.py -m resume=auto {quote(f'out_dir={sweep.folder}')}")
     config = next(iter(sweep.configs.values()))
-    if config.logger.name == "wandb" and sweep.count(FINISHED):
+    if sweep.count(FINISHED):
         log_report(config.logger, sweep.folder, *report.table(sweep.folder))
 
 

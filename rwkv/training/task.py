@@ -3,7 +3,7 @@
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
 too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split,
 or the part of trainer.val_tokens: in windows, each from the empty state, or conversations, packed into rows or whole. With
-tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged (rwkv/training/preferences.py).
+tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged (tuning/preferences.py).
 """
 
 import math
@@ -27,7 +27,6 @@ from rwkv.model.loss import IGNORED, head_loss
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups
-from rwkv.training.preferences import Preferences
 from rwkv.training.tbptt import Carried, hidden_of_segments
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class LanguageModel(lightning.LightningModule):
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
-        self.preferences: Preferences | None = None      # the objective, where it is one of pairs
+        self.preferences: Any = None     # Preferences: the objective, where it is one of pairs
         self.rewards = torch.zeros(len(REWARDS))         # of this process's batches of a step, weighted
         self._nats, self._tokens = 0.0, 0
         self._rewards = torch.zeros(len(REWARDS))        # sums over the validation's pairs

@@ -35,7 +35,6 @@ from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.before_after import BeforeAfter
 from rwkv.training.callbacks.checkpoints import FOLDER, LAST, Checkpoints, RandomState, VerifiedFiles
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.callbacks.interruption import StopCleanly
@@ -43,9 +42,10 @@ from rwkv.training.callbacks.kernel_probe import Probe
 from rwkv.training.callbacks.metrics import Metrics
 from rwkv.training.callbacks.progress_bar import ProgressBar
 from rwkv.training.callbacks.samples import Samples, sample_every
-from rwkv.training.guard import is_compared
-from rwkv.training.run import Run
+from rwkv.training.run.directory import Run
 from rwkv.training.task import LanguageModel
+from rwkv.training.tuning.before_after import BeforeAfter
+from rwkv.training.tuning.guard import is_compared
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
              "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",

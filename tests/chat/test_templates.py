@@ -84,7 +84,7 @@ def test_a_template_shows_tools_if_it_names_them(tmp_path: Path, chatml: str) ->
     assert template.supports_tools
     assert template.render(TALK[1:2], tools=[{"name": "größe <b>"}]) == '[{"name": "größe <b>"}]Hi!'
     for name in ("world", chatml):
-        with pytest.raises(UserError, match="no form for tools"):
+        with pytest.raises(UserError):
             chat_template(name).render(TALK[1:2], tools=[{"name": "f"}])
 
 
@@ -335,7 +335,7 @@ def test_texts_of_a_content_list_are_joined() -> None:
 
 
 def test_thoughts_are_of_g1_alone() -> None:
-    with pytest.raises(UserError, match="has no thoughts"):
+    with pytest.raises(UserError):
         chat_template("world").render(TALK[:2], think=True)
 
 

@@ -22,7 +22,7 @@ from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, Row, Sample, generate, generate_batch
 from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
-from rwkv.generation.sampling import Sampling, adjusted, distribution, next_tokens
+from rwkv.generation.sampling import Sampling, changed, distribution, next_tokens
 from rwkv.generation.states import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
@@ -354,7 +354,7 @@ def distance_to_a_boundary(model: RWKV, ids: list[int], written: list[int], seed
     for token in written[:-1]:
         logits = decoder.step(torch.tensor([token]))
     assert int(next_tokens(logits, draws[-1:], options)) == written[-1]
-    candidates, probabilities = distribution(adjusted(logits, options, None), options)
+    candidates, probabilities = distribution(changed(logits, options, None), options)
     assert candidates is None
     return float((probabilities[0].double().cumsum(-1) - draws[-1]).abs().min())
 

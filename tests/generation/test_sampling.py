@@ -17,7 +17,6 @@ from rwkv.config import Sampling
 from rwkv.generation.sampling import (
     SHORTLIST,
     Penalties,
-    adjusted,
     changed,
     distribution,
     logprobs,
@@ -91,7 +90,7 @@ def test_a_draw_lies_where_its_random_number_does(options: dict[str, Any], V: in
     logits = torch.randn(rows, V + 3, generator=torch.Generator().manual_seed(V))[:, :V] * 3
     uniform = torch.rand(rows, generator=torch.Generator().manual_seed(V), dtype=torch.float64)
     drawn = next_tokens(logits, uniform, sampling, draw=draw)
-    ids, probabilities = distribution(adjusted(logits, sampling, None), sampling)
+    ids, probabilities = distribution(changed(logits, sampling, None), sampling)
     after = probabilities.double().cumsum(-1)
     place = (drawn.unsqueeze(-1) == (torch.arange(V) if ids is None else ids)).int().argmax(-1, keepdim=True)
     end, begin = after.gather(-1, place).squeeze(-1), (after - probabilities).gather(-1, place).squeeze(-1)
@@ -216,7 +215,7 @@ def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: i
     """Whatever the shortlist holds; where a bound falls within rounding of a token's, that token may go either way."""
     logits = np.random.default_rng(seed).normal(0, 2, V)
     options = Sampling(temperature, top_k, top_p, min_p, order=order)
-    ids, kept = distribution(adjusted(torch.tensor(logits)[None], options, None), options)
+    ids, kept = distribution(changed(torch.tensor(logits)[None], options, None), options)
     found = np.zeros(V)
     found[slice(None) if ids is None else ids[0].numpy()] = kept[0].numpy()
     wanted, near = exact(logits, options), [exact(logits, Sampling(temperature, top_k, min(1, max(1e-9, top_p + p)),

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
 from kernels.bench.results import UnusableFile, exit_status, save
 from kernels.bench.wkv4 import Case as WKVCase
-from kernels.bench.wkv7 import Case as WKV7Case
 from kernels.compare import err_ratio, misses
 from kernels.machine import hardware
 from kernels.timex import TimeX, conv1d, formula
@@ -75,24 +73,6 @@ def test_a_benchmark_prints_a_table_and_writes_json_where_it_is_asked_for(op: st
     assert (report["dtype"], report["malloc"], report["sweep"]) == ("float32", "tuned", [])
 
 
-def test_a_ratio_is_left_out_where_the_times_vary_from_run_to_run(monkeypatch: pytest.MonkeyPatch,
-                                                                  capsys: pytest.CaptureFixture[str]) -> None:
-    """formula's calls take 1 or 3 seconds; everything else takes 1."""
-    def measured(work: dict, *_: Any) -> dict:
-        return {key: [1.0, 3.0, 1.0, 3.0] if key[0] == "formula" else [1.0, 1.0, 1.0, 1.0] for key in work}
-
-    monkeypatch.setattr(__main__, "interleaved", measured)
-    _, out, report = run(capsys, "timex", "--shape", "2,3,16", "--only", "conv1d,formula")
-    formula, conv1d = (next(result for result in report["shapes"][0]["results"] if result["name"] == name)
-                       for name in ("formula", "conv1d"))
-    assert (formula["spread"], conv1d["spread"]) == (1.0, 0.0)
-    assert formula["vs_baseline"] == 0.5, "the numbers are in the file"
-    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert " ? " in lines["formula"]
-    assert "?" not in lines["conv1d"]
-    assert "?:" in lines
-
-
 def test_a_result_is_printed_where_its_file_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnusableFile):
         save({"op": "timex"}, tmp_path)
@@ -127,13 +107,6 @@ def test_wkv7_is_verified_with_a_few_heads_repeated_and_timed_beside_its_operati
         assert result["x_limit"] * result["gflops"] == pytest.approx(measured["limits"]["matmul_gflops"])
         assert result["err_ratio"] < 1e-6
     assert max(map(len, out.splitlines())) <= 128
-
-
-@pytest.mark.thorough
-def test_wkv7_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, report = run(capsys, "wkv7", "--shape", "2,3,8,20", "--only", "torch_chunk", "--dtype", "bfloat16")
-    assert code == 0
-    assert all(1e-4 < result["err_ratio"] < 2e-2 for result in report["shapes"][0]["results"])
 
 
 def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,29 +174,6 @@ def test_extra_memory_is_the_peak_less_the_result() -> None:
     assert extra_bytes(three_at_once, "cpu") == x.nbytes
 
 
-def test_the_release_of_what_was_allocated_before_is_not_subtracted() -> None:
-    held: list[torch.Tensor] = []
-
-    def exchange() -> None:
-        held.clear()
-        held.append(torch.zeros(1000, 100))
-
-    measured = [extra_bytes(lambda: exchange() or (), "cpu") for _ in range(2)]     # both times in a profile
-    assert measured == [held[0].nbytes, held[0].nbytes]
-
-
-@pytest.mark.thorough
-def test_saved_tensors_are_extra_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reference's backward pass keeps the states of every step."""
-    _, _, report = run(capsys, "wkv4", "--shape", "4,32,64", "4,32,128", "--only", "reference")
-    at = [{result["pass"]: result["extra_mb"] for result in measured["results"] if result["name"] == "reference"}
-          for measured in report["shapes"]]
-    states = 3 * 4 * 4 * 32 * 64 / 1e6
-    assert states < at[0]["backward"] < 1.5 * states
-    assert 2 * states < at[1]["backward"] < 3 * states
-    assert at[0]["forward"] < 0.1 * states
-
-
 def test_launches_are_the_operators_that_compute() -> None:
     """Views, allocations and contiguous() of a contiguous tensor count as 0; an operator of ours as those it calls, or 1."""
     w, k = timex_cases.inputs(2, 3, 16)
@@ -232,13 +182,6 @@ def test_launches_are_the_operators_that_compute() -> None:
     with stub(forward=lambda w, k, eps: k.new_empty(k.shape)) as name:
         assert launches(lambda: TimeX(name)(w, k), "cpu") == 1
     assert launches(lambda: TimeX("conv1d")(w, k), "cpu") > 1
-
-
-def test_every_function_gets_a_sample_and_a_slow_one_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "MAX_ROUNDS", 5)
-    monkeypatch.setattr(timing, "seconds", lambda function, device, repeats=1: function())
-    samples = timing.interleaved({"slow": lambda: 10.0, "middle": lambda: 0.5, "fast": lambda: 0.01}, "cpu", budget_s=1.0)
-    assert {key: len(taken) for key, taken in samples.items()} == {"slow": 1, "middle": 2, "fast": 5}
 
 
 # Kernels that are wrong, missing or slow
@@ -283,30 +226,6 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_its_reason(capsys: pytest
     assert code == 0
     assert {name: name in reason for name, reason in report["shapes"][0]["skipped"].items()} == {first: True, second: True}
     assert f"{first}, {second}:" in out, "one line for one reason"
-
-
-def test_a_slow_kernel_is_measured_only_when_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(__main__, "MAX_SECONDS", 0)
-    monkeypatch.setattr(registry, "names", lambda op: ("conv1d", "formula"))
-    _, _, report = run(capsys, "timex", "--shape", "2,3,16")
-    assert "--only 'formula'" in report["shapes"][0]["skipped"]["formula"]
-    _, _, report = run(capsys, "timex", "--shape", "2,3,16", "--only", "formula")
-    assert {result["name"] for result in report["shapes"][0]["results"]} == {"formula"}, "the baseline is slow too"
-
-
-def test_the_estimate_of_one_block_grows_with_the_square_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "seconds", lambda function, device, repeats=1: 1.0)
-    case = WKVCase(1, 3, 50, "cpu")
-    assert (case.estimate("conv1d").seconds, case.estimate(case.baseline).seconds) == (8.0, 64.0)
-
-
-def test_the_estimate_of_the_loop_over_many_steps_runs_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "seconds", lambda function, device, repeats=1: 1.0)
-    case = WKV7Case(1, 2, 4, 640, "cpu")
-    estimate = case.estimate("reference")
-    assert estimate.seconds == 10.0
-    states = 4 * 2 * 4 * 4 * 640
-    assert states < estimate.peak_extra < 3 * states
 
 
 def test_err_ratio() -> None:
@@ -400,13 +319,6 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
     assert max(map(len, out.splitlines())) < 128
 
 
-def test_the_listing_takes_no_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as status:
-        listing.main(["timex"])
-    assert status.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_the_listing_says_why_not_here() -> None:
     with stub(packages=("no_such_package",)) as name:
         assert listing.here("timex", name, ["cpu"]) == "no"
@@ -472,29 +384,6 @@ def test_the_tables_show_every_machine_and_the_cost_of_more_steps() -> None:
     assert "cuda_v0" not in text, "not expected on a CPU"
 
 
-def test_the_table_of_wkv7_has_its_times_relative_to_the_limit() -> None:
-    short, long = ([*passes("reference", 900 * n, 4000 * n, gflops=1.0, x_limit=40.0, extra_mb=8.0),
-                    *passes("torch_chunk", 100 * n, 400 * n, gflops=9.0, x_limit=5.25, err_ratio=3e-7)]
-                   for n in (1, 2))
-    text = between_markers("wkv7", report_of("wkv7", "cpu", ((8, 12, 64, 512), short), ((8, 12, 64, 1024), long), axes="BHNT"))
-    assert "| torch_chunk | 100 | 400 | 5.2, 5.2 | 100, 400 | 0.0, 0.0 | 3e-07 | 9.8 |" in text
-    assert "From T = 512 to T = 1024, 2 times the steps, B = 8, H = 12, N = 64" in text
-    assert "| torch_chunk | x 2.0 | x 2.0 | 0.0 to 0.0 | 0.0 to 0.0 |" in text
-
-
-@pytest.mark.thorough
-def test_an_operator_bound_by_memory_has_a_table_and_a_figure_of_its_bandwidth(tmp_path: Path) -> None:
-    rows = [*passes("torch_own", 10, 20, launches=1), *passes("cuda_v0", 11, 22, vs_baseline=0.9, launches=1)]
-    report = report_of("softmax", "cpu", ((4096, 4096), rows), ((4096, 128), passes("torch_own", 1, 2, launches=1)),
-                       axes=("rows", "columns"))
-    text = between_markers("softmax", report)
-    assert "|  | forward | backward | launches | extra MB |" in text
-    assert "| torch_own | 10 (10 GB/s, 50%) | 20 (10 GB/s, 50%) | 1, 1 | 0.0, 0.0 |" in text
-    assert "| cuda_v0 | 11 (10 GB/s, 50%, 0.9x) | 22 (10 GB/s, 50%, 0.9x) | 1, 1 | 0.0, 0.0 |" in text
-    assert [file.name for file in plot.draw(tmp_path, [report])] == ["softmax-cpu-time.png"]
-    assert plot.time_against_size(report).axes[0].get_xlabel() == "columns"
-
-
 @pytest.mark.thorough
 def test_figures_from_a_report(tmp_path: Path) -> None:
     rungs = [row for index in range(4) for row in passes(f"taichi_v{index}", 400 - 90 * index, 900 - 150 * index)]
@@ -506,15 +395,6 @@ def test_figures_from_a_report(tmp_path: Path) -> None:
     assert {text.get_text() for text in forward.texts} == {"conv1d", "taichi_v0", "taichi_v1", "taichi_v2", "taichi_v3"}
     legend = [text.get_text() for text in plot.ladder(report).axes[0].get_legend().get_texts()]
     assert any(label.startswith("CUDA C++:") for label in legend), "mentioned though it was not measured"
-
-
-def test_a_figure_that_cannot_be_drawn_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot.draw(tmp_path, [report_of("timex", "cpu", ((8, 768, 1024), passes("conv1d", 1, 2)))]) == []
-    assert capsys.readouterr().err.count("\n") == 2, "time and ladder"
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    assert exit_status(lambda: plot.main([str(tmp_path)])) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=15).map(sorted))

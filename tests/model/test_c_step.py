@@ -13,7 +13,6 @@ from kernels import native
 from kernels.matvec import FORMS
 from rwkv.config import GENERATIONS
 from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
-from rwkv.model import quantized
 from rwkv.model.decoding import c_step, rwkv4_c, rwkv7_c
 from rwkv.model.decoding.c_step import step_of, why_not
 from rwkv.pretrained import RWKV
@@ -21,15 +20,6 @@ from rwkv.pretrained import RWKV
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 CSRC = Path(c_step.__file__).parent / "csrc"
 SIZES = {"whole blocks": {"n_embd": 64, "n_ffn": 96}, "pieces of blocks": {"n_embd": 40, "n_ffn": 1032, "n_layer": 2}}
-
-
-@pytest.fixture(params=native.levels())
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU with the instructions of that level alone."""
-    monkeypatch.setattr(native, "level", lambda: request.param)
-    if not request.param.startswith("avx512"):           # PyTorch's products in int8 then take 7 bits of an input
-        monkeypatch.setattr(quantized, "multiplies", lambda dtype: False)
-    return str(request.param)
 
 
 def model_in(form: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:

@@ -18,13 +18,6 @@ Tensors = tuple[Tensor, ...]
 Function = Callable[..., tuple[Tensor | None, ...]]
 
 
-@pytest.fixture(params=native.levels())
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU with the instructions of that level alone."""
-    monkeypatch.setattr(native, "level", lambda: request.param)
-    return str(request.param)
-
-
 def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in shapes]
 

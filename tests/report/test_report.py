@@ -36,7 +36,7 @@ from rwkv.report.reading import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
 from rwkv.training import fit, sweep, sweep_child
-from rwkv.training.run import open_run
+from rwkv.training.run.opening import open_run
 
 ROOT = Path(__file__).parent.parent.parent
 BREAKS = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \

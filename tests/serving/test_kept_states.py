@@ -9,12 +9,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from models import small_model
 from safetensors.torch import load, save
 from serving_runs import LETTERS, Running, post, reset, wait_until
-from test_limits import BODIES, JSON, refused
+from test_limits import BODIES, refused
 
 from rwkv.chat.templates import chat_template
 from rwkv.generation.engine import generate, generate_batch
@@ -346,19 +344,3 @@ def test_a_wrong_request_for_a_state_is_refused(api: httpx.Client, body: dict[st
 def test_a_wrong_body_is_refused(api: httpx.Client, body: bytes) -> None:
     refused(api.post("/states", content=body))
     refused(api.post("/states", content=body, headers=FILE))
-
-
-@given(st.dictionaries(st.sampled_from(["prompt", "messages", "tools", "state", "model", "x"]), JSON, max_size=4),
-       st.text(min_size=1, max_size=8).filter(lambda name: "/" not in name and name not in (".", "..")))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-def test_any_request_gets_an_answer(api: httpx.Client, body: dict[str, Any], name: str) -> None:
-    for chosen in (body, {"prompt": "a", **body}, {"messages": SAID, **body}):
-        answer = api.post("/states", json=chosen)
-        assert answer.status_code < 500, (chosen, answer.text)
-        if answer.status_code >= 400:
-            refused(answer)
-    for path in ("/completions", "/chat/completions"):
-        refused(api.post(path, json={"prompt": "a", "messages": SAID, **body, "state": name}))
-    place = "".join(f"%{byte:02x}" for byte in name.encode())
-    for answer in (api.get(f"/states/{place}"), api.delete(f"/states/{place}"), api.get(f"/states/{place}/content")):
-        refused(answer)

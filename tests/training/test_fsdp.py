@@ -23,7 +23,7 @@ from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, Opt
 from rwkv.errors import UserError
 from rwkv.model.rwkv4 import Block
 from rwkv.training import device, fit, trainer
-from rwkv.training.run import open_run
+from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import strategy_for
 

@@ -14,7 +14,7 @@ from training_runs import TEXT
 
 from rwkv.config import LoggerConfig, TrainConfig
 from rwkv.training import loggers, setup
-from rwkv.training.run import as_plain
+from rwkv.training.run.directory import as_plain
 
 RUN = as_plain(TrainConfig())
 CONFIG = LoggerConfig(name="wandb")
@@ -95,3 +95,18 @@ def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_pat
         result = run("train", "debug=fast", "data=text", "data.path=text.txt", "trainer=cpu", "kernel=conv1d", "out_dir=mine")
     one_sentence(result, "logger=wandb", "Descriptors cannot be created directly", "logger=csv")
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.programs
+def test_any_logger_of_lightning_is_named_by_its_class(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ("train", "debug=fast", "data=text", "data.path=text.txt", "trainer=cpu", "kernel=conv1d", "logger=mlflow",
+               "data.cache_dir=cache")
+    status, _, error = run(*options, "logger._target_=lightning.pytorch.loggers.CSVLogger", "logger.arguments=save_dir=own",
+                           "out_dir=mine", "trainer.max_steps=2", "trainer.log_every=1")
+    assert status == 0, error
+    assert "train/loss" in next(tmp_path.glob("own/**/metrics.csv")).read_text().splitlines()[0]
+    assert len((tmp_path / "mine" / "metrics.csv").read_text().splitlines()) > 2
+    for wrong in ("no_such_package.Logger", "json.JSONDecoder"):
+        one_sentence(run(*options, f"logger._target_={wrong}", "out_dir=other"), "logger")
+        assert not (tmp_path / "other").exists()

@@ -33,8 +33,8 @@ from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan, setup
 from rwkv.training.callbacks.metrics import peak_memory_mib
+from rwkv.training.length import with_default_length, with_max_steps
 from rwkv.training.memory import free_disk, free_memory
-from rwkv.training.run import with_default_length, with_max_steps
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 

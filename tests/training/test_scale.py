@@ -10,10 +10,10 @@ from models import each_generation, small_model
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from rwkv.config import DataConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.config import OptimConfig, TrainerConfig
 from rwkv.distributed import all_gather, all_sum, broadcast_from_rank0, rank, rank0_first, world_size
 from rwkv.errors import UserError
-from rwkv.training.device import process_count, share, with_precision
+from rwkv.training.device import process_count, resolved_precision, share
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import precision_for, prepare_blocks
 
@@ -132,9 +132,8 @@ def test_fp16_goes_on_with_the_scale_that_it_had(tmp_path: Path, generation: str
     ({"strategy": "ddp", "devices": 2, "num_nodes": 2}, "torchrun"),
 ])
 def test_processes_that_cannot_be_get_a_sentence(options: dict[str, object], named: str) -> None:
-    config = TrainConfig(trainer=TrainerConfig(accelerator="cpu", **options), data=DataConfig(batch_size=8))
     with pytest.raises(UserError, match=named):
-        process_count(config)
+        process_count(TrainerConfig(accelerator="cpu", **options), batch_size=8)
 
 
 def test_devices_without_a_strategy_get_a_sentence() -> None:
@@ -145,13 +144,11 @@ def test_devices_without_a_strategy_get_a_sentence() -> None:
 def test_a_single_process_agrees_with_itself() -> None:
     assert (rank(), world_size(), all_gather(3), all_sum(1.5, 2), broadcast_from_rank0(lambda: 4), rank0_first(lambda: 5)) == (
         0, 1, [3], [1.5, 2.0], 4, 5)
-    assert share(TrainConfig(data=DataConfig(batch_size=6))).batch_size == 6
+    assert share(TrainerConfig(), 6) == 6
 
 
 @pytest.mark.parametrize(("faster", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
 def test_precision_auto_is_what_is_faster_here(faster: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rwkv.training.device.bfloat16_is_faster", lambda device: faster)
-    decided = with_precision(TrainConfig(trainer=TrainerConfig(precision="auto")))
-    assert decided.trainer.precision == precision
-    asked = TrainConfig(trainer=TrainerConfig(precision="fp16-mixed"))
-    assert with_precision(asked) is asked
+    assert resolved_precision(TrainerConfig(precision="auto")) == precision
+    assert resolved_precision(TrainerConfig(precision="fp16-mixed")) == "fp16-mixed"

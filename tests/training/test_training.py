@@ -19,14 +19,12 @@ from programs import Run
 from training_runs import OWN, SMALL, TEXT, Done, content, done_here, finish, losses, rows, same, start, wait_for
 
 from kernels.registry import why_not
-from rwkv import cli
 from rwkv.checkpoint.files import locate, read_checkpoint
-from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.config import TrainerConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training import fit
 from rwkv.training.callbacks.samples import read_samples
 
 pytestmark = pytest.mark.programs
@@ -198,25 +196,6 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(folder: Path, who
     last, expected = (content(path / "checkpoints" / "last.ckpt") for path in (run, folder / "whole"))
     assert not {name for name in expected if name not in OWN and not same(last[name], expected[name])}
     assert resumed.output == whole.output
-
-
-@pytest.mark.parametrize(("argument", "named"), [
-    ("model.n_layer=2", "model.n_layer"), ("model=small", "model.n_layer"), ("data.batch_size=5", "data.batch_size"),
-    ("data.path=other.txt", "data.path"), ("seed=1", "seed"), ("optim.lr=1e-3", "trainer.max_steps"),
-])
-def test_a_resumed_run_stays_the_run_that_it_was(folder: Path, resumed: Done, argument: str, named: str,
-                                                 monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime for path in (folder / "runs").rglob("*")}
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["train.py", "resume=auto", argument])
-    with pytest.raises(SystemExit) as stop:
-        cli.run(fit.main, TrainConfig, "train", None)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert named in error
-    assert before == {path: path.stat().st_mtime for path in (folder / "runs").rglob("*")}
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from models import small_model
 from rwkv import cli
 from rwkv.config import OptimConfig, TrainConfig, TuneConfig
 from rwkv.tokenizer.tokenizers import ByteTokenizer
-from rwkv.training.run import as_plain, open_run
-from rwkv.training.tuning_defaults import DEFAULTS, with_tuning_defaults
+from rwkv.training.run.directory import as_plain
+from rwkv.training.run.opening import open_run
+from rwkv.training.tuning.defaults import DEFAULTS, with_tuning_defaults
 
 
 @pytest.fixture

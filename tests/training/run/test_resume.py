@@ -46,7 +46,8 @@ from rwkv.pretrained import RWKV
 from rwkv.report.reading import is_finished
 from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound, settle
 from rwkv.training.optim import lr_factor, parameter_groups
-from rwkv.training.run import as_plain, open_run
+from rwkv.training.run.directory import as_plain
+from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel
 
 STEPS = 70

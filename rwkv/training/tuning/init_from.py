@@ -45,7 +45,7 @@ def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
                         "that it was trained with")
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
-    if config.tune.method == "state" and config.model.generation != "rwkv7":
+    if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
         raise UserError(f"tune=state learns the state of RWKV-7, and {checkpoint.path} is {generation(config.model).NAME}: use "
                         "tune=lora")
 

@@ -16,9 +16,10 @@ from programs import one_sentence
 
 from rwkv.config import TrainConfig
 from rwkv.errors import UserError
-from rwkv.training import lock
-from rwkv.training.lock import RunLock
-from rwkv.training.run import Run, create, open_run
+from rwkv.training.run import lock
+from rwkv.training.run.directory import Run, create
+from rwkv.training.run.lock import RunLock
+from rwkv.training.run.opening import open_run
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these tests fork")
 

@@ -16,8 +16,8 @@ from rwkv.config import DataConfig, TrainConfig
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
-from rwkv.training.init_from import open_init_checkpoint
 from rwkv.training.setup import new_model
+from rwkv.training.tuning.init_from import open_init_checkpoint
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
 FAST = ("trainer=cpu", "kernel=torch_scan", "data=text", "data.path=text.txt", "data.cache_dir=cache", "logger=none",

@@ -13,7 +13,7 @@ from programs import Run, one_sentence
 from training_runs import OWN, content, losses, rows, same
 
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
-from rwkv.training.guard import __file__ as GUARD
+from rwkv.training.tuning.guard import __file__ as GUARD
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",

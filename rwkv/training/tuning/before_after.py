@@ -30,9 +30,9 @@ from rwkv.model.base import Model
 from rwkv.model.lora import chosen
 from rwkv.report.reading import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.guard import sha256_of, text_of
-from rwkv.training.held_out import continuations, prompts, readable
 from rwkv.training.task import LanguageModel
+from rwkv.training.tuning.guard import sha256_of, text_of
+from rwkv.training.tuning.held_out import continuations, prompts, readable
 
 Measured = dict[str, float]              # by the name of the metric, and "step"
 

@@ -27,8 +27,8 @@ from rwkv.model.lora import add_adapters
 from rwkv.model.loss import IGNORED
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
-from rwkv.training import preferences
-from rwkv.training.preferences import Preferences, answers, without_tuning
+from rwkv.training.tuning import preferences
+from rwkv.training.tuning.preferences import Preferences, answers, without_tuning
 
 BASE = "init_from=base7.safetensors"
 OPTIONS = ("data=chat", "data.path=pairs.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",

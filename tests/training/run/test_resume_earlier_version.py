@@ -1,4 +1,4 @@
-"""Runs of commit 7dbb24b, the version before the folders were rearranged, are resumed: data/7dbb24b/NAME.
+"""Runs of commit 7dbb24b, the version before the folders were rearranged, are resumed: data/earlier_version/NAME.
 
 adamw, normuon: the checkpoint after step 4 of 8, config.yaml, and expected.csv, the losses that 7dbb24b gave for the steps 5
 to 8. Both are runs on training_runs.TEXT in float32: train.py debug=fast data=text data.path=text.txt data.tokenizer=char
@@ -18,9 +18,10 @@ from programs import Run, one_sentence
 from training_runs import TEXT, losses
 
 from rwkv.config import TrainConfig
-from rwkv.training.run import DELETED, open_run
+from rwkv.training.run.opening import open_run
+from rwkv.training.run.resume import DELETED
 
-RUNS = Path(__file__).parent / "data" / "7dbb24b"
+RUNS = Path(__file__).parent / "data" / "earlier_version"
 
 
 def copied(name: str, folder: Path) -> None:

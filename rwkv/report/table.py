@@ -1,0 +1,39 @@
+"""A table of a report: each column says its header and how a row's cell is made."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+
+class Column(NamedTuple):
+    """cell: HTML of a row, a <td> or "" for none. words: of words instead of numbers."""
+
+    header: str
+    cell: Callable[[Any], str]
+    words: bool = False
+
+
+def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
+          instead: Callable[[Any], str | None] = lambda row: None) -> str:
+    """The columns in which some row has a cell. instead: words in place of a row's cells after the first, or None."""
+    words = [instead(row) for row in rows]
+    shown = [column for column in columns
+             if any(column.cell(row) for row, said in zip(rows, words, strict=True) if said is None)] or list(columns[:2])
+    head = "".join(f"<th{' class=text' if column.words else ''}>{escape(column.header)}</th>" for column in shown)
+    body = ""
+    for row, said in zip(rows, words, strict=True):
+        cells = [column.cell(row) or "<td></td>" for column in (shown if said is None else shown[:1])]
+        if said is not None:
+            cells.append(f'<td class="text" colspan="{max(1, len(shown) - 1)}">{escape(said)}</td>')
+        body += f"<tr>{''.join(cells)}</tr>"
+    return f'<div class="scroll {style}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def text(said: object) -> str:
+    """A cell of words."""
+    return "" if said is None else f'<td class="text">{escape(str(said))}</td>'
+
+
+def cell(value: object, form: Callable[[Any], str] = str, bad: bool = False) -> str:
+    """A cell of a value, "" for None."""
+    return "" if value is None else f"<td{' class=bad' if bad else ''}>{escape(form(value))}</td>"

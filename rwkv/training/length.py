@@ -1,0 +1,65 @@
+"""How long a run trains: trainer.max_steps, or what trainer.max_tokens and trainer.epochs are in steps.
+
+What epochs are in steps is found once the data are known. A pass is over all windows, over all rows of conversations, or over
+all segments of trainer.tbptt's streams. A step may begin in one pass and end in the next; the last step is the first that has
+read all of the last pass.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import ceil
+
+from rwkv.config import LENGTHS, TrainConfig
+from rwkv.data import documents
+from rwkv.data.pairs import rows_of
+from rwkv.data.prepare import Corpus
+from rwkv.data.windows import Windows
+from rwkv.errors import UserError
+
+ROUNDING = 1e-9                          # of epochs times steps, of which both may be fractions
+CHAT_EPOCHS = 2.0                        # of a new run on conversations for which nothing says how long to train
+MANY = 4                                 # epochs of conversations: from more on, answers are learnt by heart
+
+
+def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
+    """The optimiser steps of one pass over the training split: a fraction where the last step has room for more."""
+    rows = config.data.batch_size * config.trainer.accumulate
+    if config.trainer.tbptt:
+        return int(documents.chunks_of(config, data).segments.sum()) / (rows * config.trainer.tbptt)
+    if data.conversations:
+        return len(rows_of(data.conversations[0], config.model.ctx_len)) / rows
+    return len(Windows(data.train, config.model.ctx_len)) / rows
+
+
+def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
+    """The configuration with the fewest max_steps that read trainer.epochs; itself where they are not given."""
+    epochs = config.trainer.epochs
+    if epochs is None:
+        return config
+    steps = max(1, ceil(epochs * steps_per_epoch(config, data) - ROUNDING))
+    return replace(config, trainer=replace(config.trainer, max_steps=steps))
+
+
+def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The configuration with the fewest max_steps that read trainer.max_tokens, if these or nothing else is given.
+
+    The length that is given replaces those of an experiment or of a resumed run. Raises UserError if the command line gives
+    two.
+    """
+    own = [key for key in LENGTHS if key in given and getattr(config.trainer, key.removeprefix("trainer.")) is not None]
+    if len(own) > 1:
+        raise UserError(f"{own[0]} and {own[1]} both say how long to train: give one of them")
+    trainer = config.trainer
+    if own:
+        trainer = replace(trainer, max_tokens=trainer.max_tokens if own == ["trainer.max_tokens"] else None,
+                          epochs=trainer.epochs if own == ["trainer.epochs"] else None)
+    if trainer.max_tokens is not None:
+        trainer = replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step))
+    return replace(config, trainer=trainer)
+
+
+def with_default_length(config: TrainConfig, chosen: Collection[str]) -> TrainConfig:
+    """A new run's configuration: on conversations CHAT_EPOCHS, if the user and the chosen groups give no length."""
+    if config.data.name != "chat" or not set(LENGTHS).isdisjoint(chosen):
+        return config
+    return replace(config, trainer=replace(config.trainer, epochs=CHAT_EPOCHS))

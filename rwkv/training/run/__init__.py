@@ -1,0 +1,1 @@
+"""A run's directory: made, opened, locked and resumed."""

@@ -1,0 +1,142 @@
+"""A run's directory: config.yaml, checkpoints/, metrics.csv, ... runs/latest points to the newest run."""
+
+import itertools
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import yaml
+
+from rwkv import report
+from rwkv.checkpoint.files import Checkpoint
+from rwkv.config import TrainConfig
+from rwkv.errors import UserError
+from rwkv.io.atomic import write_file
+from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.run.lock import NAME, RunLock
+
+RUNS = Path("runs")
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
+
+    init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
+    tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning/defaults.py), in a new run.
+    saved_memory: lines of rwkv/training/tuning/passes.py, in a new run with init_from=.
+    exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
+    """
+
+    out_dir: Path
+    config: TrainConfig
+    resume_from: Path | None = None
+    resume_step: int | None = None
+    init_checkpoint: Checkpoint | None = None
+    tokenizer: Tokenizer | None = None
+    tuning_defaults: tuple[str, ...] = ()
+    saved_memory: tuple[str, ...] = ()
+    exists: bool = False
+    lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
+
+
+def new_folder(kind: str = "") -> Path:
+    """A path in runs/, named by the time to the microsecond."""
+    return RUNS / f"{kind}{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
+
+
+def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
+    """Raises UserError if the directory holds anything but a lock, or cannot be written. `resume`: what would continue it."""
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"out_dir {out_dir} is a file: choose another")
+    if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):
+        if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
+            raise UserError(f"out_dir {out_dir} holds other files than a run's: choose another")
+        raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} "
+                        f"{quote(f'out_dir={out_dir}')}")
+    existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
+
+
+def create(run: Run, resolved: dict[str, Any]) -> None:
+    """Makes the directory, writes the resolved configuration into it and points runs/latest to it.
+
+    Raises UserError if the directory cannot be made, or if another process has begun a run in it.
+    """
+    try:
+        run.out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
+    run.lock.hold(run.out_dir)
+    if not run.exists:
+        require_unused(run.out_dir)      # again: another process may have begun and ended a run since open_run
+    apart = folder_apart(run)
+    if apart is not None:
+        _set_apart(run.out_dir, apart)
+    write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
+    _point_latest(run.out_dir)
+
+
+def folder_apart(run: Run) -> Path | None:
+    """Where the rows and samples go of a run that begins again because it had saved no checkpoint: out_dir/unsaved-1, or the
+    next free number. None where there is nothing to keep.
+    """
+    if not run.exists or run.resume_from is not None:
+        return None
+    trained = any(int(row["step"]) > 0 for row in read_metrics(run.out_dir / METRICS, []))
+    if not trained and not read_samples(run.out_dir / SAMPLES, []):
+        return None
+    return next(folder for number in itertools.count(1) if not (folder := run.out_dir / f"unsaved-{number}").exists())
+
+
+def _set_apart(out_dir: Path, folder: Path) -> None:
+    """Moves what a run writes into `folder`, with a copy of its configuration."""
+    folder.mkdir()
+    shutil.copy(out_dir / CONFIG_FILE, folder)
+    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, TUNED, report.PAGE, report.TABLE, "wandb")):
+        if path.exists():
+            path.rename(folder / path.name)
+
+
+def _point_latest(out_dir: Path) -> None:
+    """Makes runs/latest a symlink to out_dir, or a one-line file where links need rights. A failure is reported, not raised."""
+    latest, target = RUNS / "latest", out_dir.resolve()
+    if target.is_relative_to(RUNS.resolve()):
+        target = target.relative_to(RUNS.resolve())
+    try:
+        RUNS.mkdir(exist_ok=True)
+        try:
+            _replace_link(latest, target)
+        except OSError:
+            if latest.is_symlink():
+                latest.unlink()          # Windows does not replace a link to a directory
+            write_file(latest, lambda file: file.write(f"{target}\n".encode()))
+    except OSError as error:
+        print(f"{latest} does not point to this run ({error.strerror}): name it with {quote(f'out_dir={out_dir}')}",
+              file=sys.stderr)
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.link")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target, target_is_directory=True)
+    try:
+        temporary.replace(link)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def as_plain(config: TrainConfig) -> dict[str, Any]:
+    """The configuration in dictionaries and lists, for YAML, checkpoints and W&B."""
+    plain = asdict(config)
+    plain["optim"]["betas"] = list(plain["optim"]["betas"])
+    plain["tune"]["modules"] = list(plain["tune"]["modules"])
+    return plain

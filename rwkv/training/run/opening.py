@@ -1,0 +1,55 @@
+"""How a run is opened: a new one, or one that is resumed (rwkv/training/run/resume.py)."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from rwkv.config import TrainConfig, require_effect
+from rwkv.errors import UserError
+from rwkv.training.length import with_default_length
+from rwkv.training.run.directory import Run, new_folder, require_unused
+from rwkv.training.run.resume import Request, resolved, resumed_run
+from rwkv.training.tuning.defaults import with_tuning_defaults
+from rwkv.training.tuning.guard import with_guard
+from rwkv.training.tuning.init_from import open_init_checkpoint
+from rwkv.training.tuning.passes import with_less_memory, with_passes
+
+
+def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
+    """A new run, or the one that `resume` names. Nothing is written yet.
+
+    given: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+    Raises UserError if the new run's directory is not empty, if a given key has no effect, if there is nothing to resume, if
+    another process trains that run, if a FIXED option differs from the run's, and if a given key differs from the checkpoint
+    that `init_from` names.
+    """
+    if config.resume is not None and config.init_from is not None:
+        raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+    if config.resume is not None:
+        resumed = resumed_run(Request(config, given, chosen))
+        if resumed is not None:
+            return resumed
+    require_effect(config, given)
+    config = with_default_length(config, {*given, *chosen})
+    out_dir = Path(config.out_dir) if config.out_dir else new_folder()
+    require_unused(out_dir)
+    if config.init_from is None:
+        _require_new_weights(config, given)
+        return Run(out_dir, resolved(config, given))
+    config, defaults = with_tuning_defaults(config, {*given, *chosen})
+    sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
+    guarded = with_guard(sized, tokenizer, given)
+    divided, of_passes = with_passes(resolved(guarded, given), given)
+    frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
+    return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
+               saved_memory=tuple(line for line in (of_passes, of_memory) if line))
+
+
+def _require_new_weights(config: TrainConfig, given: Collection[str]) -> None:
+    """Raises UserError for the options that need the weights of init_from=."""
+    if "tune.guard" in given:
+        raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
+    if config.tune.method != "full":
+        raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
+    if config.tune.prefers:
+        raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
+                        "model with init_from=")

@@ -1,0 +1,210 @@
+"""A run that is resumed has its own configuration: options given on the command line replace its values, and those that would
+make it another run (FIXED) are refused.
+"""
+
+from collections.abc import Collection
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
+from rwkv.config import LENGTHS, SCALED, DataConfig, TrainConfig
+from rwkv.errors import UserError
+from rwkv.report.reading import is_finished
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
+from rwkv.training.device import AUTO, resolved_precision
+from rwkv.training.length import with_max_steps
+from rwkv.training.run.directory import CONFIG_FILE, RUNS, Run, as_plain
+from rwkv.training.run.lock import RunLock
+from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
+from rwkv.training.tuning.passes import same_step
+from rwkv.training.tuning.tuned import tuned_files
+
+FIXED = ("model", "data", "tune", "seed",    # options and groups that may not change when a run is resumed
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
+         "trainer.accumulate",           # the position in the data is counted in batches
+         "trainer.val_tokens")           # the losses are compared, for best.ckpt
+NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
+DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
+ADDED = {"tune.guard": None}             # what runs did that were begun before there was the option
+
+
+class Request(NamedTuple):
+    """A command line: its configuration, the keys given on it, and the options that the groups among these keys set."""
+
+    config: TrainConfig
+    given: Collection[str]
+    chosen: Collection[str]
+
+
+def resumed_run(request: Request) -> Run | None:
+    """The run that `resume` names, at its newest sound checkpoint or at the one named; None if resume=auto finds no run."""
+    config = request.config
+    auto = config.resume == "auto"
+    path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
+    lock = _held(path.resolve().parent.parent if path.is_file() else path)
+    try:
+        run = _found(request, path, auto)
+    except ValueError:
+        lock.release()                   # the traceback would keep it
+        raise
+    return run and replace(run, exists=True, lock=lock)
+
+
+def _held(out_dir: Path) -> RunLock:
+    """A lock, held if out_dir is a run's directory."""
+    lock = RunLock()
+    if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
+        lock.hold(out_dir)
+    return lock
+
+
+def _found(request: Request, path: Path, auto: bool) -> Run | None:
+    if path.is_file() and not auto:
+        return _continue(request, path.resolve().parent.parent, read_checkpoint(path))
+    if (path / FOLDER).is_dir():
+        settle(path)
+        found = newest_sound(path)
+        if found is not None:
+            return _continue(request, path.resolve(), found)
+    if (path / CONFIG_FILE).is_file():
+        return _restart(request, path.resolve())
+    if auto:
+        return None
+    raise UserError(f"nothing to resume from at {request.config.resume!r}: expected a run's directory or a checkpoint in one")
+
+
+def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
+    saved, step = checkpoint.run or {}, checkpoint.step
+    if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
+        raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
+    merged = _merged(request, out_dir, saved)
+    resumed = Run(out_dir, merged, checkpoint.path, step)
+    if merged.trainer.epochs is None:
+        require_unfinished(resumed)
+    if merged.init_from is None:
+        return replace(resumed, tokenizer=_from_same_file(merged.data, checkpoint))
+    if merged.tune.method != "full":     # the checkpoint read as weights has them with what was trained
+        return replace(resumed, init_checkpoint=read_checkpoint(merged.init_from),
+                       tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
+    return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
+
+
+def require_unfinished(run: Run) -> None:
+    """Raises UserError for a resumed run that has no step left."""
+    trainer, step = run.config.trainer, run.resume_step
+    if step is None or step < trainer.max_steps:
+        return
+    finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
+    if step > trainer.max_steps or finished:
+        more = "max_steps" if trainer.epochs is None else "epochs"
+        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train on, give trainer.{more}=MORE")
+
+
+def _from_same_file(data: DataConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer that data.tokenizer=FILE.json names, with the ends of text that the run began with; None for another."""
+    if not data.tokenizer.endswith(".json"):
+        return None
+    return Tokenizer.named(data.tokenizer, "data.tokenizer", end_of_text=data.end_of_text, like=checkpoint.tokenizer)
+
+
+def _restart(request: Request, out_dir: Path) -> Run:
+    """A run that ended before its first checkpoint, from step 0 and with its own configuration."""
+    saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    merged = _merged(request, out_dir, saved)
+    if merged.init_from is None:
+        return Run(out_dir, merged)
+    sized, checkpoint, tokenizer = open_init_checkpoint(merged, request.given)
+    return Run(out_dir, sized, init_checkpoint=checkpoint, tokenizer=tokenizer)
+
+
+def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
+    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs."""
+    config, given, chosen = request
+    merged = _from_plain(_of_this_version(saved, out_dir))
+    replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
+    for key in _options_given(config, replacing):
+        old, new = _look_up(merged, key), _look_up(config, key)
+        if key == "data.batch_size" and same_step(config, merged):
+            continue                     # the run reads these rows in several passes
+        if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
+            raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
+                            "that sets it; or start a new run")
+        if key == "trainer.precision" and new == AUTO:
+            continue                     # the run keeps the precision that it began with
+        *parents, name = key.split(".")
+        setattr(_look_up(merged, ".".join(parents)), name, new)
+    checked = _from_plain(as_plain(merged))
+    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
+
+
+def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The configuration with one length, its max_steps if they are known, and the precision that precision=auto means."""
+    config = with_max_steps(config, given)
+    return replace(config, trainer=replace(config.trainer, precision=resolved_precision(config.trainer)))
+
+
+def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
+    """A configuration with the options that its version did not have, and without those that this one has no longer.
+
+    Raises UserError if one of these is not at its default.
+    """
+    current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
+    for option, before in ADDED.items():
+        group, name = option.split(".")
+        current.setdefault(group, {}).setdefault(name, before)
+    for option, default in DELETED.items():
+        group, name = option.split(".")
+        value = current[group].pop(name, default)
+        if value != default:
+            raise UserError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
+                            "with the version that began it, or begin a new run with its weights, init_from=")
+    return current
+
+
+def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
+    """The given options that replace a resumed run's, without the names of groups."""
+    options = [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
+    return [key for key in options if not is_dataclass(_look_up(config, key))]
+
+
+def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
+    """The options that groups set, without those that were replaced when the run was new.
+
+    They are an experiment's length if the user gives another, and its sizes if init_from's file gave them. Runs begun before
+    debug= set val_tokens read the whole split, and go on doing so.
+    """
+    lengthened = not set(LENGTHS).isdisjoint(given)
+    kept = [option for option in chosen
+            if not (option in LENGTHS and lengthened) and option != "trainer.val_tokens"]
+    if init_from is None or "model" in given:
+        return kept
+    return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]
+
+
+def _from_plain(plain: dict[str, Any]) -> TrainConfig:
+    """The inverse of as_plain. Raises UserError as the dataclasses do, which check their values."""
+    defaults = TrainConfig()
+    values: dict[str, Any] = {}
+    for name, value in plain.items():
+        default = getattr(defaults, name, None)
+        unknown = [name] if name not in defaults.__dict__ else (
+            [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
+        if unknown:
+            raise UserError(f"the run has the option {unknown[0]}, which this version does not know: continue it with the "
+                            "version that began it, or begin a new run with its weights, init_from=")
+        if is_dataclass(default):
+            group: Any = type(default)
+            value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})
+        values[name] = value
+    return TrainConfig(**values)
+
+
+def _look_up(config: Any, key: str) -> Any:
+    """The value of a dotted key; of the empty one, the configuration itself."""
+    for part in filter(None, key.split(".")):
+        config = getattr(config, part)
+    return config

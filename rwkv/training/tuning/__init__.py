@@ -1,0 +1,1 @@
+"""What belongs to runs that tune the weights of another, init_from=: tune=full|lora|state."""
