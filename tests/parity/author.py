@@ -107,9 +107,9 @@ def model_module(folder: Path) -> ModuleType:
     os.environ.update(ENVIRONMENT)
     sys.dont_write_bytecode = True       # into the user's folder
     lightning, utilities, strategies = (ModuleType(f"pytorch_lightning{part}") for part in ("", ".utilities", ".strategies"))
-    lightning.LightningModule, lightning.Callback, lightning.__version__ = torch.nn.Module, object, "1.9.5"  # type: ignore
-    utilities.rank_zero_info, utilities.rank_zero_only = print, lambda function: function        # type: ignore[attr-defined]
-    strategies.DeepSpeedStrategy = type("DeepSpeedStrategy", (), {})                             # type: ignore[attr-defined]
+    lightning.LightningModule, lightning.Callback, lightning.__version__ = torch.nn.Module, object, "1.9.5"
+    utilities.rank_zero_info, utilities.rank_zero_only = print, lambda function: function
+    strategies.DeepSpeedStrategy = type("DeepSpeedStrategy", (), {})
     sys.modules |= {module.__name__: module for module in (lightning, utilities, strategies)}
     sys.path.insert(0, str(folder))
     with without_compilers():
@@ -119,7 +119,7 @@ def model_module(folder: Path) -> ModuleType:
             if name == beginning or (beginning.endswith(("_", "Layer")) and name.startswith(beginning)):
                 setattr(module, name, plain)
     vars(module).setdefault("RWKV7_CLAMPW_CUDA", wkv7)   # which the file defines where it compiles it
-    module.FusedAdam = adam              # type: ignore[attr-defined]
+    module.FusedAdam = adam
     return module
 
 
@@ -128,8 +128,8 @@ def without_compilers() -> Iterator[None]:
     """Nothing is compiled, and no derivative registered of what would have been."""
     before = torch.utils.cpp_extension.load, torch.jit.script, torch.library.register_autograd
     nothing: Callable[..., None] = lambda *_, **__: None         # noqa: E731
-    torch.utils.cpp_extension.load, torch.library.register_autograd = nothing, nothing           # type: ignore[assignment]
-    torch.jit.script = lambda function: function                 # type: ignore[assignment]
+    torch.utils.cpp_extension.load, torch.library.register_autograd = nothing, nothing
+    torch.jit.script = lambda function: function
     try:
         yield
     finally:
