@@ -119,13 +119,13 @@ class Server:
 class LlamaServer(Server):
     """llama.cpp's own server, with as many slots as there are streams."""
 
-    def __init__(self, program: Path, weights: Path, slots: int) -> None:
+    def __init__(self, program: Path, weights: Path, slots: int, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         threads = str(min(2, os.cpu_count() or 1))
         self.process = subprocess.Popen([program, "--model", weights, "--port", str(self.port), "--parallel", str(slots),
                                          "--ctx-size", str(slots * LLAMA_CONTEXT), "--threads", threads, "--no-ui",
-                                         "--threads-batch", threads, "--log-disable"])
+                                         "--threads-batch", threads, "--log-disable", *options])
         self.pids = [self.process.pid]
         while not self._ready():
             if self.process.poll() is not None:
@@ -158,18 +158,19 @@ def ended(server: Server) -> Iterator[Server]:
         server.process.wait()
 
 
-def stream_of(n: int, seed: int, prompt: str = PROMPT) -> dict[str, Any]:
+def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:
     """A body; token 0, which would end the text, is out of reach. What llama.cpp's server has by default is said."""
     return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}, "temperature": 1,
             "top_p": 1, "top_k": 0, "min_p": 0}
 
 
 class Client:
-    """One stream: when its events came."""
+    """One stream: when its events came. more: further fields of its request."""
 
-    def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str = PROMPT) -> None:
+    def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str | list[int] = PROMPT,
+                 **more: Any) -> None:
         self.began, self.n, self.hang_up_after = time.perf_counter(), n, hang_up_after
-        self.socket = server.connect(stream_of(n, seed, prompt))
+        self.socket = server.connect({**stream_of(n, seed, prompt), **more})
         self.times: list[float] = []
         self.status, self.finished = b"", False
 
@@ -268,7 +269,7 @@ def arrivals(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator
         wrong = [client.status.decode() for client in over if (client.hang_up_after is None and not client.finished)
                  or client.status != b"200"]
         rates = [client.rate for client in whole if client.n >= 32]
-        fairness = sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
+        fairness = jain(rates)
         gaps = sorted(_gaps_beside_arrivals(server, chance))
         row = {"dtype": dtype, "texts": len(over), "errors": len(wrong), "jain": fairness, "memory_mib": memory / MIB,
                "idle_cpu": idle, "gap_median": median(gaps), "gap_p99": gaps[int(0.99 * len(gaps))], "gap_longest": gaps[-1]}
@@ -276,6 +277,11 @@ def arrivals(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator
               f"CPU {idle:.1%} after; gaps at 8 streams: median {1000 * row['gap_median']:.0f} ms, p99 "
               f"{1000 * row['gap_p99']:.0f}, longest {1000 * row['gap_longest']:.0f}", flush=True)
         yield row
+
+
+def jain(rates: list[float]) -> float:
+    """Jain's index of fairness: 1 where all are equal, 1 / n where one has everything."""
+    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
 
 
 def _load(server: Server, streams: int, seconds: float, chance: random.Random) -> list[Client]:
@@ -361,7 +367,7 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
-            weights = _gguf(checkpoint, name)
+            weights = gguf_of(checkpoint, name)
             servers["llama.cpp", name] = running.enter_context(ended(LlamaServer(args.llama_server, weights, max(args.texts))))
         company = running.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         running.callback(company.kill)
@@ -385,7 +391,7 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                 yield row
 
 
-def _gguf(checkpoint: Path, name: str) -> Path:
+def gguf_of(checkpoint: Path, name: str) -> Path:
     """The checkpoint with its vocabulary in llama.cpp's format."""
     from benchmarks.generation import GGUF
     from rwkv.pretrained import RWKV

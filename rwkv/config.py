@@ -24,6 +24,7 @@ BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight o
 DTYPES = tuple(BITS)                     # that a model computes in, and of frozen matrices
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
+NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=, and no other one: paths may have commas
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
 GRAMMAR = "grammar"                                      # of Hydra, in which all other options are written
@@ -151,6 +152,9 @@ class DataConfig:
                        needs=("data.name", "jsonl", "hf"))
     template: str | None = option(None, "of conversations: world, g1, flower or a jinja2 file; null: by init_from's file",
                                   verbatim=PATH, needs=("data.name", "chat"))
+    think: str = option("false", "how answers begin that are learnt: true: those with thoughts after the prompt that asks for "
+                        "thoughts; fake: the last one after an empty thought; false: as a conversation has them",
+                        one_of=THINK, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of a Hugging Face data set", filled=True, needs=("data.name", "hf"))
@@ -166,6 +170,7 @@ class DataConfig:
     sample_prompt: str = option("", "text that samples continue; empty: samples begin without a prompt", verbatim=TEXT)
 
     def __post_init__(self) -> None:
+        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
         check_options(self, "data.")
 
 
@@ -537,7 +542,8 @@ def _shown(value: Any) -> str:
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
     """The field `sampling`: the name of the preset, a file of configs/sampling, that sets the options of sampling."""
-    return option(name, "set by sampling=; options that are given override it", verbatim=GRAMMAR, heading=heading)
+    return option(name, "set by sampling=; without it the file, or the kind of model, chooses first (docs/chat.md); options "
+                  "that are given override it", verbatim=GRAMMAR, heading=heading)
 
 
 Config = TypeVar("Config")
@@ -649,6 +655,9 @@ class EvaluateConfig(SavedModelConfig):
 @with_sampling
 class ServeConfig(SavedModelConfig):
     model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name")
+    adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name: PATH is the directory of a run of "
+                                 "tune=state or tune=lora that began from this checkpoint, a .ckpt of it, or a state file; "
+                                 "may be given several times", filled=True)
     template: str | None = option(None, "chat template: world, g1, flower or a jinja2 file; null: the one of the run's data, "
                                   "else the checkpoint's, else by its name", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
@@ -666,10 +675,10 @@ class ServeConfig(SavedModelConfig):
     receive_s: float = option(30.0, "seconds in which a whole request must come", above=0.0)
     timeout_s: float = option(600.0, "seconds after which a text ends where it is", above=0.0)
     grace_s: float = option(30.0, "seconds that running texts have after SIGTERM", least=0.0)
-    cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB; 0: none", least=0)
-    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; those used "
-                             "longest ago leave it; 0 without states_dir: none are kept", least=0,
-                             heading="States that clients keep")
+    cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB, apart for each key; 0: none", least=0)
+    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; of keys that have "
+                             "more than an equal share those used longest ago leave it; 0 without states_dir: none are kept",
+                             least=0, heading="States that clients keep")
     states_dir: str | None = option(None, "folder where each of them is a file too, also after a restart; null: those that "
                                     "leave memory are lost", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)
@@ -680,9 +689,23 @@ class ServeConfig(SavedModelConfig):
         given = self.api_key or []       # a file of options may have one key, or null
         self.api_key = [key for key in ([given] if isinstance(given, str) else given) if key != "null"]
         check_options(self)
+        _ = self.adapter_paths           # which refuses what it cannot read
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")
         Sampling.of(self)
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """The path of each adapter by its name. Raises UserError for what is no NAME=PATH, and for a name that comes twice."""
+        found: dict[str, str] = {}
+        for pair in (pair for given in self.adapters for pair in NEXT_PAIR.split(given)):
+            name, _, path = pair.partition("=")
+            if not name or not path:
+                raise UserError(f"adapters is NAME=PATH, or several such pairs with commas between them; got {pair!r}")
+            if name in found:
+                raise UserError(f"adapters has the name {name!r} twice: give each model a name of its own")
+            found[name] = path
+        return found
 
 
 def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:

@@ -8,7 +8,6 @@ import torch
 from kernels.machine.cpu import why_slow
 from kernels.matvec import pack
 from rwkv.chat.names import Choice, Length, choose_template, trained_length
-from rwkv.chat.stated import sampling_in
 from rwkv.checkpoint.files import (
     DEFAULT_CTX_LEN,
     Checkpoint,
@@ -134,12 +133,11 @@ class OpenCheckpoint(NamedTuple):
     @property
     def notes(self) -> list[tuple[str, str]]:
         """What to say of the checkpoint, each with a word before it: where its tokenizer is not plain, and what ends a text; of
-        its weights, and of its author's sampling."""
+        its weights."""
         end = self.tokenizer.end_line()
         assumed = f"{self.assumed}, for the file carries none and its vocabulary is as large as that of the World models"
         texts = [*([("tokenizer", assumed)] if self.assumed else []), *([("texts", f"end with {end}")] if end else [])]
-        return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)] + [
-            ("sampling", line) for line in stated_sampling(self.checkpoint)]
+        return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)]
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
@@ -163,12 +161,6 @@ def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
     return [f"{dtype} rounds the file's {stored.blocks} once more, which changes {ROUNDED_AGAIN} by {error:.1%}"]
-
-
-def stated_sampling(checkpoint: Checkpoint) -> list[str]:
-    """A line with the options of sampling that a directory's generation_config.json states; none where it states none."""
-    stated = " ".join(f"{name}={value:g}" for name, value in sampling_in(checkpoint.path).items())
-    return [f"generation_config.json has {stated}, which are used where they are given as options"] if stated else []
 
 
 def computed_in(dtype: str) -> torch.dtype:

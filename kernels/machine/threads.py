@@ -24,7 +24,7 @@ def one_thread_in_forks() -> None:
     """From now on a forked child of this process, and a child's child, computes with one thread of torch's.
 
     A fork copies no threads, and GNU OpenMP in the child waits for ever for those that its parent had. With one thread it needs
-    none. The results are the same.
+    none. The results are the same. A child that calls torch.set_num_threads(2) itself waits for ever all the same.
     """
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=_use_one_thread)

@@ -15,6 +15,8 @@ from rwkv.errors import UserError
 
 WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of Hugging Face directories of fla's form
 
+A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
+
 
 class Ending(NamedTuple):
     """How a template ends an answer.
@@ -35,7 +37,9 @@ class JinjaTemplate(ChatTemplate):
     enable_thinking for `think` and reasoning_effort where `effort` is given.
 
     bos_token is empty, as no end_of_text stands before a prompt, unless begin_with_end_of_text is called. eos_token is END, and
-    so is the name of World's token 0, which some published templates write out.
+    so is the name of World's token 0, which some published templates write out. For the template in rwkv-rs/transformers-rwkv,
+    temp/rwkv_chat_template.jinja, rwkv_generation_prompt is open_think or fake_think as enable_thinking is true or false, and a
+    tool's message has its content as JSON too, rwkv_json_content.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -55,12 +59,14 @@ class JinjaTemplate(ChatTemplate):
         self._demanded: list[Message] = []               # before the first turn of the user
         self._ending = self._find_ending()
         self.stop = self._ending.stop
+        if self.supports_tools:
+            self.stop += self._stops_beside_tools()
         self.call_start = self._find_call_start() if self.supports_tools else None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
         if tools and not self.supports_tools:
-            raise UserError(f"tools: the chat template {self.name} has no form for tools")
+            raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
         if think is not True:
             effort = None
@@ -118,7 +124,7 @@ class JinjaTemplate(ChatTemplate):
             alone = self._render(messages[:i + 1], False, tools)
             followed = alone.removesuffix(self._ending.closed) + self._ending.end
             after = followed if whole.startswith(followed) else alone
-        for think in (False, True):
+        for think in (True, False) if self.learns is True else (False, True):
             before = self._render(messages[:i], True, tools, think)
             if after.startswith(before) and whole.startswith(after):
                 return len(before), len(after)
@@ -134,9 +140,12 @@ class JinjaTemplate(ChatTemplate):
         from jinja2 import TemplateError
 
         given = {"reasoning_effort": effort} if effort else {}
+        shown = [{**message, "rwkv_json_content": _read(message["content"])} if message["role"] == "tool" else message
+                 for message in messages]
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, tools=tools or None,
-                                         bos_token=self._bos_token, eos_token=END, enable_thinking=think, **given)
+            return self._template.render(messages=shown, add_generation_prompt=prompt, tools=tools or None,
+                                         bos_token=self._bos_token, eos_token=END, enable_thinking=think,
+                                         rwkv_generation_prompt="open_think" if think else "fake_think", **given)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # of the template's own, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
@@ -152,17 +161,23 @@ class JinjaTemplate(ChatTemplate):
                 return ending
             raise
 
-    def _ending_after(self, talk: Sequence[Message]) -> Ending:
+    def _stops_beside_tools(self) -> tuple[str, ...]:
+        """Those that the template has in conversations with tools alone, where it writes turns in another form."""
+        with suppress(UserError):
+            return tuple(stop for stop in self._ending_after(self._demanded, [A_TOOL]).stop if stop not in self.stop)
+        return ()
+
+    def _ending_after(self, talk: Sequence[Message], tools: Any = None) -> Ending:
         """From a small conversation: what follows its answer at its end, before a prompt, and before another question."""
         answer, question = "An answer that no template contains.", "Another question."
         talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-        text = self._render(talk, False, None)
+        text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
         with suppress(UserError):        # of templates that allow no prompt after an answer
-            prompted = self._render(talk, True, None).partition(answer)[2]
+            prompted = self._render(talk, True, tools).partition(answer)[2]
         with suppress(UserError):
-            longer = self._render([*talk, {"role": "user", "content": question}], False, None)
+            longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
             between = longer.partition(answer)[2].partition(question)[0]
         end = _end(text, closed, prompted, between)
         stop = _stop(end, between)
@@ -176,11 +191,10 @@ class JinjaTemplate(ChatTemplate):
 
     def _find_call_start(self) -> tuple[str, str] | None:
         call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
-        tool = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
         messages: list[Message] = [{"role": "user", "content": "A question."},
                                    {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
         try:
-            text = self._render(messages, False, [tool])
+            text = self._render(messages, False, [A_TOOL])
         except UserError:
             return None
         found = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
@@ -235,6 +249,14 @@ def _stop(end: str, between: str) -> tuple[str, ...]:
     if not stop and END not in end:
         stop = between.partition(END)[0].rstrip() or between or end
     return (stop,) if stop else ()
+
+
+def _read(content: str) -> Any:
+    """What a text in JSON says; another text as it is."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return content
 
 
 def _sandbox() -> Any:

@@ -65,12 +65,19 @@ def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None 
 def default_template(*names: str | None) -> Choice:
     """The chat template of a checkpoint. names: its path, and other names that it has.
 
-    That is the one that the file or directory holds (stated.py). Without one, its name decides, or else a name inside it: g1
-    for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
+    That is the one that the file or directory holds (stated.py), or else that of the kind of model.
     """
     for name in filter(None, names):
         if found := template_file(Path(name)):
             return Choice(str(found), "the checkpoint has it")
+    return kind_of(*names)
+
+
+def kind_of(*names: str | None) -> Choice:
+    """The template that a model's author has for its kind; by its name, or else by a name inside it.
+
+    That is g1 for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
+    """
     for said in (_said(names), _inside(names)):
         for name in said:
             if _SERIES.search(name.lower()):

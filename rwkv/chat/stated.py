@@ -23,7 +23,10 @@ IN_GGUF, DEFAULT = "tokenizer.chat_template", "default"
 OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
+                    "general.sampling.top_k": "top_k", "general.sampling.min_p": "min_p",
+                    "general.sampling.penalty_repeat": "repetition_penalty"}
 
 
 def template_file(checkpoint: Path) -> Path | None:
@@ -54,17 +57,17 @@ def names_in(checkpoint: Path) -> list[str]:
     return _texts(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
 
 
-def sampling_in(checkpoint: Path) -> dict[str, float]:
-    """The options of sampling that a Hugging Face directory's generation_config.json states, by their names there.
+def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that states how to choose tokens, and the options that it states, by our names.
 
-    Nothing where it does not say do_sample=true: transformers takes the likeliest token then, and uses none of them.
+    Nothing where a Hugging Face directory's generation_config.json does not say do_sample=true: transformers takes the
+    likeliest token then, and uses none of them. A top_k of 0 or less is off, as for llama.cpp and vLLM.
     """
+    if _is_gguf(checkpoint):
+        return checkpoint, _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)
     file = checkpoint / GENERATION_CONFIG
     stated = _json(file) if file.is_file() else {}
-    if stated.get("do_sample") is not True:
-        return {}
-    return {name: stated[name] for name in SAMPLING
-            if isinstance(stated.get(name), int | float) and not isinstance(stated[name], bool)}
+    return file, _numbers(stated, SAMPLING) if stated.get("do_sample") is True else {}
 
 
 def _chosen(stated: Any) -> str | None:
@@ -102,3 +105,10 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _texts(stated: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
     return [stated[key] for key in keys if isinstance(stated.get(key), str) and stated[key]]
+
+
+def _numbers(stated: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """The numbers that stand under these keys, by the names that the keys have here."""
+    found = {name: stated[key] for key, name in names.items()
+             if isinstance(stated.get(key), int | float) and not isinstance(stated[key], bool)}
+    return {name: max(int(value), 0) if name == "top_k" else value for name, value in found.items()}

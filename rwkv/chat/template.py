@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 from uuid import uuid4
 
 from rwkv.chat.messages import Message
@@ -22,7 +23,7 @@ class ChatTemplate(ABC):
     stop: texts of which each ends an answer; the end-of-text token ends it too. thinks: its answers may begin with thoughts, as
     in thoughts.py. supports_tools: render() shows `tools` and an answer's tool_calls to the model. call_start: what a call of a
     tool begins with, before its name and between that and its arguments; None where the template's form of calls is not that of
-    rwkv/chat/calls.py. definition: equal where templates are.
+    rwkv/chat/calls.py. definition: equal where templates are. learns: how answers begin that a model learns (for_learning).
     """
 
     name: str
@@ -31,6 +32,27 @@ class ChatTemplate(ABC):
     thinks: bool = False
     supports_tools: bool = False
     call_start: tuple[str, str] | None = None
+    learns: Think = False
+
+    def for_learning(self, think: Think) -> Self:
+        """The template whose parts() show answers after the prompt that asks for thoughts in this way, where they can.
+
+        With True, an answer with thoughts; with "fake", the last one, if it has none: a chat shows earlier ones without the
+        empty thought. What the prompt holds of the answer is not learnt. Raises UserError as answer_start does.
+        """
+        if not think:
+            return self
+        self.answer_start(think)
+        other = copy(self)
+        other.learns = think
+        other.definition = f"{self.definition}, learns {think}"
+        return other
+
+    @property
+    def no_tools(self) -> str:
+        """Why the template refuses tools, and what shows them."""
+        return (f"the chat template {self.name} has no form for tools; the templates g1 and flower have one, which models of "
+                "the series G1 have learnt, and a jinja2 file may have one")
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,

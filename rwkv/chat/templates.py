@@ -28,7 +28,7 @@ from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
 from rwkv.chat.stated import template_in
 from rwkv.chat.template import END, ChatTemplate, Part
-from rwkv.chat.thoughts import BEGUN, Think, with_hint
+from rwkv.chat.thoughts import BEGUN, Think, end_of, with_hint
 from rwkv.errors import UserError
 
 FLOWER = "✿"
@@ -78,7 +78,7 @@ class TurnTemplate(ChatTemplate):
         self.name = self.definition = name
         self._form = FORMS[name]
         self.thinks, self.stop = self._form.thinks, self._form.stop
-        self.supports_tools = name != "world"            # whose models have not learnt calls
+        self.supports_tools = name != "world"            # their author documents calls for the series G1 alone
         if self.supports_tools:
             self.definition = f"{name}, {calls.REQUEST}"         # tokens made before it had this form are not used
             self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
@@ -99,8 +99,19 @@ class TurnTemplate(ChatTemplate):
         first = len(turns) - len(messages)       # 1 where the tools are a turn of their own
         found: list[Part] = []
         for i, (head, body, message) in enumerate(turns):
-            found += [(head, False), (body, is_learnt(message, f"messages[{i - first}]"))]
+            learnt = is_learnt(message, f"messages[{i - first}]")
+            begun, rest = self._begun(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
+            found += [(f"{head}{begun}", False), (rest, learnt)]
         return found
+
+    def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
+        """What a prompt holds of an answer that is learnt, and the rest. body: all that follows the role."""
+        start = f"{self._form.space}{BEGUN[self.learns]}"
+        if self.learns is True and message.get("reasoning_content"):
+            return start, body.removeprefix(start)
+        if self.learns == "fake" and last and not message.get("reasoning_content"):
+            return start, f"{end_of(start)}{body.removeprefix(self._form.space)}"
+        return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
         """Of each turn what stands before its text, the rest of it, and its message."""
@@ -108,11 +119,11 @@ class TurnTemplate(ChatTemplate):
         if self.supports_tools:
             shown = calls.shown(messages, tools)
         elif tools:
-            raise UserError(f"tools: {self._no_tools()}")
+            raise UserError(f"tools: {self.no_tools}")
         before = form.start
         for i, message in enumerate(shown, start=len(messages) - len(shown)):
             if message.get("tool_calls") and not self.supports_tools:
-                raise UserError(f"messages[{i}].tool_calls: {self._no_tools()}")
+                raise UserError(f"messages[{i}].tool_calls: {self.no_tools}")
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
             if form.end == FLOWER and field:
                 raise UserError(f"messages[{i}].{field} has a {FLOWER}, which ends a turn in the chat template {self.name}: "
@@ -120,9 +131,6 @@ class TurnTemplate(ChatTemplate):
             role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             yield f"{before}{role}{form.after_role}", f"{form.space}{self._body(message)}{form.end}", message
             before = form.between
-
-    def _no_tools(self) -> str:
-        return f"the chat template {self.name} has no form for tools; g1 has one, and a jinja2 file may have one"
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:

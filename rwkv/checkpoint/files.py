@@ -123,15 +123,35 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _tuned(content: Content) -> Checkpoint:
-    """The checkpoint of a run that trained adapters or a state: the weights that they belong to, with them."""
+def read_tuned(path: str | Path, base: Checkpoint) -> tuple[Checkpoint, str]:
+    """What a run of tune=lora or tune=state has trained, with the weights of `base`, and a digest of what was trained.
+
+    path: the run's directory, or a .ckpt of it. Raises CheckpointError as read_checkpoint does, also for what is no such run
+    and for one that began from other weights.
+    """
+    path = locate(path)
+    try:
+        content = formats.recognise(path).read(path)
+        if not tuned.is_tuned(content.entry):
+            raise CheckpointError(f"{path} is not of a run of tune=state or tune=lora: expected the directory of one, a .ckpt "
+                                  "of it, or a state file")
+        return _tuned(content, base), tuned.digest(content)
+    except OSError as error:
+        raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
+    """The checkpoint of a run that trained adapters or a state: the weights that they belong to, with them.
+
+    chosen: these weights, where they are not to be read from the file that the run names.
+    """
     entry = content.entry or {}
     try:
-        base = read_checkpoint(entry["run"]["init_from"])
+        base = chosen or read_checkpoint(entry["run"]["init_from"])
     except CheckpointError as error:
         raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
-    tuned.require_same(content.path, base, entry)
-    weights, states = tuned.applied(content, base.weights.stored, base.config.n_layer)
+    tuned.require_same(content.path, base, entry, chosen is not None)
+    weights, states = tuned.applied(content, base.weights.stored, generation(base.config).resolved(base.config))
     together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
                        packed={},
                        config=generation(base.config).resolved(base.config))

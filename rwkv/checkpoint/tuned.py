@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import Content
 from rwkv.checkpoint.stored import Stored
+from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
 from rwkv.model.base import TIME_STATE, fingerprint, generation
 from rwkv.model.lora import merged
@@ -46,25 +47,44 @@ def _of_vectors(stored: Mapping[str, Stored]) -> str:
     return digest.hexdigest()
 
 
-def require_same(path: Path, base: Any, entry: dict[str, Any]) -> None:
-    """Raises UnreadableError where the frozen weights, a checkpoint, are not those that the run was begun with."""
-    if entry.get("base") not in (identity(base), _of_vectors(base.weights.stored)):
-        source = entry["run"]["init_from"]
-        raise UnreadableError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put "
-                              "it back")
+def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = False) -> None:
+    """Raises UnreadableError where the frozen weights, a checkpoint, are not those that the run was begun with.
+
+    chosen: the user has named their file, and not the run.
+    """
+    if entry.get("base") in (identity(base), _of_vectors(base.weights.stored)):
+        return
+    source = entry["run"]["init_from"]
+    if chosen:
+        raise UnreadableError(f"{path} was trained beside the weights of {source}, and {base.path} holds others: take the two "
+                              "that belong together")
+    raise UnreadableError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put it "
+                          "back")
 
 
-def applied(content: Content, base: Mapping[str, Stored], n_layer: int) -> tuple[dict[str, Stored], list[Stored] | None]:
+def digest(content: Content) -> str:
+    """Tells what was trained from what other runs have trained."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(content.tensors.items()):
+        found.update(f"{name} {tensor.shape}".encode())
+        found.update(tensor.get().float().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
     """The base's weights with the adapters merged into them when they are read, and the learnt state of each layer.
 
-    Raises CheckpointError where the file lacks a part.
+    Raises CheckpointError where the file lacks a part, or a part has another shape than the base's.
     """
     states = {name.rpartition("blocks.")[2]: tensor for name, tensor in content.tensors.items() if name.endswith(TIME_STATE)}
     if states:
-        missing = [layer for layer in range(n_layer) if f"{layer}.{TIME_STATE}" not in states]
+        missing = [layer for layer in range(config.n_layer) if f"{layer}.{TIME_STATE}" not in states]
         if missing:
             raise CheckpointError(f"{content.path} lacks blocks.{missing[0]}.{TIME_STATE}: the file is damaged")
-        return dict(base), [states[f"{layer}.{TIME_STATE}"] for layer in range(n_layer)]
+        shape = tuple(generation(config).empty_state(config, 1, "meta").wkv.shape[2:])
+        for name, tensor in states.items():
+            _require_shape(content.path, f"blocks.{name}", tensor, shape)
+        return dict(base), [states[f"{layer}.{TIME_STATE}"] for layer in range(config.n_layer)]
     tune = (content.entry or {})["run"]["tune"]
     pairs: dict[str, dict[str, Stored]] = {}
     for name, tensor in content.tensors.items():
@@ -72,8 +92,18 @@ def applied(content: Content, base: Mapping[str, Stored], n_layer: int) -> tuple
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
     if not pairs or any(pair.keys() != {"A", "B"} or name not in base for name, pair in pairs.items()):
         raise CheckpointError(f"{content.path} has no whole adapters of these weights: the file is damaged")
+    for name, pair in pairs.items():
+        out, within = base[name].shape
+        _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_A.weight", pair["A"], (tune["rank"], within))
+        _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_B.weight", pair["B"], (out, tune["rank"]))
     scale = tune["alpha"] / tune["rank"]
     return dict(base) | {name: _merged(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
+
+
+def _require_shape(path: Path, name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(f"{path} has {name} with the shape {list(tensor.shape)}, and the weights that it belongs to want "
+                              f"{list(shape)}: the file is damaged")
 
 
 def _merged(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:

@@ -18,7 +18,7 @@ from rwkv.config import Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.grammar import Grammar, Matcher
-from rwkv.generation.prefill import PASS, SLICE, PrefillResult, PrefixCache, Reading, prefill
+from rwkv.generation.prefill import EMPTY, PASS, SLICE, Key, PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.sampling import Penalties, logprobs, next_tokens
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.model.base import Model, State
@@ -134,12 +134,13 @@ class Engine:
     def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
             sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
             prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None,
-            keep: bool = False) -> "Row":
+            keep: bool = False, after: Key | None = None) -> "Row":
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
         n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
         prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that repetition_penalty takes for tokens of
-        the prompt too, since the context has read them. grammar: what the text may be. keep: Row.kept is wanted. Raises
+        the prompt too, since the context has read them. grammar: what the text may be. keep: Row.kept is wanted. after: the key
+        in the cache of what precedes the prompt, of no tokens; None: EMPTY, and with a context the cache is not used. Raises
         ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
@@ -150,11 +151,11 @@ class Engine:
         if sampling.has_penalties:
             penalties = Penalties(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
-                  self._cache if context is None else None, context, grammar, keep)
+                  self._cache_for(context, after), context, grammar, keep, after or EMPTY)
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
-        shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt)), None)
+        shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt, after)), None)
         if shared is None:
-            shared = _Shared(self._reading(ids, context, n_of_prompt), context, n_of_prompt, [])
+            shared = _Shared(self._reading(ids, context, n_of_prompt, after), context, n_of_prompt, after, [])
             self._readings.append(shared)
         row.cached_tokens = shared.reading.cached
         shared.rows.append(row)
@@ -205,7 +206,7 @@ class Engine:
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
-                row.cache.put(row.cache.key(row.tokens_read()), self._result(position))
+                row.cache.put(row.cache.key(row.tokens_read(), row.after), self._result(position))
             if row.owes_end and not row.last_token_in_text:
                 row.kept = self._end_of(position)
         return pieces
@@ -219,8 +220,12 @@ class Engine:
             self._read_drawn()
         return self._end_of(0)
 
-    def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> Reading:
-        return Reading(self._model, ids, context, self._cache, n_logprobs, self._tokenizer.vocab_size)
+    def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> Reading:
+        cache = self._cache_for(context, after)
+        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY)
+
+    def _cache_for(self, context: PrefillResult | None, after: Key | None) -> PrefixCache | None:
+        return self._cache if context is None or after is not None else None
 
     def _decode_from(self, state: State) -> None:
         """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
@@ -234,7 +239,7 @@ class Engine:
         for row in self._rows:
             row.cache = None
         for shared in self._readings:
-            shared.reading = self._reading(shared.reading.tokens, shared.context, shared.n_logprobs)
+            shared.reading = self._reading(shared.reading.tokens, shared.context, shared.n_logprobs, shared.after)
             shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
@@ -381,11 +386,13 @@ class _Shared:
     reading: Reading
     context: PrefillResult | None
     n_logprobs: int | None
+    after: Key | None
     rows: "list[Row]"
     logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens but the first
 
-    def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None) -> bool:
-        return self.context is context and self.n_logprobs == n_logprobs and self.reading.tokens == ids
+    def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> bool:
+        same = self.context is context and self.n_logprobs == n_logprobs and self.after == after
+        return same and self.reading.tokens == ids
 
 
 class Row:
@@ -400,11 +407,12 @@ class Row:
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
                  sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
-                 context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False) -> None:
+                 context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False,
+                 after: Key = EMPTY) -> None:
         self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
         self.sampling, self.penalties = sampling, penalties
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
-        self.cache = cache
+        self.cache, self.after = cache, after
         self.cached_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []

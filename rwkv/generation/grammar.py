@@ -35,6 +35,13 @@ ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then"
 DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # which is none at most times
+LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February in leap years alone
+LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # of the parts of a domain
+# By format, patterns for what llguidance does not hold a text to: 64 characters before the @ and 254 in all (RFC 5321), 253 in
+# a domain (RFC 1035).
+OF_FORMAT = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
+             "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"]}
 TRIES = 500                              # schemas within one, to find the place of an error
 COMPILED = 32                            # grammars that are kept compiled
 
@@ -269,7 +276,7 @@ def _schema_part(schema: Schema, where: str) -> Part:
 
 
 def _as_held(schema: Any) -> Any:
-    """The schema without "uniqueItems": false, which says nothing and which llguidance refuses, and without leap seconds."""
+    """The schema without "uniqueItems": false, which says nothing and which llguidance refuses, and with OF_FORMAT."""
     if not isinstance(schema, Mapping):
         return schema
     found = {key: value for key, value in schema.items() if not (key == "uniqueItems" and value is False)}
@@ -280,8 +287,8 @@ def _as_held(schema: Any) -> Any:
             holder[step] = holder[step].copy()
             holder = holder[step]
         holder[last] = _as_held(sub)
-    if schema.get("format") in ("time", "date-time"):
-        found["allOf"] = [*found.get("allOf", ()), {"pattern": NO_LEAP_SECOND}]
+    if patterns := OF_FORMAT.get(str(schema.get("format"))):
+        found["allOf"] = [*found.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
     return found
 
 

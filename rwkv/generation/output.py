@@ -94,12 +94,12 @@ def prompts_from(config: GenerateConfig) -> list[str]:
 
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
-                   context: PrefillResult | None = None) -> bool:
+                   context: PrefillResult | None = None, sampling: Sampling | None = None) -> bool:
     """Generates and writes num_samples texts for each prompt. A signal such as Ctrl-C ends it: it writes the texts so far and
-    returns False.
+    returns False. sampling: how tokens are chosen; None: as the configuration says.
     """
-    stopping = stopping_from(config)
-    sampling, grammar = Sampling.of(config), grammar_from(config)
+    stopping, grammar = stopping_from(config), grammar_from(config)
+    sampling = sampling or Sampling.of(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,

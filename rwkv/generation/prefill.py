@@ -9,9 +9,8 @@ one, or with an earlier prompt and its answer, is read from the end of that one 
 """
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from math import ceil
 from threading import Lock
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from rwkv.errors import UserError
 from rwkv.generation.sampling import logprobs
+from rwkv.io.shares import Shares
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 from rwkv.model.hooks import untouched
@@ -56,23 +56,29 @@ class PrefillResult(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Of a text in a PrefixCache: the number of its tokens and their hash."""
+    """Of a text in a PrefixCache: the number of its tokens and their hash, the name of the model that reads it, and its owner.
+
+    A text of one model or owner is none of another's.
+    """
 
     length: int = 0
     hash: int = 0
+    model: str = ""
+    owner: str = ""
 
 
 EMPTY = Key()
 
 
 class PrefixCache:
-    """The prefill results that were used last, by the tokens read, in at most max_bytes.
+    """The prefill results that were used last, by the tokens read, in at most max_bytes. An owner that holds no more than an
+    equal share of them loses none to others.
 
     Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
     longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
     follows from that of its beginning; two prefixes that came up share a hash with a probability of about their length / 2^127.
-    A cache is for one model only, and is emptied where its weights have changed; threads may share it. Raises UserError for a
-    max_bytes below 0.
+    Each name in a key stands for one model: its entries are removed where another one has the name, and where its weights have
+    changed. Threads may share a cache. Raises UserError for a max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -81,38 +87,44 @@ class PrefixCache:
         if max_bytes < 0:
             raise UserError(f"max_bytes is 0 or more; got {max_bytes}")
         self.max_bytes = max_bytes
-        self.bytes = 0                   # of all entries
         self._point = secrets.randbelow(self._PRIME)
-        self._entries: OrderedDict[Key, PrefillResult] = OrderedDict()       # most recently used last
-        self._weights: Watch | None = None                       # of the model that the entries are of
+        self._entries: dict[Key, PrefillResult] = {}
+        self._shares = Shares[Key]()
+        self._weights: dict[str, Watch] = {}                     # of the model that has the name
         self._lock = Lock()              # guards all of these
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def begin(self, model: Model) -> None:
-        """Removes the entries where they are of another model, or its weights have changed."""
+    @property
+    def bytes(self) -> int:
+        """Of all entries."""
+        return self._shares.total
+
+    def begin(self, model: Model, name: str = "") -> None:
+        """Removes the entries under the name where they are of another model, or its weights have changed."""
         with self._lock:
-            if self._weights is not None and self._weights.model is model and self._weights.unchanged():
+            known = self._weights.get(name)
+            if known is not None and known.model is model and known.unchanged():
                 return
-            if self._weights is not None:
-                self._entries.clear()
-                self.bytes = 0
-            self._weights = Watch(model)
+            if known is not None:
+                for key in [key for key in self._entries if key.model == name]:
+                    self._remove(key)
+            self._weights[name] = Watch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
         """The key of a text that ends with `tokens`, after what `after` is the key of."""
         *_, last = self._keys(tokens, after)
         return last
 
-    def longest(self, tokens: Sequence[int]) -> tuple[Key, PrefillResult | None]:
-        """The key of the longest prefix of `tokens` in the cache and the result after it; (EMPTY, None) where there is none."""
-        keys = list(self._keys(tokens))
+    def longest(self, tokens: Sequence[int], after: Key = EMPTY) -> tuple[Key, PrefillResult | None]:
+        """The key of the longest prefix of `tokens` in the cache and the result after it; (after, None) where there is none."""
+        keys = list(self._keys(tokens, after))
         with self._lock:
             found = next((key for key in reversed(keys) if key in self._entries), None)
             if found is None:
-                return EMPTY, None
-            self._entries.move_to_end(found)
+                return after, None
+            self._shares.use(found)
             return found, self._entries[found]
 
     def put(self, key: Key, result: PrefillResult) -> None:
@@ -123,40 +135,43 @@ class PrefixCache:
                 self._remove(key)
             if size > self.max_bytes:
                 return
-            while self.bytes + size > self.max_bytes:
-                self._remove(next(iter(self._entries)))
             self._entries[key] = result
-            self.bytes += size
+            self._shares.add(key, key.owner, size)
+            while self._shares.total > self.max_bytes:
+                self._remove(self._shares.first_to_go(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
         """The key of each prefix, from the empty one on, each after what `after` is the key of."""
         hashes = accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=after.hash)
-        return map(Key, count(after.length), hashes)
+        return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 
     def _remove(self, key: Key) -> None:
-        self.bytes -= self._entries.pop(key).nbytes()
+        del self._entries[key]
+        self._shares.remove(key)
 
 
 class Reading:
     """One prompt while it is read: each read_part() reads the next part, until `result` is there.
 
-    start: what was read before the prompt, of one row; the cache is not used then. n_logprobs: a number of likeliest tokens for
-    which, and for the prompt's own, log-probabilities among the first vocab_size tokens are kept; None for none. Then the whole
-    prompt is read, whatever is in the cache. Raises ValueError where `start` has several rows or is of another model.
+    start: what was read before the prompt, of one row. after: the key that stands for it in the cache; texts that follow
+    different ones must not share a key. n_logprobs: a number of likeliest tokens for which, and for the prompt's own,
+    log-probabilities among the first vocab_size tokens are kept; None for none. Then the whole prompt is read, whatever is in
+    the cache. Raises ValueError where `start` has several rows or is of another model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
-                 cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None) -> None:
+                 cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None,
+                 after: Key = EMPTY) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
-            cache = None
         self._model, self._cache, self._n_logprobs, self._vocab_size = model, cache, n_logprobs, vocab_size
         self.tokens = list(tokens)
-        self._so_far, self._key = start, EMPTY                   # what is read, and its key in the cache
+        self._so_far, self._key = start, after                   # what is read, and its key in the cache
         if cache is not None:
-            cache.begin(model)
+            cache.begin(model, after.model)
         if cache is not None and n_logprobs is None:
-            self._key, self._so_far = cache.longest(self.tokens)
+            self._key, found = cache.longest(self.tokens, after)
+            self._so_far = found or start
         self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after a part's

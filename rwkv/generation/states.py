@@ -8,40 +8,36 @@ programs pass over.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rwkv.config import whole_numbers
+from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.io.atomic import write_file
-from rwkv.model.base import Model
+from rwkv.model.base import Model, generation
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
 LAST_IDS = "last_ids"                    # in the metadata
+LONGEST_HEADER = 2**20                   # bytes of a file that are read to see what it is
 PARTS = ("model", "tokenizer")           # what a state belongs to, in the metadata by their hashes
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes the file, whole or not at all. Raises OSError where it cannot be written."""
-    content = StateForm(model, tokenizer).content(context)
+    content = StateForm.of(model, tokenizer).content(context)
     write_file(Path(path), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
     """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
-    require_file(path)
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return StateForm(model, tokenizer).read(content, str(path)).context
+    return StateForm.of(model, tokenizer).load(path)
 
 
 def require_file(path: str | Path) -> None:
@@ -58,16 +54,33 @@ class ReadState(NamedTuple):
 
 
 class StateForm:
-    """The form of the states of one model and tokenizer, whose weights do not change meanwhile."""
+    """The form of the states of one model and tokenizer, whose weights do not change meanwhile.
 
-    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self.identity = {"format": FORMAT, "model": model.fingerprint(), "tokenizer": tokenizer.hash}
+    fingerprint: the model's, which need not be loaded.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
+                 device: torch.device | str = "cpu") -> None:
+        self._config, self._vocab_size, self._tokenizer, self._device = config, vocab_size, tokenizer, device
+        self.identity = {"format": FORMAT, "model": fingerprint, "tokenizer": tokenizer.hash}
+
+    @classmethod
+    def of(cls, model: Model, tokenizer: Tokenizer) -> Self:
+        return cls(model.config, model.vocab_size, model.fingerprint(), tokenizer, model.emb.weight.device)
 
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
         """A file's. more: further metadata."""
         tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
         return save(tensors, metadata={**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)})
+
+    def load(self, path: str | Path) -> PrefillResult:
+        """The result in a file. Raises UserError as load_context does."""
+        require_file(path)
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        return self.read(content, str(path)).context
 
     def read(self, content: bytes, name: str) -> ReadState:
         """One row, and the metadata. name: of the file, for errors. Raises UserError as load_context does."""
@@ -77,15 +90,15 @@ class StateForm:
             raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
                             "wrote") from error
         self.require_same(name, metadata)
-        expected = _parts(PrefillResult(torch.empty(1, self._model.vocab_size), self._model.empty_state(1)))
+        module = generation(self._config)
+        expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if _shapes(tensors) != _shapes(expected):
             raise UserError(f"{name} does not hold the state of one text for this model: its tensors have other names or "
                             "shapes")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{name} holds numbers that no state has, such as NaN: the file is damaged")
-        device = self._model.emb.weight.device
-        logits = tensors.pop("logits").to(device)
-        state = self._model.generation.State(**{part: tensor.to(device, torch.float32) for part, tensor in tensors.items()})
+        logits = tensors.pop("logits").to(self._device)
+        state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return ReadState(PrefillResult(logits, state, self.last_ids(name, metadata)), metadata)
 
     def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
@@ -106,6 +119,16 @@ class StateForm:
             return tuple(require_id(token, self._tokenizer.vocab_size) for token in ids)
         except (ValueError, RecursionError):
             raise UserError(f"{name} holds {text[:60]!r} as the last ids of its text: the file is damaged") from None
+
+
+def is_state_file(path: str | Path) -> bool:
+    """Whether it says that it is one, of any version."""
+    try:
+        with Path(path).open("rb") as file:
+            metadata = metadata_of(file.read(LONGEST_HEADER))
+    except (OSError, ValueError):
+        return False
+    return metadata.get("format", "").startswith(FORMAT.rstrip("0123456789"))
 
 
 def metadata_of(content: bytes) -> dict[str, str]:

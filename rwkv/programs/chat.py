@@ -41,16 +41,15 @@ from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
 from rwkv.io.utf8 import decode
+from rwkv.programs.sampling import OF_SAMPLING, SamplingChoice, preset
 
-OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # of /set
 
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
     _say(f"loading {config.checkpoint}")
-    talk = _open(config)
-    session = Terminal(talk)
+    session = Terminal(*_open(config, line))
     typed, failed = sys.stdin.isatty(), False
     for text in _typed() if typed else _piped():
         if text in ("/quit", "/exit"):
@@ -62,15 +61,14 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 
 @uncollected()
-def _open(config: ChatConfig) -> Any:
-    """The conversation. Raises UserError as the parts of it do."""
+def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoice]:
+    """The conversation, and what chooses its options of sampling. Raises UserError as the parts of it do."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.states import load_context
     from rwkv.model.decoding.c_step import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
 
-    sampling = Sampling.of(config)
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
@@ -80,24 +78,31 @@ def _open(config: ChatConfig) -> Any:
     for word, note in opened.notes:
         print(f"{word}: {note}", file=sys.stderr)
     template.answer_start(think)          # refused before the model is loaded
+    sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
+    chosen = sampling.for_answers(think)
     print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
-    print(f"sampling {config.sampling}: {sampling}", file=sys.stderr)
+    print(f"sampling {chosen}", file=sys.stderr)
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
-    talk = Chat(model, opened.tokenizer, template, sampling, config.max_new_tokens, config.seed, think, context)
+    talk = Chat(model, opened.tokenizer, template, chosen.sampling, config.max_new_tokens, config.seed, think, context)
     if config.system:
         talk.reset(config.system)
-    return talk
+    return talk, sampling
 
 
 class Terminal:
-    """One conversation on standard output; what is not the model's stands on standard error."""
+    """One conversation on standard output; what is not the model's stands on standard error.
 
-    def __init__(self, talk: Any) -> None:
+    sampling: what chooses the options of sampling anew where answers begin in another way; None: they stay.
+    """
+
+    def __init__(self, talk: Any, sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
+        self._sampling = sampling
+        self._set_options: dict[str, Any] = {}           # of sampling, by /set
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self._system,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
@@ -171,21 +176,33 @@ class Terminal:
         if not equals or name not in SETTINGS:
             raise UserError(f"/set takes NAME=VALUE; the names are {', '.join(SETTINGS)}")
         if name == "sampling":
-            chosen = cli.preset("sampling", value)
-            self.talk.sampling = Sampling(**{option: chosen[option] for option in OF_SAMPLING if option in chosen})
+            self.talk.sampling = preset(value)
+            self._sampling = None
             _say(f"sampling {value}: {self.talk.sampling}")
         elif name in OF_SAMPLING:
-            self.talk.sampling = replace(self.talk.sampling, **{name: _of_sampling(name, value)})
+            option = {name: _of_sampling(name, value)}
+            self.talk.sampling = replace(self.talk.sampling, **option)
+            self._set_options |= option
         elif name == "think":
             think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # which checks it, as below
             self.talk.template.answer_start(think)
             self.talk.think = think
+            self._choose_sampling()
         else:
             number = _from_yaml(name, value)
             if type(number) is not type(getattr(self.talk, name)):
                 raise UserError(f"{name} is a whole number; got {value!r}")
             ChatConfig(**{name: number})
             setattr(self.talk, name, number)
+
+    def _choose_sampling(self) -> None:
+        """Options of sampling for the answers to come. What /set has changed stays."""
+        if self._sampling is None:
+            return
+        chosen = self._sampling.for_answers(self.talk.think)
+        before, self.talk.sampling = self.talk.sampling, replace(chosen.sampling, **self._set_options)
+        if self.talk.sampling != before:
+            _say(f"sampling {chosen._replace(sampling=self.talk.sampling)}")
 
     def _stats(self, _: str) -> None:
         stats = self.talk.stats

@@ -19,14 +19,15 @@ from typing import Any
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import GenerateConfig, Sampling
+from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, raise_unwritten, unread
+from rwkv.programs.sampling import Chosen, SamplingChoice
 
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
-    model, tokenizer, prompts, context = _open(config)
+    model, tokenizer, prompts, context, chosen = _open(config, line)
 
     from rwkv.generation.output import run_generation
     from rwkv.model.decoding.c_step import decoding_line
@@ -35,11 +36,11 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     output = unread(sys.stdout) if files else sys.stdout         # the files are to be whole, whoever reads
     with redirect_stdout(output):
         try:
-            whole = run_generation(model, tokenizer, config, prompts, context)
+            whole = run_generation(model, tokenizer, config, prompts, context, chosen.sampling)
         except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    print(f"sampling {config.sampling}: {Sampling.of(config)}", file=sys.stderr)
+    print(f"sampling {chosen}", file=sys.stderr)
     decoding = decoding_line(model)
     if decoding:
         print(decoding, file=sys.stderr)
@@ -49,8 +50,11 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
 
 @uncollected()
-def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
-    """The model, the tokenizer, the prompts and what was read before them. Raises UserError as the parts of it do."""
+def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen]:
+    """The model, the tokenizer, the prompts, what was read before them, and the options of sampling.
+
+    Raises UserError as the parts of it do.
+    """
     print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
     from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
@@ -63,9 +67,10 @@ def _open(config: GenerateConfig) -> tuple[Any, Any, list[str], Any]:
         print(f"WARNING: {opened.slow}", file=sys.stderr)
     for word, note in opened.notes:
         print(f"{word}: {note}", file=sys.stderr)
+    chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
-    return model, opened.tokenizer, prompts, context
+    return model, opened.tokenizer, prompts, context, chosen
 
 
 def main() -> None:

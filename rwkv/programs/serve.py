@@ -22,21 +22,29 @@ POST /v1/states reads a prompt or messages, or takes a state file, and gives an 
 "save_state": true keeps the end of an answer as another one. /v1/responses goes on
 from previous_response_id by such a state (docs/chat.md).
 
+adapters=NAME=RUN,... serves what tune=state and tune=lora have trained, as further
+models that requests name (docs/serve.md).
+
 http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is
 set as train.py --help explains.
 """
 
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.config import BITS, Sampling, ServeConfig
+from rwkv.chat.thoughts import BEGUN, Think
+from rwkv.config import BITS, ServeConfig
 from rwkv.errors import UserError
+from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
+    from rwkv.programs.adapters import Adapter
     from rwkv.serving.worker import Loaded
 
 MIB = 2**20
@@ -48,27 +56,38 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     say("loading", config.checkpoint)
-    server.serve(config, load)
+    server.serve(config, partial(load, given=line.keys))
 
 
-def load(config: ServeConfig) -> "Loaded":
-    """The model and what is said of it, in the engine's process, which alone imports torch."""
+def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
+    """The model and what is said of it, in the engine's process, which alone imports torch.
+
+    given: the keys that the user set.
+    """
     import torch
 
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
-    from rwkv.serving.worker import Loaded
+    from rwkv.programs.adapters import read_adapters
+    from rwkv.serving.worker import Loaded, LoadedAdapter
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
-    chat_template(choice.template)       # refused before the model is loaded
+    template = chat_template(choice.template)            # refused before the model is loaded, as adapters are
+    sampling = SamplingChoice(config, given, opened.checkpoint.path, opened.checkpoint.run, template)
+    chosen = {think: sampling.for_answers(think) for think in BEGUN}
+    adapters = read_adapters(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)
+    loaded = {}
+    for adapter in adapters:
+        loaded[adapter.name] = LoadedAdapter(*adapter.load(opened, model), adapter.tokens, adapter.digest)
+    copies = sum(adapter.merged is not None for adapter in adapters)
     decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
@@ -77,11 +96,29 @@ def load(config: ServeConfig) -> "Loaded":
             *opened.notes,
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
-            ("sampling", f"{config.sampling}: {Sampling.of(config)}; a request may say otherwise"),
-            ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
-                       f"and {config.cache_mib:,} MiB of prefixes"),
+            *(("sampling", line) for line in _sampling_lines(chosen)),
+            *(("adapter", _adapter_line(adapter)) for adapter in adapters),
+            ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {config.max_rows} texts of "
+                       f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
-    return Loaded(model, opened.tokenizer, choice.template, plan, row)
+    return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()},
+                  loaded)
+
+
+def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
+    """What is said of the options of sampling: a line for all answers, and for each way to begin that has others."""
+    usual = chosen[False]
+    lines = [f"{usual}; a request may say otherwise"]
+    for think, each in chosen.items():
+        if each != usual:
+            lines.append(f"with think={str(think).lower()}: {each}")
+    return lines
+
+
+def _adapter_line(adapter: "Adapter") -> str:
+    if adapter.merged is not None:
+        return f"{adapter.name}: LoRA of {adapter.path}, merged into weights of its own; its texts are a batch of their own"
+    return f"{adapter.name}: state of {adapter.path}, before each text; in one batch with the checkpoint's texts"
 
 
 def _kept(config: ServeConfig, size: int) -> str:

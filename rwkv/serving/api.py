@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rwkv.chat.calls import START, stop_of
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import begun_by, end_of
+from rwkv.chat.thoughts import Think, begun_by, end_of
 from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
@@ -67,10 +67,12 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the routes work with. sampling: the options that a request does not give. stopping: no new requests are taken."""
+    """What the routes work with. sampling: as of Ready. model: the id of the checkpoint's own. stopping: no new requests are
+    taken.
+    """
 
     config: ServeConfig
-    sampling: Sampling
+    sampling: Mapping[Think, Sampling]
     engine: RemoteEngine
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -201,12 +203,12 @@ async def completions(service: Service, request: Request) -> Answer:
 
 def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
     body = read(sent, CompletionRequest)
-    _check_model(service, body.model)
+    model = _model(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
-    start = service.states.start(body.state, owner)
+    start = service.states.start(body.state, owner, model)
     prompts = [_ids(service, prompt, start=start) for prompt in _prompts(body)]
     maximum = min(COMPLETION_TOKENS, service.config.max_tokens) if body.max_tokens is None else body.max_tokens
     n = body.n or 1
@@ -219,9 +221,9 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     stops, grammar = body.stops(), body.answer_grammar()
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
-    texts = _with_states(service, body, texts, start, owner)
+    texts = _with_states(service, body, texts, start, owner, model)
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
-    shape = Shape("cmpl", service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
+    shape = Shape("cmpl", model or service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
     return texts, shape, body
 
@@ -236,13 +238,13 @@ def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Ge
 
 
 def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape]:
-    _check_model(service, body.model)
+    model = _model(service, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     tools, call_start = _tools(service, body)
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
-    start = service.states.start(body.state, owner)
+    start = service.states.start(body.state, owner, model)
     prompt = service.states.prompt(start, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = end_of(answer_start)
@@ -259,10 +261,10 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     ids = _ids_of_messages(service, prompt, start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
-    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
-    texts = _with_states(service, body, texts, start, owner, service.states.answered(tools, start))
+    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
+    texts = _with_states(service, body, texts, start, owner, model, service.states.answered(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
-    shape = Shape("chatcmpl", service.model, _include_usage(body), bool(body.logprobs),
+    shape = Shape("chatcmpl", model or service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
                   most_calls=1 if one_call else None, thinks=service.template.thinks,
                   after=start.last_ids if start else (), saves=bool(body.save_state))
@@ -316,8 +318,7 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
 def _shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """In the form for the template. Raises ApiError where it has none for them."""
     if tools and not service.template.supports_tools:
-        raise ApiError(400, f"tools: the chat template {service.template.name} has no form for tools; template=g1 has one, and "
-                            "a jinja2 file may have one", "tools")
+        raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
     return [_for_template(tool) for tool in tools] if tools else None
 
 
@@ -379,21 +380,24 @@ async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
 
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
            n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
-           limit: str = "max_tokens") -> list[Generate]:
-    """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from."""
+           limit: str = "max_tokens", think: Think = False) -> list[Generate]:
+    """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from. think: how
+    they begin.
+    """
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
-    sampling = body.sampling(service.sampling, service.tokenizer)
+    sampling = body.sampling(service.sampling[think], service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
                      grammar)
             for number in range(n)]
 
 
-def _with_states(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str,
+def _with_states(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str, model: str,
                  turn: Turn | None = None) -> list[Generate]:
     """The texts, which continue `start`, each with a state to keep its end in where the request asks for that."""
-    return [replace(text, start=start, save=service.states.new(owner, turn) if body.save_state else None) for text in texts]
+    return [replace(text, start=start, save=service.states.new(owner, turn, model) if body.save_state else None, model=model,
+                    owner=owner) for text in texts]
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -424,7 +428,8 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
-    return ids if ids or start else [service.tokenizer.end_of_text]
+    follows = start is not None and start.tokens != 0            # a learnt state has read nothing
+    return ids if ids or follows else [service.tokenizer.end_of_text]
 
 
 def _ids_of_messages(service: Service, rendered: str, start: SavedState | None) -> list[int]:
@@ -445,10 +450,18 @@ def _include_usage(body: Options) -> bool:
     return bool(body.stream_options and body.stream_options.include_usage)
 
 
-def _check_model(service: Service, name: str | None) -> None:
-    """A name may have a prefix, as gateways add: openai/NAME."""
-    if name is not None and name != service.model and not name.endswith(f"/{service.model}"):
-        raise ApiError(404, f"there is no model {name[:100]!r} here; there is {service.model!r}", "model", "model_not_found")
+def _model(service: Service, name: str | None) -> str:
+    """The adapter that a request names, "" for the checkpoint's own model. A name may have a prefix, as gateways add:
+    openai/NAME. Raises ApiError where there is none.
+    """
+    if name is None:
+        return ""
+    by_id = {service.model: "", **{adapter: adapter for adapter in service.engine.adapters}}
+    for known, adapter in by_id.items():
+        if name == known or (name not in by_id and name.endswith(f"/{known}")):
+            return adapter
+    raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(map(repr, by_id))}", "model",
+                   "model_not_found")
 
 
 # States
@@ -466,11 +479,11 @@ async def make_state(service: Service, request: Request) -> Any:
 def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
     """A text of no tokens, whose end is the state."""
     body = read(sent, StateRequest)
-    _check_model(service, body.model)
+    model = _model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "a state is made of a prompt or of messages: send one of them, or a file with the content type "
                             f"{FORMS[0]}", "prompt")
-    start = service.states.start(body.state, owner)
+    start = service.states.start(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
@@ -481,7 +494,8 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn(body.messages, tools, start)
         ids = _ids_of_messages(service, prompt, start)
-    return Generate(-1, ids, 0, 0, (), service.sampling, False, start=start, save=service.states.new(owner, turn))
+    return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn, model),
+                    model=model, owner=owner)
 
 
 async def list_states(service: Service, request: Request) -> Response:
@@ -494,8 +508,7 @@ async def one_state(service: Service, request: Request) -> Response:
 
 
 async def state_content(service: Service, request: Request) -> Response:
-    state = service.states.start(request.path_params["id"], _owner(request))
-    assert state is not None
+    state = service.states.usable(request.path_params["id"], _owner(request))
     headers = {"content-disposition": f'attachment; filename="{state.id}.safetensors"'}
     return Response(await service.engine.download(state), media_type=FORMS[0], headers=headers)
 
@@ -523,7 +536,8 @@ async def make_response(service: Service, request: Request) -> Answer:
 
 
 def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, responses.Asked]:
-    return responses.ask(read(sent, ResponseRequest), owner, service.responses, service.states,
+    asked = read(sent, ResponseRequest)
+    return responses.ask(asked, owner, _model(service, asked.model), service.responses, service.states,
                          lambda body: _tools(service, body)[0], lambda body: _chat_texts(service, body, owner))
 
 
@@ -557,16 +571,16 @@ def _stored(service: Service, request: Request) -> responses.Stored:
 
 
 async def models(service: Service, request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model(service)]})
+    shown = [_shown_model(service, name) for name in (service.model, *service.engine.adapters)]
+    return json_response({"object": "list", "data": shown})
 
 
 async def one_model(service: Service, request: Request) -> Response:
-    _check_model(service, request.path_params["name"])
-    return json_response(_model(service))
+    return json_response(_shown_model(service, _model(service, request.path_params["name"]) or service.model))
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.model, "object": "model", "created": service.created, "owned_by": "timemix"}
+def _shown_model(service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix"}
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
@@ -584,7 +598,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 def _tokens(service: Service, sent: bytes) -> Response:
     body = read(sent, TokenizeRequest)
-    _check_model(service, body.model)
+    _model(service, body.model)
     ids = _encoded(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
     if body.return_token_strs:
@@ -600,7 +614,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 def _text(service: Service, sent: bytes) -> Response:
     body = read(sent, DetokenizeRequest)
-    _check_model(service, body.model)
+    _model(service, body.model)
     try:
         return json_response({"prompt": service.tokenizer.decode(body.tokens)})
     except UserError as error:

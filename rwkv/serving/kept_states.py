@@ -1,14 +1,15 @@
 """The states that clients keep, in the engine's process: in bounded memory, and in a folder where there is one.
 
 Without a folder the least recently used ones are dropped where memory is full. With one each state is written there when it is
-made, and memory holds those used last; a file that no client has used for longest is deleted where the folder is full.
+made, and memory holds those used last; a file that no client has used for longest is deleted where the folder is full. A key
+that holds no more than an equal share of the room loses none to others.
 """
 
 import json
 import os
 import re
 import time
-from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,78 +18,87 @@ from typing import Any
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
-from rwkv.generation.states import StateForm, metadata_of
+from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
 from rwkv.io.atomic import write_file
-from rwkv.model.base import Model
+from rwkv.io.shares import Shares
 from rwkv.serving.log import say
 from rwkv.serving.messages import SavedState, Turn
-from rwkv.tokenizer.tokenizers import Tokenizer
 
 MIB = 2**20
 NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 OURS = "timemix-serve"                   # in the metadata of a file: what the server knows of a state
-LONGEST_HEADER = 2**20                   # bytes of a file that are read to see what it is
 MOST_UNWRITTEN = 8                       # states that wait to be written
 
 
 class KeptStates:
     """found: those that the folder has from earlier, of other models too. Raises UserError for a folder that cannot be used.
 
-    bytes: of those in memory.
+    forms: of the states of each model by name. digests: of what was trained, by the adapter's name, which a file has and not
+    the name. nbytes: of those in memory.
     """
 
-    def __init__(self, config: ServeConfig, model: Model, tokenizer: Tokenizer) -> None:
-        self._form = StateForm(model, tokenizer)
+    def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
+        self._forms, self._digests = forms, {"": "", **digests}
         self._most, self._most_of_files = config.states_mib * MIB, config.states_dir_mib * MIB
         self._folder = Path(config.states_dir) if config.states_dir else None
-        self._in_memory: OrderedDict[str, PrefillResult] = OrderedDict()         # most recently used last, as below
-        self._files: OrderedDict[str, int] = OrderedDict()                       # their bytes
+        self._in_memory: dict[str, PrefillResult] = {}
+        self._memory, self._files = Shares[str](), Shares[str]()
         self._unwritten: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1)             # a disk is slow, and others wait for the engine
         self._gone: list[str] = []
-        self.bytes = 0
         self.found = self._scan(self._folder) if self._folder else []
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.total
 
     def put(self, state: SavedState, context: PrefillResult) -> None:
         """Keeps a state, and drops others where there is no room."""
         self._settle()
         if self._folder:
             self._write(self._folder, state, context)
-        self._remember(state.id, context)
+        self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
         """Keeps the state in a file; `state` says what to call it. Raises UserError where it is none of this model."""
-        context, metadata = self._form.read(content, "the file")
+        try:
+            metadata = metadata_of(content)
+        except ValueError:
+            metadata = {}
         known = _known(metadata)
-        found = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=known.tokens, turn=known.turn)
+        model = self._model_of(metadata)
+        context = self._forms[model].read(content, "the file").context
+        found = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=known.tokens, turn=known.turn,
+                        model=model)
         self.put(found, context)
         return found
 
-    def get(self, state_id: str) -> PrefillResult:
+    def get(self, state: SavedState) -> PrefillResult:
         """Raises UserError where it is no longer there."""
+        state_id = state.id
         self._settle()
         if state_id in self._files:
-            self._files.move_to_end(state_id)
+            self._files.use(state_id)
         if state_id in self._in_memory:
-            self._in_memory.move_to_end(state_id)
+            self._memory.use(state_id)
             return self._in_memory[state_id]
         if self._folder is None or state_id not in self._files:
             raise UserError(f"there is no state {state_id} any more: others were used since, and states_mib= bounds memory")
         path = self._path(self._folder, state_id)
         try:
             self._settle(state_id)
-            context = self._form.read(path.read_bytes(), str(path)).context
+            context = self._forms[state.model].read(path.read_bytes(), str(path)).context
             os.utime(path)                               # a restart finds the order of use by it
         except (OSError, UserError) as error:
             self._lose(state_id)
             say("states", f"{path} is lost: {error}")
             raise UserError(f"there is no state {state_id} any more: its file cannot be read") from None
-        self._remember(state_id, context)
+        self._remember(state, context)
         return context
 
     def content(self, state: SavedState) -> bytes:
         """The file of a state, for its owner. Raises UserError as get does."""
-        return self._form.content(self.get(state.id), {OURS: _written(replace(state, owner=""))})
+        return self._content(replace(state, owner=""), self.get(state))
 
     def drop(self, state_id: str) -> None:
         self._forget(state_id)
@@ -104,34 +114,33 @@ class KeptStates:
         """Waits until all is written."""
         self._writer.shutdown()
 
-    def _remember(self, state_id: str, context: PrefillResult) -> None:
-        self._forget(state_id)
-        self._in_memory[state_id] = context
-        self.bytes += context.nbytes()
-        while self.bytes > self._most:
-            oldest = next(iter(self._in_memory))
-            self._forget(oldest)
-            if oldest not in self._files:
-                self._gone.append(oldest)
+    def _remember(self, state: SavedState, context: PrefillResult) -> None:
+        self._in_memory[state.id] = context
+        self._memory.add(state.id, state.owner, context.nbytes())
+        while self._memory.total > self._most:
+            first = self._memory.first_to_go(self._most)
+            self._forget(first)
+            if first not in self._files:
+                self._gone.append(first)
 
     def _forget(self, state_id: str) -> None:
-        if state_id in self._in_memory:
-            self.bytes -= self._in_memory.pop(state_id).nbytes()
+        self._in_memory.pop(state_id, None)
+        self._memory.remove(state_id)
 
     def _lose(self, state_id: str) -> None:
-        self._files.pop(state_id, None)
+        self._files.remove(state_id)
         self._gone.append(state_id)
 
     # The folder
 
     def _write(self, folder: Path, state: SavedState, context: PrefillResult) -> None:
-        content = self._form.content(context, {OURS: _written(state)})
-        self._files[state.id] = len(content)
-        while sum(self._files.values()) > self._most_of_files and len(self._files) > 1:
-            oldest = next(iter(self._files))
-            self._forget(oldest)
-            self._delete(folder, oldest)
-            self._gone.append(oldest)
+        content = self._content(state, context)
+        self._files.add(state.id, state.owner, len(content))
+        while self._files.total > self._most_of_files and len(self._files) > 1:
+            first = self._files.first_to_go(self._most_of_files)
+            self._forget(first)
+            self._delete(folder, first)
+            self._gone.append(first)
         self._unwritten[state.id] = self._writer.submit(write_file, self._path(folder, state.id),
                                                         lambda file: file.write(content))
         while len(self._unwritten) > MOST_UNWRITTEN:
@@ -147,13 +156,13 @@ class KeptStates:
             if error is None:
                 continue
             say("states", f"{state_id} cannot be written to {self._folder}: {error}; it is in memory alone")
-            self._files.pop(state_id, None)
+            self._files.remove(state_id)
             if state_id not in self._in_memory:
                 self._gone.append(state_id)
 
     def _delete(self, folder: Path, state_id: str) -> None:
         """Also one that is being written: the writer does one thing after the other."""
-        self._files.pop(state_id)
+        self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
         self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
 
@@ -182,24 +191,39 @@ class KeptStates:
             except (OSError, ValueError) as error:
                 say("states", f"{path} is left out: {error}")
                 continue
-            self._files[state_id] = size
+            self._files.add(state_id, state.owner, size)
             found.append(state)
         return found
 
     def _found(self, state_id: str, metadata: dict[str, str]) -> SavedState:
         state = replace(_known(metadata), id=state_id)
         try:
-            self._form.require_same(state_id, metadata)
+            model = self._model_of(metadata)
+            self._forms[model].require_same(state_id, metadata)
         except UserError as error:
             return replace(state, refusal=str(error))
-        return replace(state, last_ids=self._form.last_ids(state_id, metadata))
+        return replace(state, last_ids=self._forms[model].last_ids(state_id, metadata), model=model)
 
+    def _model_of(self, metadata: dict[str, str]) -> str:
+        """The name of the model that a file's state is of. Raises UserError where the server has it no more.
 
-def _written(state: SavedState) -> str:
-    """What the server knows of a state beside what every state file has, as JSON."""
-    turn = state.turn and vars(state.turn)
-    return json.dumps({"owner": state.owner, "created": state.created, "tokens": state.tokens, "bytes": state.bytes,
-                       "turn": turn})
+        A file of another program has the weights' fingerprint alone, which adapters may share.
+        """
+        digest = json.loads(metadata.get(OURS, "{}")).get("adapter")
+        if digest is None:
+            of_weights = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
+            return next(iter(of_weights), "")
+        for name, known in self._digests.items():
+            if known == digest:
+                return name
+        raise UserError("the state was read with an adapter that this server does not have: name it with adapters=")
+
+    def _content(self, state: SavedState, context: PrefillResult) -> bytes:
+        """A file's, with what the server knows of a state beside what every state file has, as JSON."""
+        turn = state.turn and vars(state.turn)
+        known = json.dumps({"owner": state.owner, "created": state.created, "tokens": state.tokens, "bytes": state.bytes,
+                            "turn": turn, "adapter": self._digests[state.model]})
+        return self._forms[state.model].content(context, {OURS: known})
 
 
 def _known(metadata: dict[str, str]) -> SavedState:
@@ -210,7 +234,7 @@ def _known(metadata: dict[str, str]) -> SavedState:
         state = SavedState("", str(told.get("owner", "")), told.get("created", int(time.time())), told.get("tokens"),
                            told.get("bytes", 0), turn=None if turn is None else Turn(**turn))
         numbers = [state.created, state.bytes, *([] if state.tokens is None else [state.tokens])]
-        texts = list(vars(state.turn).values()) if state.turn else []
+        texts = [told.get("adapter", ""), *(vars(state.turn).values() if state.turn else ())]
         if not all(isinstance(number, int) and 0 <= number < 2**53 for number in numbers):
             raise ValueError("no such numbers")
         if not all(isinstance(text, str) for text in texts):

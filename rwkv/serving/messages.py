@@ -1,8 +1,10 @@
 """What the process with HTTP and the process with the engine send each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
 
@@ -26,7 +28,8 @@ class SavedState:
     """What is known of a state that a client keeps; the engine's process holds it.
 
     owner: a digest of the key that made it. tokens: those that it has read; None for a file that does not say. last_ids: as of
-    PrefillResult. turn: None where it is not known to be that of a conversation. refusal: why it cannot be used here.
+    PrefillResult. turn: None where it is not known to be that of a conversation. refusal: why it cannot be used here. model:
+    the adapter that has read it; "" for the checkpoint's own. id: "" for the beginning of all texts of an adapter.
     """
 
     id: str
@@ -37,6 +40,7 @@ class SavedState:
     last_ids: tuple[int, ...] = ()
     turn: Turn | None = None
     refusal: str | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class Ready:
     """The model is loaded.
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people. states: those that were kept before the server began. state_bytes: of one.
+    people. states: those that were kept before the server began. state_bytes: of one. sampling: the options that a request does
+    not give, by how its answers begin; those of False are for texts without a chat template, too. adapters: by name the state
+    that their texts begin with; None for the empty one.
     """
 
     tokenizer: dict[str, Any]
@@ -52,6 +58,8 @@ class Ready:
     plan: list[tuple[str, str]]
     states: list[SavedState]
     state_bytes: int
+    sampling: Mapping[Think, Sampling]
+    adapters: dict[str, SavedState | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Generate:
     """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be.
 
     start: the state that it continues. save: its end is kept as this state, whose tokens, bytes and last_ids are not yet known.
+    model: the adapter's name, "" for the checkpoint's own. owner: as of SavedState.
     """
 
     id: int
@@ -81,6 +90,8 @@ class Generate:
     grammar: Grammar | None = None
     start: SavedState | None = None
     save: SavedState | None = None
+    model: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)

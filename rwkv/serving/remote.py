@@ -79,7 +79,7 @@ class Ticket:
 class RemoteEngine:
     """Starts the process, in which `load` gives the model, and keeps at most max_rows texts in it; max_queue more may wait.
 
-    states: those that clients keep, by their ids; they are in that process.
+    states: those that clients keep, by their ids; they are in that process. adapters: as of Ready.
     failed: why there is no engine any more. observe: called with each event and what the cache holds, for the metrics.
     report: called with the reason where the engine ends by itself.
     """
@@ -96,6 +96,7 @@ class RemoteEngine:
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self.states: dict[str, SavedState] = {}
+        self.adapters: dict[str, SavedState | None] = {}
         self.failed: str | None = None
         self.observe: Callable[[Step], Any] = lambda step: None
         self.report: Callable[[str], Any] = lambda reason: None
@@ -113,6 +114,7 @@ class RemoteEngine:
             raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
         assert isinstance(message, Ready)
         self.states = {state.id: state for state in message.states}
+        self.adapters = message.adapters
         return message
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:

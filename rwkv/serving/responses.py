@@ -10,7 +10,6 @@ import asyncio
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from starlette.responses import Response
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
+from rwkv.io.shares import Shares
 from rwkv.serving.answers import Answer, Shape, chat_entry
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say
@@ -52,23 +52,23 @@ class Stored(msgspec.Struct):
 
 
 class Responses:
-    """Those that are kept, in at most responses_mib of memory; those used longest ago are dropped. With states_dir each is a
-    file there, too.
+    """Those that are kept, in at most responses_mib of memory; those used longest ago are dropped, but none of a key that holds
+    no more than an equal share. With states_dir each is a file there, too.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
         self._most, self._engine = config.responses_mib * MIB, engine
         self._folder = Path(config.states_dir) if config.states_dir else None
-        self._kept: OrderedDict[str, bytes] = OrderedDict()      # most recently used last
-        self._bytes = 0
+        self._kept: dict[str, bytes] = {}
+        self._shares = Shares[str]()
         for path in self._files():
             content = path.read_bytes()
             try:
-                msgspec.json.decode(content, type=Stored)
+                stored = msgspec.json.decode(content, type=Stored)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 say("responses", f"{path} is left out: {error}")
             else:
-                self._remember(path.stem, content)
+                self._remember(path.stem, stored.owner, content)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
         """field: of the request that names it. Raises ApiError where the owner has no such response."""
@@ -78,7 +78,7 @@ class Responses:
             raise ApiError(404, f"there is no response {response_id[:100]!r}: it was not made with this key or not stored, or "
                                 "it has been deleted, or dropped for want of room", field, "response_not_found")
         with suppress(KeyError):         # dropped meanwhile: a long request is read in another thread
-            self._kept.move_to_end(response_id)
+            self._shares.use(response_id)
         return stored
 
     async def put(self, stored: Stored) -> None:
@@ -89,11 +89,11 @@ class Responses:
                 await asyncio.to_thread(write_file, path, lambda file: file.write(content))
             except OSError as error:
                 say("responses", f"{path} cannot be written: {error}; it is in memory alone")
-        self._remember(response_id, content)
+        self._remember(response_id, stored.owner, content)
 
     def drop(self, response_id: str) -> None:
         content = self._kept.pop(response_id)
-        self._bytes -= len(content)
+        self._shares.remove(response_id)
         stored = msgspec.json.decode(content, type=Stored)
         state = self._engine.states.get(stored.state or "")
         if state is not None and not stored.kept:
@@ -101,11 +101,11 @@ class Responses:
         if self._folder:
             (self._folder / f"{response_id}.json").unlink(missing_ok=True)
 
-    def _remember(self, response_id: str, content: bytes) -> None:
+    def _remember(self, response_id: str, owner: str, content: bytes) -> None:
         self._kept[response_id] = content
-        self._bytes += len(content)
-        while self._bytes > self._most:
-            self.drop(next(iter(self._kept)))
+        self._shares.add(response_id, owner, len(content))
+        while self._shares.total > self._most:
+            self.drop(self._shares.first_to_go(self._most))
 
     def _files(self) -> list[Path]:
         """The oldest first."""
@@ -125,9 +125,11 @@ class Asked:
     tools: list[dict[str, Any]]
 
 
-def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, shown_tools: Callable[[ChatRequest], Any],
+def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: Keeper,
+        shown_tools: Callable[[ChatRequest], Any],
         chat: Callable[[ChatRequest], tuple[list[Generate], Shape]]) -> tuple[list[Generate], Shape, Asked]:
-    """The text that answers a request. shown_tools: those of a chat's request as the template gets them. chat: its texts.
+    """The text that answers a request. model: as of Generate. shown_tools: those of a chat's request as the template gets
+    them. chat: its texts.
 
     Raises ApiError with the fields that a request for a response has.
     """
@@ -141,7 +143,7 @@ def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, show
         request = _chat_request(asked, asked.input)
         if body.previous_response_id is not None:
             previous = kept.get(body.previous_response_id, owner, "previous_response_id")
-            start = _start(previous, asked, states, shown_tools(request))
+            start = _start(previous, asked, model, states, shown_tools(request))
             if start is None:
                 request = _chat_request(asked, [*_items_up_to(previous, owner, kept), *asked.input])
             else:
@@ -158,11 +160,12 @@ def ask(body: ResponseRequest, owner: str, kept: Responses, states: Keeper, show
     return texts, shape, asked
 
 
-def _start(previous: Stored, asked: Asked, states: Keeper, tools: Any) -> SavedState | None:
-    """The state that the conversation goes on from; None where its beginning is another one now, or the state is gone."""
+def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: Any) -> SavedState | None:
+    """The state that the conversation goes on from; None where its beginning or its model is another one now, or the state is
+    gone."""
     state = states.engine.states.get(previous.state or "")
     same = previous.response["instructions"] == asked.body.instructions
-    if state is None or state.refusal is not None or not same or not states.goes_on(state, tools):
+    if state is None or state.refusal is not None or state.model != model or not same or not states.goes_on(state, tools):
         return None
     return state
 

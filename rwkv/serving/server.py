@@ -12,7 +12,7 @@ import uvicorn
 
 from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
-from rwkv.config import Sampling, ServeConfig
+from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
@@ -40,6 +40,9 @@ def serve(config: ServeConfig, load: "Load") -> None:
     """
     if config.cors and "*" in config.cors and config.api_key:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
+    if _model_name(config) in config.adapter_paths:
+        raise UserError(f"adapters has the name {_model_name(config)!r}, which is the checkpoint's own: give it another one, "
+                        "or the checkpoint with model_name=")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
@@ -78,14 +81,13 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
-    path = Path(config.checkpoint).resolve()
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
     tokenizer.encode(LONG)               # what is made for the first long text is made now
     template = for_tokenizer(chat_template(ready.template), tokenizer)
-    service = Service(config, Sampling.of(config), engine, tokenizer, template,
+    service = Service(config, ready.sampling, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
-                      config.model_name or (path.name if path.is_dir() else path.stem), int(time.time()))
+                      _model_name(config), int(time.time()))
     engine.observe = service.metrics.observe
     engine.report = lambda reason: say("engine", f"it has ended: {reason}")
     Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
@@ -100,7 +102,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 
     def started() -> None:
-        say("ready", service.model)
+        say("ready", ", ".join((service.model, *engine.adapters)))
         say("try", _example(config, listener))
 
     async def main() -> None:
@@ -109,6 +111,12 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(main())
+
+
+def _model_name(config: ServeConfig) -> str:
+    """The id of the checkpoint's own model."""
+    path = Path(config.checkpoint).resolve()
+    return config.model_name or (path.name if path.is_dir() else path.stem)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -58,10 +58,22 @@ class Keeper:
                                 "or dropped for want of room", "state", "state_not_found")
         return state
 
-    def start(self, state_id: str | None, owner: str) -> SavedState | None:
-        """The state that a request's texts follow. Raises ApiError where it cannot be used."""
+    def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
+        """The state that a request's texts follow, by default the one that all texts of the model begin with, if any.
+
+        Raises ApiError where it cannot be used.
+        """
         if state_id is None:
-            return None
+            return self.engine.adapters.get(model)
+        state = self.usable(state_id, owner)
+        if state.model != model:
+            of = f"the model {state.model!r}" if state.model else "the checkpoint's own model"
+            raise ApiError(400, f"state: {of} has read it, and this request is for another one: name that in model", "state",
+                           "state_of_another_model")
+        return state
+
+    def usable(self, state_id: str, owner: str) -> SavedState:
+        """One that some model of this server can continue. Raises ApiError where none can."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
@@ -77,12 +89,12 @@ class Keeper:
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")
 
-    def new(self, owner: str, turn: Turn | None = None) -> SavedState:
+    def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
         """A state that is to be kept. Raises ApiError where there is room for none."""
         if not self.has_room:
             raise ApiError(400, f"this server keeps no states: one takes {self.state_bytes / MIB:.3g} MiB, and it has "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
-        return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn)
+        return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
     def prompt(self, start: SavedState | None, messages: Sequence[Any], tools: Any, think: Think = False,
                effort: str | None = None, add_generation_prompt: bool = True) -> str:
@@ -147,8 +159,9 @@ def owner_of(key: str) -> str:
 
 
 def shown(state: SavedState, model: str) -> dict[str, Any]:
-    return {"id": state.id, "object": "state", "created": state.created, "model": None if state.refusal else model,
-            "tokens": state.tokens, "bytes": state.bytes}
+    """model: the id of the checkpoint's own."""
+    return {"id": state.id, "object": "state", "created": state.created,
+            "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
 
 
 def _digest(value: Any) -> str:

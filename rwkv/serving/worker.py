@@ -5,18 +5,21 @@ Loading a model in one thread and stepping in another would give two teams of Op
 
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
-from rwkv.config import ServeConfig
+from rwkv.chat.thoughts import Think
+from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, Row
 from rwkv.generation.grammar import compiled
-from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.prefill import Key, PrefillResult, PrefixCache
+from rwkv.generation.states import StateForm
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
 from rwkv.serving.kept_states import KeptStates
@@ -40,14 +43,28 @@ MIB = 2**20
 COMPILING_S = 0.002                      # between two looks whether a grammar is compiled, where nothing else is done
 
 
+class LoadedAdapter(NamedTuple):
+    """model: the checkpoint's, or one with weights of its own. start, tokens: what its texts follow, as of Adapter."""
+
+    model: Any
+    start: PrefillResult | None
+    tokens: int | None
+    digest: str
+
+
 class Loaded(NamedTuple):
-    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept."""
+    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept.
+
+    sampling: as of Ready. adapters: by name.
+    """
 
     model: Any
     tokenizer: Tokenizer
     template: str
     plan: list[tuple[str, str]]
     state_bytes: int
+    sampling: Mapping[Think, Sampling]
+    adapters: Mapping[str, LoadedAdapter] = MappingProxyType({})
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -62,11 +79,16 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     try:
         loaded = load(config)
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
-        engine = Engine(loaded.model, loaded.tokenizer, cache=cache)
-        engine.warm_up()
-        states = KeptStates(config, loaded.model, loaded.tokenizer)
-        worker = _Worker(connection, engine, loaded.tokenizer, cache, states)
-        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
+        served = {"": LoadedAdapter(loaded.model, None, 0, ""), **loaded.adapters}
+        engines = {each.model: Engine(each.model, loaded.tokenizer, cache=cache) for each in served.values()}
+        for engine in engines.values():
+            engine.warm_up()
+        forms = {name: StateForm.of(each.model, loaded.tokenizer) for name, each in served.items()}
+        states = KeptStates(config, forms, {name: each.digest for name, each in served.items()})
+        models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
+        worker = _Worker(connection, models, loaded.tokenizer, cache, states)
+        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
+                              loaded.sampling, {name: _beginning(name, each) for name, each in loaded.adapters.items()}))
         try:
             worker.run()
         finally:
@@ -76,6 +98,19 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     except (ValueError, RuntimeError, OSError) as error:
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
         connection.send(Failed(str(error) if mistake else traceback.format_exc(), mistake))
+
+
+def _beginning(name: str, adapter: LoadedAdapter) -> SavedState | None:
+    """What HTTP is told of the state that an adapter's texts begin with."""
+    start = adapter.start
+    return None if start is None else SavedState("", "", 0, adapter.tokens, start.nbytes(), start.last_ids, model=name)
+
+
+class _Model(NamedTuple):
+    """One of those that requests name. start: what its texts follow, None for nothing."""
+
+    engine: Engine
+    start: PrefillResult | None
 
 
 class _Job:
@@ -124,11 +159,12 @@ class _Job:
 class _Worker:
     """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
 
-    def __init__(self, connection: Connection, engine: Engine, tokenizer: Tokenizer, cache: PrefixCache | None,
+    def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: KeptStates) -> None:
-        self._connection, self._engine, self._tokenizer, self._cache = connection, engine, tokenizer, cache
+        self._connection, self._models, self._tokenizer, self._cache = connection, models, tokenizer, cache
         self._states = states
-        self._jobs: dict[int, _Job] = {}         # by the row's index
+        # Of each engine, by the row's index.
+        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}
         self._refused: list[Event] = []
         self._compiler = ThreadPoolExecutor(1)
         self._compiling: list[tuple[Future[Any], list[Generate]]] = []
@@ -136,7 +172,7 @@ class _Worker:
 
     def run(self) -> None:
         while True:
-            idle = not (self._engine.unfinished or self._jobs or self._refused)
+            idle = not (any(engine.unfinished or jobs for engine, jobs in self._jobs.items()) or self._refused)
             wait = (COMPILING_S if self._compiling else None) if idle else 0
             while self._connection.poll(wait):
                 message = self._connection.recv()
@@ -145,15 +181,16 @@ class _Worker:
                 self._take(message)
                 wait = 0
             self._begin_compiled()
-            for index, piece in self._engine.step():
-                self._jobs[index].text += piece
-            events = self._refused + [event for job in self._jobs.values() if (event := self._event(job))]
-            self._refused = []
-            self._jobs = {index: job for index, job in self._jobs.items() if not job.row.complete}
+            events, self._refused = self._refused, []
+            for engine, jobs in self._jobs.items():
+                for index, piece in engine.step():
+                    jobs[index].text += piece
+                events += [event for job in jobs.values() if (event := self._event(job))]
+                self._jobs[engine] = {index: job for index, job in jobs.items() if not job.row.complete}
             gone = self._states.take_gone()
             if events or gone:
                 cached = (self._cache.bytes, len(self._cache)) if self._cache else (0, 0)
-                self._connection.send(Step(events, *cached, self._states.bytes, tuple(gone)))
+                self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
         """What is to be sent of a text; a state that is to be kept at its end is kept before."""
@@ -169,7 +206,7 @@ class _Worker:
         last bits of their log-probabilities do not depend on when each came: products of more rows may have others.
         """
         if isinstance(message, Cancel):
-            for job in self._jobs.values():
+            for job in (job for jobs in self._jobs.values() for job in jobs.values()):
                 if job.request.id == message.id:
                     job.row.cancel()
             if any(text.id == message.id for _, texts in self._compiling for text in texts):
@@ -203,15 +240,18 @@ class _Worker:
                 self._begin(text)
 
     def _begin(self, message: Generate) -> None:
+        engine, context = self._models[message.model]
+        after: Key | None = Key(model=message.model, owner=message.owner)
         try:
-            context = self._states.get(message.start.id) if message.start else None
+            if message.start and message.start.id:
+                context, after = self._states.get(message.start), None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
-            row = self._engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs,
-                                   context, message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None)
+            row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
+                             message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error)))
         else:
-            self._jobs[row.index] = _Job(message, row)
+            self._jobs[engine][row.index] = _Job(message, row)
             if message.id in self._cancelled:
                 row.cancel()
         self._cancelled.discard(message.id)

@@ -94,10 +94,22 @@ def test_the_world_vocabularys_end_in_a_template_is_that_token(tmp_path: Path) -
 def test_sampling_counts_where_it_is_used(tmp_path: Path) -> None:
     options = {"do_sample": True, "temperature": 0.8, "top_p": 0.5, "top_k": True, "eos_token_id": 0}
     folder = Path(directory(tmp_path / "model"))
-    assert sampling_in(folder) == {}
-    for content, expected in ((options, {"temperature": 0.8, "top_p": 0.5}), (options | {"do_sample": False}, {}), ([], {})):
-        (folder / "generation_config.json").write_text(json.dumps(content))
-        assert sampling_in(folder) == expected
+    file = folder / "generation_config.json"
+    assert sampling_in(folder) == (file, {})
+    for content, expected in ((options, {"temperature": 0.8, "top_p": 0.5}), (options | {"do_sample": False}, {}), ([], {}),
+                              (options | {"top_k": -1, "top_p": None}, {"temperature": 0.8, "top_k": 0})):
+        file.write_text(json.dumps(content))
+        assert sampling_in(folder) == (file, expected)
+
+
+def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 40)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert sampling_in(tmp_path / "model.gguf") == (tmp_path / "model.gguf", {"temperature": 0.5, "top_k": 40})
 
 
 def test_a_damaged_file_is_a_users_error(tmp_path: Path) -> None:

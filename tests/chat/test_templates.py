@@ -13,6 +13,9 @@ from rwkv.chat.messages import check_messages, is_learnt
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import END, ChatTemplate
 from rwkv.chat.templates import chat_template
+from rwkv.chat.thoughts import Think, answer_message
+from rwkv.config import DataConfig
+from rwkv.data.sources.chat import template_of
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -340,3 +343,59 @@ def test_other_names_are_refused() -> None:
     with pytest.raises(UserError, match="world, g1, flower or a jinja2 file; there is no file chatgpt"):
         chat_template("chatgpt")
 
+
+THOUGHT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "T"},
+    {"role": "user", "content": "R"}, {"role": "assistant", "content": "B"}]
+SWITCHED = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+        "{% elif m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{{ '<think>\n' if enable_thinking else '<think></think>' }}{% endif %}")
+
+
+@pytest.mark.parametrize("name", ["g1", "flower", "switched"])
+@pytest.mark.parametrize(("think", "talk"), [(True, THOUGHT[:2]), ("fake", THOUGHT[2:])])
+def test_an_answer_is_learnt_after_the_prompt_that_a_chat_asks_with(tmp_path: Path, name: str, think: Think,
+                                                                    talk: list[dict[str, Any]]) -> None:
+    (tmp_path / "switched.jinja").write_text(SWITCHED)
+    template = chat_template(str(tmp_path / "switched.jinja") if name == "switched" else name).for_learning(think)
+    parts = template.parts(talk)
+    assert "".join(text for text, learnt in parts if not learnt) == template.render(talk[:1], think=think)
+    start = template.answer_start(think)
+    assert answer_message(start, parts[-1][0].partition("✿")[0].replace(END, "")) == talk[1]
+
+
+def test_what_is_learnt_of_a_conversation_with_and_without_thoughts() -> None:
+    """An earlier answer stands as the chat shows it in later turns, so without an empty thought."""
+    def learnt(think: Think) -> list[str]:
+        return [text for text, is_learnt in chat_template("g1").for_learning(think).parts(THOUGHT) if is_learnt]
+
+    assert learnt(False) == [" <think>\nT\n</think>\nA\n\n", " B\n\n"]
+    assert learnt(True) == [">\nT\n</think>\nA\n\n", " B\n\n"]
+    assert learnt("fake") == [" <think>\nT\n</think>\nA\n\n", ">\nB\n\n"]
+    earlier = [*THOUGHT[2:], *THOUGHT[2:]]
+    whole = "".join(text for text, _ in chat_template("g1").for_learning("fake").parts(earlier))
+    assert whole.startswith(chat_template("g1").render(earlier[:3], think="fake"))
+    definitions = {chat_template("g1").for_learning(think).definition for think in (False, True, "fake")}
+    assert len(definitions) == 3, "tokens made for one are not used for another"
+
+
+def test_a_template_without_thoughts_is_none_for_learning_them() -> None:
+    with pytest.raises(UserError):
+        chat_template("world").for_learning(True)
+    with pytest.raises(UserError):
+        template_of(DataConfig(name="chat", think="fake"))
+    assert template_of(DataConfig(name="chat", template="g1", think="fake")).learns == "fake"
+
+
+def test_a_template_that_changes_its_form_with_tools(tmp_path: Path) -> None:
+    """Both forms have their stop, results are objects, and thoughts are asked for by the name that rwkv-rs has for it."""
+    (tmp_path / "two.jinja").write_text(
+        "{% for m in messages %}{% if tools %}\n### {{ m.role }}\n"
+        "{{ m.rwkv_json_content.sky if m.role == 'tool' else m.content }}{% else %}{{ m.role }}: {{ m.content }}\n\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}A: {{ '<think' if rwkv_generation_prompt == 'open_think' else "
+        "'<think></think' }}{% endif %}")
+    template = chat_template(str(tmp_path / "two.jinja"))
+    assert template.stop == ("\n\nuser:", "### user")
+    assert [template.answer_start(think) for think in (False, True, "fake")] == ["<think></think", "<think", "<think></think"]
+    talk = [{"role": "user", "content": "?"}, {"role": "tool", "content": '{"sky": "rain"}'}]
+    assert "### tool\nrain" in template.render(talk, False, tools=[{"name": "f"}])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError, UserError
-from rwkv.pretrained import RWKV, stated_sampling, template_of
+from rwkv.pretrained import RWKV, template_of
 from rwkv.tokenizer import world_json
 from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
 from rwkv.tools import convert
@@ -245,12 +245,3 @@ def test_the_directorys_chat_template_is_the_default(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert template_of(read_checkpoint(folder)) == str(folder / "chat_template.jinja")
     assert template_of(read_checkpoint(folder), "world") == "world"
-
-
-def test_the_directorys_options_of_sampling_are_said(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    write_checkpoint(read_checkpoint(saved(tmp_path)), folder, form="official")
-    assert stated_sampling(read_checkpoint(folder)) == []
-    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.8, "top_p": 0.5}))
-    (line,) = stated_sampling(read_checkpoint(folder))
-    assert "temperature=0.8 top_p=0.5" in line

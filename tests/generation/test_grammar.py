@@ -4,13 +4,14 @@ import json
 import math
 import random
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 import tokenizer_files
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import following, saying, small_model
 from schemas import SCHEMAS, closed, drawn
@@ -59,6 +60,43 @@ def test_every_finished_text_of_many_schemas_is_valid(temperature: float) -> Non
         schema = drawn(random.Random(seed))
         ended += finished(schema, texts(Grammar.json_schema(schema), n=4, temperature=temperature))
     assert ended > 400
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    matcher = grammar.matcher(BYTES)
+    for byte in text.encode():
+        mask = matcher.allowed()
+        if mask is None or not mask[byte // 8] >> byte % 8 & 1:
+            return False
+        matcher.push(byte)
+    return True
+
+
+@given(st.integers(1, 9999), st.integers(1, 12), st.integers(1, 31))
+@example(2024, 2, 29)
+@example(2023, 2, 29)
+@example(1900, 2, 29)
+@example(2000, 2, 29)
+def test_a_date_is_one_of_the_calendar_s(year: int, month: int, day: int) -> None:
+    try:
+        exists = bool(date(year, month, day))
+    except ValueError:
+        exists = False
+    text = f"{year:04}-{month:02}-{day:02}"
+    assert allows(Grammar.json_schema({"type": "string", "format": "date"}), f'"{text}"') == exists
+    assert allows(Grammar.json_schema({"type": "string", "format": "date-time"}), f'"{text}T12:00:00Z"') == exists
+
+
+@pytest.mark.parametrize("name", ["email", "hostname"])
+def test_addresses_have_the_lengths_that_they_may_have(name: str) -> None:
+    before = "a" * 64 + "@" if name == "email" else ""
+    room = 254 - len(before) if name == "email" else 253
+    long = ".".join(["b" * 19] * 20)
+    for domain in ("b.c", "b" * 63 + ".c", "b" * 64 + ".c", long[:room], long[:room + 1]):
+        allowed = allows(Grammar.json_schema({"type": "string", "format": name}), f'"{before}{domain}"')
+        assert allowed == (len(domain) <= room and "b" * 64 not in domain), domain
+        valid = jsonschema_rs.validator_for({"format": name}, validate_formats=True).is_valid(before + domain)
+        assert valid or not allowed, domain
 
 
 def each_tokenizer() -> list[Any]:

@@ -264,6 +264,23 @@ def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Run
         assert 0 < server.metric("timemix_state_bytes") <= STATE_MIB * 2**20
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_busy_key_pushes_out_its_own_states_alone(start: Callable[..., Running], tmp_path: Path, folder: bool) -> None:
+    """In memory, and in a folder with room for as many."""
+    room = f"states_mib={STATE_MIB}" if not folder else f"states_dir_mib={STATE_MIB}"
+    server = start(room, "api_key=busy", "api_key=quiet", *([f"states_dir={tmp_path}", "states_mib=0"] if folder else []))
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers={"authorization": "Bearer busy"}) as busy, \
+            httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers={"authorization": "Bearer quiet"}) as quiet:
+        mine = [made(quiet, prompt=f"quiet {number}")["id"] for number in range(3)]
+        size = made(busy, prompt="first")["bytes"]
+        n = STATE_MIB * 2**20 // size + 5
+        theirs = [made(busy, prompt=f"{number}")["id"] for number in range(n)]
+        wait_until(lambda: len(ok(busy.get("/states"))["data"]) < n)
+        assert {state["id"] for state in ok(quiet.get("/states"))["data"]} == {*mine}
+        assert all(completed(quiet, state=state, prompt="a")["choices"] for state in mine)
+        assert theirs[-1] in {state["id"] for state in ok(busy.get("/states"))["data"]}
+
+
 def test_states_of_a_folder_survive_a_restart_and_belong_to_their_key(start: Callable[..., Running], checkpoint: Path,
                                                                       tmp_path: Path, model: RWKV) -> None:
     options = ("states_mib=0", f"states_dir={tmp_path}/kept", "api_key=one", "api_key=two")

@@ -31,7 +31,7 @@ def test_the_engine_is_warm_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(model, "prefill", lambda *given: done.append("read") or prefill(*given))
         step = type(made).step
         monkeypatch.setattr(type(made), "step", lambda *given: done.append("step") or step(*given))
-        return worker.Loaded(model, ByteTokenizer(), "raw", [], 0)
+        return worker.Loaded(model, ByteTokenizer(), "raw", [], 0, {})
 
     class Connection:
         def send(self, message: Any) -> None:

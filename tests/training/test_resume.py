@@ -22,15 +22,18 @@ from hypothesis import strategies as st
 from programs import Run, one_sentence
 from training_runs import (
     ENVIRONMENT,
+    OWN,
     ROOT,
     SMALL,
     TEXT,
     assert_same_training,
+    content,
     damage,
     done_here,
     finish,
     killed_and_continued,
     losses,
+    same,
     start,
     wait_for,
 )
@@ -47,6 +50,7 @@ from rwkv.training.run import as_plain, open_run
 from rwkv.training.task import LanguageModel
 
 STEPS = 70
+COUNTED_BY_LIGHTNING = "/loops/fit_loop/epoch_loop.state_dict/_batches_that_stepped"     # for loggers, which get our own steps
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
        "data.num_workers=2", f"trainer.max_steps={STEPS}", "trainer.val_every=20", "trainer.checkpoint_every=10")
 SHORT = (*SMALL, "logger=csv", "kernel=torch_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
@@ -119,6 +123,22 @@ def begin(run: Run, *options: str) -> None:
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     status, _, error = run("train", *SHORT, *options, "out_dir=run")
     assert status == 0, error
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("options", [
+    (), ("trainer.accumulate=1", "trainer.val_every=2", "data.num_workers=2"), ("trainer.tbptt=2",),
+    ("trainer.accumulate=1", "trainer.overfit_batches=3"), ("trainer.val_every=3",)], ids=lambda options: " ".join(options))
+def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Validation after each second or third step, so also where the shorter run ends, and where it does not."""
+    arguments = (*SHORT, "optim.schedule=constant", "trainer.val_every=2", *options)
+    for name, steps, more in (("long", 4, ()), ("short", 2, ()), ("short", 4, ("resume=auto",))):
+        done = done_here(folder, "train", *arguments, f"trainer.max_steps={steps}", f"out_dir={tmp_path / name}", *more)
+        assert done.status == 0, done.error
+    long, short = (content(tmp_path / name / "checkpoints/last.ckpt") for name in ("long", "short"))
+    different = {key for key in long if key not in OWN and not same(long[key], short[key])}
+    assert different <= ({COUNTED_BY_LIGHTNING} if options == ("trainer.val_every=3",) else set())
+    assert losses(tmp_path / "short") == losses(tmp_path / "long")
 
 
 @pytest.mark.programs

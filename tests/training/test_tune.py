@@ -159,17 +159,19 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("options", "allowed"), [
-    (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), 1e-5), (("tune=state",), 1e-5),
-    (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), 5e-3)])
-def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], allowed: float) -> None:
-    """In int8 a last bit may round an input to its other neighbour, 1/63 of its row's largest."""
+@pytest.mark.parametrize(("options", "alone"), [
+    (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), ()), (("tune=state",), ()),
+    (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
+def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
+    """In int8 the one process reads rows one at a time, as each of the two does: float32 products of several rows have other
+    last bits, and one of these may round an input to its other neighbour, 1/63 of its row's largest.
+    """
     arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
-    for name, more in (("one", ()), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
+    for name, more in (("one", alone), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
         done = finish(start(folder, "train", *arguments, *more, f"out_dir={name}"))
         assert done.status == 0, done.error
     for name in ("train/loss", "val/loss"):
-        assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=allowed)
+        assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
     one, two = (torch.load(folder / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
@@ -248,7 +250,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
 @pytest.mark.programs
 def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: Path, run: Run) -> None:
     """4 rows of 256 positions are 2 passes of 512; the plan says so, and the run counts steps of 4 rows."""
-    options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4")
+    options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4", "trainer.val_every=3")
     out = tuned(run, *options)
     saved = read_checkpoint(out / "checkpoints/last.ckpt").run or {}
     assert (saved["data"]["batch_size"], saved["trainer"]["accumulate"]) == (2, 2)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from rwkv.chat.messages import EMPTY
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
+from rwkv.chat.thoughts import think_of
 from rwkv.config import DataConfig
 from rwkv.data.sources.files import contents, matching
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
@@ -89,7 +90,12 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    return chat_template(config.template or "world")
+    """That of data.template, for answers of data.think. Raises UserError where it cannot ask for these."""
+    template = chat_template(config.template or "world")
+    try:
+        return template.for_learning(think_of(config.think))
+    except UserError as error:
+        raise UserError(f"data.{error}") from None
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:

@@ -32,7 +32,8 @@ from rwkv.training.callbacks.divergence import Divergence
 FOLDER = "checkpoints"
 LAST, BEST = Path(FOLDER) / "last.ckpt", Path(FOLDER) / "best.ckpt"
 NEXT, DAMAGED = "next.ckpt", "damaged.ckpt"
-VALIDATION = "epoch_loop.val_loop.batch_progress"        # its key in the state of Lightning's fit loop
+TRAINING = "epoch_loop.batch_progress"                   # a key in the state of Lightning's fit loop, as the next
+VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 class VerifiedFiles(TorchCheckpointIO):
@@ -105,6 +106,17 @@ class Checkpoints(Callback):
         started = int(self._validating)
         progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
+
+    def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """States whether the last batch that was read ends Lightning's epoch, which is the whole run, in the run as it is now.
+
+        Where it ended a run that has been lengthened since, Lightning would begin an epoch, and read the data from the start.
+        """
+        batches = trainer.max_steps * trainer.accumulate_grad_batches
+        if isinstance(trainer.limit_train_batches, int):         # of trainer.overfit_batches
+            batches = min(batches, trainer.limit_train_batches)
+        progress = checkpoint["loops"]["fit_loop"][TRAINING]
+        progress["is_last_batch"] = progress["current"]["ready"] >= batches
 
     def validation_follows(self, trainer: lightning.Trainer) -> bool:
         """Whether the step that has just ended has a validation."""

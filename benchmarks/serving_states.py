@@ -1,0 +1,274 @@
+"""python -m benchmarks.serving_states PART [--dtype int8 ...] [--turns 5] [--seconds 60] [--shape L,C,V] [--json FILE]
+
+first     the first token after 0, 1,000 and 20,000 tokens (--tokens) and a short question: read anew, from the prefix cache,
+          from a state's id, and from its file after a restart (states_dir=); medians of turns. With --llama-server PROGRAM also
+          llama.cpp's own server on the same weights: read anew, cached in its slot, and a saved slot that is restored, before
+          and after a restart
+load      64 clients (--clients) that come, stream and go: a third hang up in the middle, half continue states or have a
+          schema, or both; in turns with the same without states and schemas. Errors, tokens a second, fairness (Jain's index of
+          the rates of whole texts), and memory at the start, in the middle and at the end
+
+The server is `python serve.py` with random weights in RWKV-7's 0.1b shape, each token an event, as in benchmarks/serving.py.
+The last line of standard output is the result as JSON.
+"""
+
+import argparse
+import http.client
+import json
+import random
+import selectors
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks._main import run_program
+from benchmarks.serving import (
+    HANG_UP,
+    LLAMA_FORMATS,
+    MIB,
+    VOCABULARY,
+    Client,
+    LlamaServer,
+    Server,
+    ended,
+    gguf_of,
+    jain,
+    read_for,
+    serving,
+    write_vocabulary,
+)
+from kernels.arguments import Parser, above_zero, at_least, program, sizes_of
+from kernels.bench.results import output_file, publish
+
+QUESTION = 8                             # tokens that follow what was read before
+STATES = 8                               # that the clients of `load` continue
+LONG = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": {        # longer than any text here
+    "type": "array", "items": {"type": "integer"}, "minItems": 400}}}
+WAYS = ("read anew", "prefix cache", "state", "state after a restart")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    from benchmarks.generation import SHAPES, write_checkpoint
+    from kernels.machine import hardware
+
+    with tempfile.TemporaryDirectory() as folder:
+        shape = args.shape or SHAPES["rwkv7"]
+        checkpoint = write_checkpoint(Path(folder), "rwkv7", shape)
+        write_vocabulary(checkpoint.with_name(VOCABULARY), shape[-1])
+        rows = [row for dtype in args.dtype for row in PARTS[args.part](checkpoint, dtype, args)]
+    publish({"part": args.part, "machine": hardware.describe("cpu"), "rows": rows}, args.json)
+
+
+def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
+    """The JSON that comes back. Exits with it where the status is another than 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    if answer.status != 200:
+        sys.exit(f"{path} gave {answer.status}: {content[:500].decode(errors='replace')}")
+    return json.loads(content)
+
+
+def first_token(server: Server, prompt: list[int], **more: Any) -> float:
+    """Seconds from the request to its first token."""
+    client = Client(server, 2, 0, prompt=prompt, **more)
+    while not client.times:
+        if not client.read() and not client.times:
+            sys.exit(f"no token came, with status {client.status.decode()}")
+    while client.read():
+        pass
+    client.socket.close()
+    return client.times[0] - client.began
+
+
+class Texts:
+    """Random ids: none is the beginning of another."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._chance, self._most = random.Random(0), vocabulary - 1
+
+    def __call__(self, n: int) -> list[int]:
+        return [self._chance.randint(1, self._most - 1) for _ in range(n)]
+
+
+def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    texts = Texts(_vocabulary(checkpoint))
+    lengths = sorted({0, *args.tokens})
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    options = (f"states_dir={checkpoint.with_name(f'states-{dtype}')}", f"max_prompt_tokens={max(lengths) + QUESTION}")
+    kept: dict[int, list[str]] = {}
+    with serving(checkpoint, dtype, *options) as server:
+        first_token(server, texts(QUESTION))
+        read = {n: texts(n) for n in lengths if n}
+        for n, prompt in read.items():
+            ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+            kept[n] = [ask(server, "/v1/states", {"prompt": prompt})["id"] for _ in range(args.turns)]
+        for turn in range(args.turns):
+            for n in lengths:
+                found["read anew", n].append(first_token(server, texts(n + QUESTION)))
+                if n:
+                    found["prefix cache", n].append(first_token(server, read[n] + texts(QUESTION)))
+                    found["state", n].append(first_token(server, texts(QUESTION), state=kept[n][turn]))
+    with serving(checkpoint, dtype, *options) as server:
+        first_token(server, texts(QUESTION))
+        for turn in range(args.turns):           # each is read from its file once
+            for n, states in kept.items():
+                found["state after a restart", n].append(first_token(server, texts(QUESTION), state=states[turn]))
+    yield from _table("timemix", dtype, lengths, WAYS, found)
+    for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
+        yield from _first_of_llama(args.llama_server, gguf_of(checkpoint, name), name, lengths, args.turns, texts)
+
+
+def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int], turns: int,
+                    texts: Texts) -> Iterator[dict[str, Any]]:
+    """A state of llama.cpp is a slot in a file: it is restored, and its text is sent once more, which the slot has read."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    folder = weights.with_name(f"slots-{name}")
+    folder.mkdir()
+    read = {n: texts(n) for n in lengths if n}
+
+    def restored(server: Server, n: int) -> float:
+        began = time.perf_counter()
+        ask(server, "/slots/0?action=restore", {"filename": f"{n}.bin"})
+        took = time.perf_counter() - began
+        return took + first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True)
+
+    def started() -> LlamaServer:
+        return LlamaServer(program, weights, 1, "--slot-save-path", f"{folder}/")
+
+    with ended(started()) as server:
+        first_token(server, texts(QUESTION))
+        for n, prompt in read.items():
+            ask(server, "/completion", {"prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": True})
+            ask(server, "/slots/0?action=save", {"filename": f"{n}.bin"})
+        for _ in range(turns):
+            for n in lengths:
+                found["read anew", n].append(first_token(server, texts(n + QUESTION), cache_prompt=False))
+                if n:
+                    ask(server, "/completion", {"prompt": read[n], "n_predict": 1, "id_slot": 0, "cache_prompt": True})
+                    found["prefix cache", n].append(
+                        first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True))
+                    found["state", n].append(restored(server, n))
+    with ended(started()) as server:
+        first_token(server, texts(QUESTION))
+        for _ in range(turns):
+            for n in read:
+                found["state after a restart", n].append(restored(server, n))
+    yield from _table("llama.cpp", name, lengths, WAYS, found)
+
+
+def _table(of: str, dtype: str, lengths: list[int], ways: tuple[str, ...],
+           found: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
+    """Prints milliseconds, and in brackets the ratio to the first token after nothing."""
+    empty = median(found["read anew", 0])
+    print(f"\n{of}, {dtype}: milliseconds to the first token, and as a multiple of that after 0 tokens")
+    print(f"{'tokens before':24}" + "".join(f"{n:>18,}" for n in lengths))
+    for way in ways:
+        times = {n: median(found[way, n]) for n in lengths if found[way, n]}
+        print(f"{way:24}" + "".join(f"{1000 * times[n]:10.1f} ({times[n] / empty:5.2f})" if n in times else " " * 18
+                                    for n in lengths), flush=True)
+        yield from ({"of": of, "dtype": dtype, "way": way, "tokens": n, "seconds": s, "of_empty": s / empty}
+                    for n, s in times.items())
+
+
+def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    texts, chance = Texts(_vocabulary(checkpoint)), random.Random(0)
+    with serving(checkpoint, dtype, f"max_rows={args.clients}", "cache_mib=64", "states_mib=64") as server:
+        states = [ask(server, "/v1/states", {"prompt": texts(200)})["id"] for _ in range(STATES)]
+        _run_load(server, args.clients, min(5.0, args.seconds), chance, states)      # memory and threads are as they will be
+        memory = {"start": server.resident() / MIB}
+        counted: dict[bool, list[float]] = {True: [], False: []}
+        over: dict[bool, list[Client]] = {True: [], False: []}
+        for turn in range(args.turns):
+            for mixed in (True, False):
+                rate, clients = _run_load(server, args.clients, args.seconds / args.turns, chance, states if mixed else [])
+                counted[mixed].append(rate)
+                over[mixed] += clients
+            if turn == args.turns // 2:
+                memory["middle"] = server.resident() / MIB
+        memory["end"] = server.resident() / MIB
+    for mixed, clients in over.items():
+        wrong = [client for client in clients if client.status != b"200"
+                 or (client.hang_up_after is None and not client.finished)]
+        # from the request on: where the client is slow, all events of a text may be read at once
+        whole = [client for client in clients if client.finished and client.n >= 32]
+        rates = [len(client.times) / (client.times[-1] - client.began) for client in whole]
+        row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",
+               "texts": len(clients), "errors": len(wrong), "tokens_per_second": median(counted[mixed]),
+               "jain": jain(rates) if rates else None, "memory_mib": memory}
+        yield row
+        print(f"{dtype}, {row['load']}: {row['texts']} texts, {row['errors']} errors, {row['tokens_per_second']:.0f} tokens/s, "
+              f"Jain {row['jain'] or 0:.3f}", flush=True)
+    ratio = median(one / other for one, other in zip(counted[True], counted[False], strict=True))
+    shown = ", ".join(f"{size:.0f} MiB at the {name}" for name, size in memory.items())
+    print(f"{dtype}: {ratio:.1%} of the tokens/s without states and schemas; memory {shown}", flush=True)
+    yield {"dtype": dtype, "ratio": ratio}
+
+
+def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Random,
+              states: list[str]) -> tuple[float, list[Client]]:
+    """Tokens a second, from when all clients have come until the time is over, and the clients. Always as many at a time.
+
+    states: those that half of the clients continue; without any there are no schemas either.
+    """
+    over: list[Client] = []
+    made: list[Client] = []
+    with selectors.DefaultSelector() as selector:
+        began = time.perf_counter()
+        until = began + seconds
+        while time.perf_counter() < until or selector.get_map():
+            while len(selector.get_map()) < n_clients and time.perf_counter() < until:
+                client = _client(server, len(made), chance, states)
+                selector.register(client.socket, selectors.EVENT_READ, client)
+                made.append(client)
+            over += read_for(selector, 0.05)
+    events = sum(began <= at < until for client in made for at in client.times)
+    return events / seconds, over
+
+
+def _client(server: Server, seed: int, chance: random.Random, states: list[str]) -> Client:
+    n = chance.randint(8, 128)
+    hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
+    kind, state = chance.random(), chance.randrange(STATES)      # drawn for both loads, which are then alike
+    more: dict[str, Any] = {}
+    if states and kind < 0.35:
+        more |= {"state": states[state], "save_state": kind < 0.1}
+    if states and 0.25 < kind < 0.5:
+        more["response_format"] = LONG
+    return Client(server, n, seed, hang_up, "word " * chance.randint(2, 12), **more)
+
+
+def _vocabulary(checkpoint: Path) -> int:
+    return len(checkpoint.with_name(VOCABULARY).read_text(encoding="utf-8").splitlines())
+
+
+PARTS = {"first": first, "load": load}
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("benchmarks.serving_states", __doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
+    parser.add_argument("--tokens", nargs="+", type=at_least(1), default=[1000, 20_000], metavar="N")
+    parser.add_argument("--clients", type=at_least(1), default=64, metavar="N")
+    parser.add_argument("--seconds", type=above_zero, default=60, metavar="S", help="of each load, over all turns")
+    parser.add_argument("--turns", type=at_least(1), default=5, metavar="N")
+    parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
+    parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    args = parser.parse_args(argv)
+    if args.shape and (args.shape[-1] < 320 or args.shape[-1] % 64):
+        parser.error("--shape: a vocabulary of whole characters is a multiple of 64, and at least 320")
+    return args
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,57 @@
+"""What goes first where several owners share a bounded room."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Shares(Generic[K]):
+    """The sizes and owners of what is kept, in the order of use, most recently used last. total: of all sizes."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[K, tuple[str, int]] = OrderedDict()
+        self._of_owner: Counter[str] = Counter()         # the size
+        self._number: Counter[str] = Counter()           # of things, of owners that have any
+        self.total = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, key: K, owner: str, size: int) -> None:
+        """Counts it as used now. What had the key before is forgotten."""
+        self.remove(key)
+        self._kept[key] = owner, size
+        self._of_owner[owner] += size
+        self._number[owner] += 1
+        self.total += size
+
+    def use(self, key: K) -> None:
+        self._kept.move_to_end(key)
+
+    def remove(self, key: K) -> None:
+        if key not in self._kept:
+            return
+        owner, size = self._kept.pop(key)
+        self.total -= size
+        self._of_owner[owner] -= size
+        self._number[owner] -= 1
+        if not self._number[owner]:
+            del self._number[owner], self._of_owner[owner]
+
+    def first_to_go(self, most: int) -> K:
+        """Of what does not fit into `most`: the least recently used of those whose owners hold more than an equal share.
+
+        What was used last stays, unless it is alone. So an owner within its share loses nothing to the others, and an owner
+        alone has all the room.
+        """
+        share = most / len(self._of_owner)
+        *others, last = self._kept
+        return next((key for key in others if self._of_owner[self._kept[key][0]] > share), (others or [last])[0])

@@ -1,0 +1,102 @@
+"""adapters=NAME=PATH: what tune=state and tune=lora have trained, served beside the checkpoint that they belong to.
+
+A tuned state is where texts begin, so that its rows are in one batch with those of the checkpoint. A LoRA adapter is merged
+into weights of its own when the server starts, and its rows are a batch of their own.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.arguments import from_home
+from kernels.machine.memory import available_memory
+from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
+from rwkv.config import BITS, ServeConfig
+from rwkv.errors import UserError
+from rwkv.generation.prefill import PrefillResult, prefill
+from rwkv.generation.states import StateForm, is_state_file
+from rwkv.model.base import Model, fingerprint, generation, n_parameters
+from rwkv.model.state import State
+from rwkv.pretrained import RWKV, OpenCheckpoint
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One that has been read and checked, before any weights are loaded. digest: of what was trained.
+
+    context: a state file's. state: a run's learnt one, of one row. merged: the checkpoint with a LoRA adapter.
+    """
+
+    name: str
+    path: str
+    digest: str
+    context: PrefillResult | None = None
+    state: State | None = None
+    merged: Checkpoint | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Those that its texts follow; None for a state file, which does not say."""
+        return 0 if self.context is None else None
+
+    def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
+        """The model of its texts, and what they follow, None for nothing."""
+        if self.merged is not None:
+            return RWKV.from_checkpoint(self.merged, opened.wkv, opened.device, opened.dtype), None
+        if self.context is not None:
+            return base, self.context
+        assert self.state is not None
+        nothing = torch.empty(1, base.vocab_size, device=opened.device)
+        first = torch.tensor([[opened.tokenizer.end_of_text]])
+        start = PrefillResult(nothing, self.state.to(opened.device))
+        return base, start._replace(logits=prefill(base, first, start).logits)       # as tune=state writes them
+
+
+def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
+    """Raises UserError where one is missing, damaged or of other weights, and where merged weights do not fit into memory."""
+    if not config.adapter_paths:
+        return []
+    base = opened.checkpoint
+    identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
+    form = StateForm(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer, opened.device)
+    found = [_read(name, from_home(path), opened, form) for name, path in config.adapter_paths.items()]
+    n_merged = sum(adapter.merged is not None for adapter in found)
+    if n_merged:
+        require_room(n_parameters(base.config, base.vocab_size) * BITS[opened.dtype] // 8, n_merged, available_memory())
+    return found
+
+
+def require_room(weights: int, n_merged: int, available: int | None) -> None:
+    """Raises UserError where the checkpoint's weights and those of n LoRA adapters, of this size in bytes each, do not fit."""
+    needed = weights * (1 + n_merged)
+    if available is not None and needed > available:
+        raise UserError(f"adapters has {n_merged} of tune=lora, each merged into weights of its own: with the checkpoint's "
+                        f"they take about {needed / MIB:,.0f} MiB, and {available / MIB:,.0f} MiB are free; leave one out, or "
+                        "take a smaller dtype=")
+
+
+def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm) -> Adapter:
+    try:
+        if Path(path).is_file() and is_state_file(path):
+            context = form.load(path)
+            return Adapter(name, path, _digest(context), context=context)
+        checkpoint, digest = read_tuned(path, opened.checkpoint)
+        require_tokenizer(checkpoint, opened.tokenizer, "the server's tokenizer")
+        if checkpoint.time_states is None:
+            return Adapter(name, path, digest, merged=checkpoint)
+        state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
+        learnt = torch.stack([layer.get().float() for layer in checkpoint.time_states])
+        return Adapter(name, path, digest, state=state._replace(wkv=learnt.unsqueeze(1)))
+    except UserError as error:
+        raise UserError(f"adapters={name}=...: {error}") from None
+
+
+def _digest(context: PrefillResult) -> str:
+    found = hashlib.sha256()
+    for tensor in (context.logits, *context.state):
+        found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,47 @@
+"""The order in which things go that several owners keep in one room."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rwkv.io.shares import Shares
+
+SIZE = 10
+
+
+@given(st.integers(SIZE, 12 * SIZE), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_nobody_loses_its_share_to_others_and_an_owner_alone_has_all(most: int, steps: list[tuple[str, bool]]) -> None:
+    shares, last_use, owners = Shares[int](), dict[int, int](), dict[int, str]()
+    for number, (owner, again) in enumerate(steps):
+        mine = [key for key in shares if owners[key] == owner]
+        if again and mine:
+            shares.use(mine[0])
+            last_use[mine[0]] = number
+            continue
+        owners[number] = owner
+        shares.add(number, owner, SIZE)
+        last_use[number] = number
+        while shares.total > most:
+            held = Counter(owners[key] for key in shares)
+            key = shares.first_to_go(most)
+            assert key != number or len(shares) == 1
+            assert held[owners[key]] * SIZE > most / len(held)
+            assert last_use[key] == min(last_use[other] for other in shares if owners[other] == owners[key])
+            shares.remove(key)
+        assert shares.total == SIZE * len(shares) <= most
+
+
+def test_a_busy_owner_loses_its_own() -> None:
+    shares = Shares[str]()
+    for number in range(6):
+        shares.add(f"a{number}", "a", 1)
+    shares.add("b", "b", 1)
+    gone = []
+    for number in range(6, 20):
+        shares.add(f"a{number}", "a", 1)
+        while shares.total > 6:
+            gone.append(shares.first_to_go(6))
+            shares.remove(gone[-1])
+    assert "b" in shares
+    assert [*shares] == ["b", "a15", "a16", "a17", "a18", "a19"]

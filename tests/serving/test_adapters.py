@@ -1,0 +1,253 @@
+"""adapters=NAME=PATH,...: tuned states and LoRA adapters as models of one server, each giving the texts that it gives alone."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import small_model
+from serving_runs import LETTERS, Running, serving
+from test_limits import refused
+from torch import Tensor
+
+from rwkv.checkpoint.files import describe, read_checkpoint
+from rwkv.checkpoint.tuned import identity
+from rwkv.config import KernelConfig, ServeConfig
+from rwkv.errors import UserError
+from rwkv.generation.engine import generate, generate_batch
+from rwkv.generation.prefill import prefill
+from rwkv.generation.states import load_context, save_context
+from rwkv.pretrained import RWKV, open_checkpoint
+from rwkv.programs.adapters import read_adapters, require_room
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+BYTES = ByteTokenizer()
+PLAIN = {"temperature": 1.0, "top_p": 1.0}
+PROMPT = "once upon a time"
+CHAT = [{"role": "user", "content": "hi"}]
+NAMES = ("base", "calm", "wild", "read", "lora")
+
+
+def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor], **entry: Any) -> None:
+    """The checkpoint that a run of tune=METHOD leaves."""
+    checkpoint = read_checkpoint(base)
+    run = {"model": asdict(checkpoint.config), "init_from": str(base), "tune": {"method": method, "rank": 2, "alpha": 8.0}}
+    described = {**describe(run, checkpoint.vocab_size, BYTES), "base": identity(checkpoint), **entry}
+    path = folder / "checkpoints" / "last.ckpt"
+    path.parent.mkdir(parents=True)
+    torch.save({"state_dict": {f"model.{name}": tensor for name, tensor in trained.items()}, "timemix": described}, path)
+
+
+def learnt(seed: int, *shape: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {f"blocks.{layer}.att.time_state": torch.randn(*(shape or (4, 8, 8)), generator=random) for layer in range(3)}
+
+
+def low_rank(seed: int, out: int = 32) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {f"blocks.{layer}.att.key.lora_{part}.weight": torch.randn(*shape, generator=random)
+            for layer in range(3) for part, shape in (("A", (2, 32)), ("B", (out, 2)))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With base.safetensors, two tuned states, a state file and a LoRA adapter."""
+    made = tmp_path_factory.mktemp("adapters")
+    model = small_model("reference", vocab_size=256, n_embd=32, generation="rwkv7")
+    model.save_pretrained(made / "base.safetensors", BYTES)
+    for seed, name in enumerate(("calm", "wild")):
+        write_run(made / name, made / "base.safetensors", "state", learnt(seed))
+    write_run(made / "lora", made / "base.safetensors", "lora", low_rank(0))
+    save_context(made / "read.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
+                 BYTES)
+    return made
+
+
+OPTIONS = ("adapters=calm=calm,wild=wild", "adapters=lora=lora", "adapters=read=read.safetensors",
+           "checkpoint=base.safetensors", "max_rows=16")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with serving(folder, *OPTIONS, "states_dir=kept", "api_key=one", "api_key=two") as running:
+        yield running
+
+
+def client(server: Running, key: str = "one") -> httpx.Client:
+    return httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers={"authorization": f"Bearer {key}"})
+
+
+def alone(folder: Path, name: str, prompt: str, seed: int) -> str:
+    """The text of generate.py with the adapter."""
+    path = folder / {"base": "base.safetensors", "read": "base.safetensors"}.get(name, name)
+    model = RWKV.from_pretrained(path, "reference")
+    if name == "read":
+        return "".join(generate(model, BYTES, prompt, 20, seed, context=load_context(folder / "read.safetensors", model, BYTES),
+                                **PLAIN))
+    return generate_batch(model, BYTES, [prompt], 20, seeds=[seed], **PLAIN)[0].text
+
+
+def completed(api: httpx.Client, name: str, prompt: str = PROMPT, seed: int = 3, **body: Any) -> Any:
+    answer = api.post("/completions", json={"model": name, "prompt": prompt, "seed": seed, "max_tokens": 20, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.programs
+def test_models_in_one_batch_give_the_texts_that_each_gives_alone(server: Running, folder: Path) -> None:
+    """Twice, the second time from the cache, with prompts that all of them have in common."""
+    with client(server) as api, ThreadPoolExecutor(10) as threads:
+        assert [each["id"] for each in api.get("/models").json()["data"]] == ["base", "calm", "wild", "lora", "read"]
+        asked = [(name, prompt, seed) for name in NAMES for prompt, seed in ((PROMPT, 3), ("", 4))]
+        expected = [alone(folder, *each) for each in asked]
+        assert len({*expected}) == len(asked), "each adapter matters"
+        for turn in range(2):
+            answers = [*threads.map(lambda each: completed(api, *each), asked)]
+            assert [answer["choices"][0]["text"] for answer in answers] == expected
+            assert [answer["model"] for answer in answers] == [name for name, _, _ in asked]
+            cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers[::2]]
+            assert cached == [turn * len(PROMPT)] * len(NAMES)
+        assert completed(api, "gateway/wild")["model"] == "wild"
+        refused(api.post("/completions", json={"model": "other", "prompt": "a"}), "model")
+
+
+@pytest.mark.programs
+def test_what_one_key_has_read_is_not_in_the_cache_of_another(server: Running) -> None:
+    prompt = "a secret " * 70
+    with client(server, "one") as one, client(server, "two") as two:
+        texts = {completed(one, "calm", prompt)["choices"][0]["text"]}
+        for api, cached in ((one, len(prompt)), (two, 0), (two, len(prompt))):
+            answer = completed(api, "calm", prompt)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            texts.add(answer["choices"][0]["text"])
+    assert len(texts) == 1
+
+
+@pytest.mark.programs
+def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(server: Running, folder: Path,
+                                                                          start: Callable[..., Running]) -> None:
+    def go_on(api: httpx.Client, name: str, state: str) -> str:
+        text: str = completed(api, name, " and", 5, state=state)["choices"][0]["text"]
+        return text
+
+    with client(server) as api:
+        made = {name: api.post("/states", json={"model": name, "prompt": "begin"}).json() for name in NAMES}
+        assert {name: state["model"] for name, state in made.items()} == {name: name for name in NAMES}
+        texts = {name: go_on(api, name, state["id"]) for name, state in made.items()}
+        assert texts == {name: alone(folder, name, "begin and", 5) for name in NAMES}
+        for name in NAMES:
+            for other in {*NAMES} - {name}:
+                refused(api.post("/completions", json={"model": other, "prompt": "a", "state": made[name]["id"]}), "state")
+        content = api.get(f"/states/{made['lora']['id']}/content").content
+        again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
+        assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
+    later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,lora={folder}/lora",
+                  f"states_dir={folder}/kept", "api_key=one")
+    with client(later) as api:
+        for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "lora")):
+            assert go_on(api, now, made[name]["id"]) == texts[name]
+        for name in ("wild", "read"):
+            refused(api.post("/completions", json={"model": "base", "prompt": "a", "state": made[name]["id"]}), "state")
+
+
+@pytest.mark.programs
+def test_a_response_goes_on_by_another_model_from_its_items(server: Running) -> None:
+    with client(server) as api:
+        def answered(name: str, **body: Any) -> Any:
+            options = {"seed": 1, "max_output_tokens": 8, "logit_bias": LETTERS}
+            return api.post("/responses", json={"model": name, **options, **body}).json()
+
+        first = answered("calm", input="hi")
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": first["output"][0]["content"][0]["text"]},
+                {"role": "user", "content": "and?"}]
+        for name in ("calm", "wild"):
+            second = answered(name, input="and?", previous_response_id=first["id"])
+            whole = answered(name, input=said)
+            assert second["model"] == name
+            assert second["output"][0]["content"] == whole["output"][0]["content"]
+            cached = second["usage"]["input_tokens_details"]["cached_tokens"]
+            assert (cached > 0) == (name == "calm")
+
+
+def refusal(folder: Path, *adapters: str, **options: Any) -> str:
+    """The sentence, while no model is loaded."""
+    config = ServeConfig(checkpoint=str(folder / "base.safetensors"), kernel=KernelConfig("reference"), adapters=[*adapters],
+                         **options)
+    with pytest.raises(UserError) as found:
+        read_adapters(config, open_checkpoint(config))
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_what_is_no_adapter_of_the_checkpoint_is_refused_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    base = folder / "base.safetensors"
+    other = small_model("reference", vocab_size=256, n_embd=32, generation="rwkv7", seed=1)
+    other.save_pretrained(tmp_path / "other.safetensors", BYTES)
+    save_context(tmp_path / "state.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
+    write_run(tmp_path / "elsewhere", tmp_path / "other.safetensors", "state", learnt(0))
+    write_run(tmp_path / "shape", base, "state", learnt(0, 4, 8, 7))
+    write_run(tmp_path / "lacks", base, "state", {name: tensor for name, tensor in learnt(0).items() if "2" not in name})
+    write_run(tmp_path / "wide", base, "lora", low_rank(0, out=33))
+    write_run(tmp_path / "tokens", base, "state", learnt(0), tokenizer_hash="0" * 64)
+    write_run(tmp_path / "infinite", base, "state", {name: tensor / 0 for name, tensor in learnt(0).items()})
+    torch.save(learnt(0), tmp_path / "time_state.pth")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("nothing")
+    (tmp_path / "cut.safetensors").write_bytes((folder / "read.safetensors").read_bytes()[:-9])
+    for name in ("nothing", "empty", "text.txt", "elsewhere", "shape", "lacks", "wide", "tokens", "infinite", "time_state.pth",
+                 "cut.safetensors", "state.safetensors", "other.safetensors"):
+        assert name in refusal(folder, f"a={tmp_path / name}"), name
+    assert "base.safetensors" in refusal(folder, f"a={tmp_path}/elsewhere")
+
+
+@pytest.mark.parametrize("adapters", [["a"], ["a="], ["=b"], ["a=b,a=c"], ["a=b", "a=c"], [""]])
+def test_what_is_no_list_of_names_and_paths_is_refused(adapters: list[str]) -> None:
+    with pytest.raises(UserError):
+        ServeConfig(adapters=adapters)
+
+
+@given(st.dictionaries(st.text("abé 1.", min_size=1), st.text("ab,=/ .", min_size=1).filter(lambda path: "=" not in path),
+                       min_size=1, max_size=4))
+def test_pairs_are_read_as_they_are_written(pairs: dict[str, str]) -> None:
+    written = [f"{name}={path}" for name, path in pairs.items()]
+    assert ServeConfig(adapters=written).adapter_paths == pairs
+    assert ServeConfig(adapters=[",".join(written)]).adapter_paths == pairs
+
+
+def test_a_name_of_the_checkpoint_s_own_is_refused(folder: Path, run: Any) -> None:
+    shutil.copy(folder / "base.safetensors", "base.safetensors")
+    for options in (("adapters=base=x",), ("adapters=m=x", "model_name=m")):
+        status, _, error = run("serve", "checkpoint=base.safetensors", "port=0", *options)
+        assert (status, error.splitlines()[-1][:6]) == (2, "error:")
+
+
+def test_weights_for_which_there_is_no_room_are_refused() -> None:
+    require_room(100, 2, 300)
+    require_room(100, 2, None)
+    with pytest.raises(UserError):
+        require_room(100, 2, 299)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_an_adapter_is_merged_before_weights_are_rounded(folder: Path, start: Callable[..., Running], dtype: str) -> None:
+    server = start(f"checkpoint={folder}/base.safetensors", f"adapters=lora={folder}/lora", f"dtype={dtype}")
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "lora", "prompt": "once", "seed": 3, "max_tokens": 20})
+    model = RWKV.from_pretrained(folder / "lora", "reference", dtype=dtype)
+    assert answer.json()["choices"][0]["text"] == generate_batch(model, BYTES, ["once"], 20, seeds=[3], **PLAIN)[0].text
+
+
+@pytest.mark.programs
+def test_a_chat_begins_from_the_tuned_state(server: Running, folder: Path) -> None:
+    with client(server) as api:
+        answers = {name: json.dumps(api.post("/chat/completions", json={
+            "model": name, "messages": CHAT, "seed": 1, "max_tokens": 12}).json()["choices"]) for name in ("base", "calm")}
+    assert answers["base"] != answers["calm"]

@@ -1,0 +1,147 @@
+"""The options of sampling that nobody gave: what chooses them, in each program."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import writing
+from programs import Run, caller
+from serving_runs import serving
+
+from rwkv.chat.names import choose_template
+from rwkv.chat.templates import chat_template
+from rwkv.chat.thoughts import Think
+from rwkv.config import ChatConfig, Sampling
+from rwkv.errors import UserError
+from rwkv.programs.sampling import Chosen, SamplingChoice, preset
+
+THINK, FAKE, CHAT = (preset(name) for name in ("g1_think", "g1_fake", "chat"))
+G1K = "rwkv7-g1k-1.5b-20260930-ctx25600.pth"
+WORLD = "RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth"
+OFFICIAL = "RWKV7-13.3B-20260805"
+THINKING_JINJA = ("{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:"
+                  "{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}")
+
+
+def chosen(path: str | Path, think: Think, run: Any = None, template: str | None = None, given: Any = None) -> Chosen:
+    """given: the options that the user gave, as chat.py composes them with its preset."""
+    config = ChatConfig(**{"temperature": 1.0, "top_p": 0.3, **(given or {})})
+    named = chat_template(choose_template(template, str(path), run).template)
+    return SamplingChoice(config, [*(given or {})], Path(path), run, named).for_answers(think)
+
+
+@pytest.mark.parametrize(("path", "think", "expected"), [
+    (G1K, True, THINK), (G1K, "fake", FAKE), (G1K, False, CHAT), ("rwkv-g1k-3b-temp-5441.pth", True, THINK),
+    (OFFICIAL, "fake", FAKE), (WORLD, False, CHAT)])
+def test_the_kind_of_model_and_how_answers_begin_choose_the_preset(path: str, think: Think, expected: Sampling) -> None:
+    made = chosen(path, think)
+    assert made.sampling == expected
+    assert made.why
+
+
+def test_the_template_and_the_base_of_a_run_tell_the_kind_too() -> None:
+    assert chosen("model.pth", True, template="g1").sampling == THINK
+    assert chosen("model.pth", "fake", template="flower").sampling == FAKE
+    assert chosen("runs/latest/last.ckpt", True, {"init_from": G1K}).sampling == THINK
+    assert chosen(G1K, False, template="world").sampling == CHAT
+
+
+def test_a_template_in_jinja_of_a_g1_model(tmp_path: Path) -> None:
+    """What its prompts begin counts: here an empty thought where none is asked for."""
+    folder = tmp_path / OFFICIAL
+    folder.mkdir()
+    (folder / "chat_template.jinja").write_text(THINKING_JINJA)
+    assert chosen(folder, True).sampling == THINK
+    assert chosen(folder, False).sampling == FAKE
+    other = tmp_path / "RWKV7-Qwen"
+    folder.rename(other)
+    assert chosen(other, True).sampling == CHAT, "of another author"
+
+
+def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "RWKV7-G1k-1.5B"
+    folder.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
+    of_file = Sampling(0.7, 20, 1.0)
+    assert chosen(folder, True).sampling == of_file
+    assert chosen("runs/latest", True, {"init_from": str(folder)}).sampling == of_file
+    assert chosen(folder, True, given={"top_k": 5}).sampling == Sampling(0.7, 5, 1.0)
+    assert chosen(folder, True, given={"sampling": "chat"}) == Chosen(CHAT, "chat")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 7}))
+    with pytest.raises(UserError) as error:
+        chosen(folder, True)
+    assert "generation_config.json" in str(error.value)
+    assert "top_p" in str(error.value)
+    assert chosen(folder, True, given={"sampling": "chat"}).sampling == CHAT, "which is the way out"
+
+
+@pytest.mark.parametrize("value", [0.5, 1.0])
+def test_an_option_changes_itself_alone(value: float) -> None:
+    """Also to what the program's own preset has."""
+    made = chosen(G1K, True, given={"temperature": value})
+    assert made.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
+    assert "temperature" in made.why
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = writing([b":", b" Yes", b"."], [b"k", b">\n", b"Hm", b"</think>", b"No", b"!"])
+    model.save_pretrained(f"{G1K}.safetensors", tokenizer)
+    return caller(monkeypatch, capsys)
+
+
+def sampling_lines(error: str) -> list[str]:
+    return [line for line in error.splitlines() if line.startswith("sampling ")]
+
+
+@pytest.mark.programs
+def test_chat_chooses_and_chooses_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def turns(*typed: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(typed).encode())))
+
+    turns("/think fake", "/set top_k=3", "/think true", "/set sampling=greedy", "/think false")
+    status, _, error = run("chat", f"checkpoint={G1K}.safetensors", "think=true", "min_p=0.1")
+    assert status == 0
+    lines = sampling_lines(error)
+    assert [line.split()[1].rstrip(":") for line in lines] == ["g1_think", "g1_fake", "g1_think", "greedy"]
+    assert all("min_p 0.1" in line for line in lines[:3])
+    assert "top_k 3," in lines[2]
+    assert "G1k" in lines[0]
+    turns("/think")
+    _, _, error = run("chat", f"checkpoint={G1K}.safetensors", "sampling=chat")
+    assert sampling_lines(error) == [f"sampling chat: {CHAT}"]
+
+
+@pytest.mark.programs
+def test_generate_takes_the_files_options(run: Run) -> None:
+    model, tokenizer = writing([b"a", b"b"])
+    model.save_pretrained("model", tokenizer, format="huggingface")
+    asked = ("checkpoint=model", "prompt=a", "max_new_tokens=2")
+    assert sampling_lines(run("generate", *asked)[2])[0].startswith("sampling default (")
+    Path("model/generation_config.json").write_text('{"do_sample": true, "temperature": 0.25, "top_k": 2}')
+    (line,) = sampling_lines(run("generate", *asked)[2])
+    assert line.startswith("sampling generation_config.json (")
+    assert line.endswith("temperature 0.25, top_k 2, top_p 1")
+
+
+@pytest.mark.programs
+def test_requests_that_ask_for_thoughts_have_their_options(tmp_path: Path) -> None:
+    """Of tokens that are as likely each: all but the 32 of top_k are never drawn; without thoughts, all are."""
+    httpx = pytest.importorskip("httpx")
+    model, tokenizer = writing([b"a"])
+    model.head.weight.data.zero_()
+    path = tmp_path / f"{G1K}.safetensors"
+    model.save_pretrained(path, tokenizer)
+    with serving(tmp_path, f"checkpoint={path}") as running:
+        def ids(think: Any) -> set[str]:
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "seed": 1, "logprobs": True,
+                    "logit_bias": {"0": -100}, "chat_template_kwargs": {"think": think}}
+            answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60).json()
+            return {str(entry["bytes"]) for entry in answer["choices"][0]["logprobs"]["content"]}
+
+        assert len(ids("fake")) <= 32 < len(ids(False))
+        lines = [line for line in running.log.splitlines() if line.startswith("sampling")]
+        assert [any(name in line for line in lines) for name in ("openai", "g1_think", "g1_fake")] == [True, True, True]
