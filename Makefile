@@ -53,8 +53,9 @@ bench-peers: $(READY_TO_TEST) peers      ## reading and writing, beside the peer
 
 llama-server: $(LLAMA)/llama-server      ## llama.cpp's own server, for benchmarks/serving.py peers --llama-server: minutes
 
-parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and beside float64, under every kernel
+parity: $(READY_TO_TEST) peers           ## logits and state beside the peers' and float64; RWKV_LM=FOLDER adds its training
 	PYTHONPATH=tests $(BIN)/python -m parity --json benchmarks/results/parity.json
+	$(if $(RWKV_LM),PYTHONPATH=tests $(BIN)/python -m parity.training $(RWKV_LM))
 
 files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## every kind of file; RWKV_LM=FOLDER adds its demo of RWKV-7a
 	PYTHONPATH=tests $(BIN)/python -m parity.files --page --json benchmarks/results/files.json \

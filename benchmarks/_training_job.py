@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from kernels.machine.memory import resident_memory
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.model.base import generation
+from rwkv.model.loss import head_loss
 from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
@@ -34,11 +35,11 @@ LARGE_HEAD = ModelConfig(n_layer=2, n_embd=256, ctx_len=1024), 65536
 def steps(name: str, precision: str) -> None:
     config, vocab_size = ModelConfig(generation=name, n_layer=6, n_embd=384, ctx_len=512), VOCABULARY
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
-    task, x = _task(config, vocab_size, dtype), torch.randint(vocab_size, (B, config.ctx_len))
+    task, x = new_task(config, vocab_size, dtype), torch.randint(vocab_size, (B, config.ctx_len))
     optimizer = task.configure_optimizers()["optimizer"]
     while True:
         start = time.perf_counter()
-        _step(task, optimizer, x, dtype)
+        training_step(task, optimizer, x, dtype)
         bare = time.perf_counter() - start
         matmuls = seconds_per_step(config, vocab_size, B, config.ctx_len, dtype=dtype, calls=1)
         print(json.dumps({"bare": 1000 * bare, "matmuls": 1000 * matmuls}), flush=True)
@@ -46,7 +47,7 @@ def steps(name: str, precision: str) -> None:
 
 def head(loss: str) -> None:
     config, vocab_size = LARGE_HEAD
-    task, x = _task(config, vocab_size, torch.float32), torch.randint(vocab_size, (B, config.ctx_len))
+    task, x = new_task(config, vocab_size, torch.float32), torch.randint(vocab_size, (B, config.ctx_len))
     task.optim.l2_wrap = 0.0             # the plain loss has none
     losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
     task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
@@ -73,20 +74,27 @@ def _whole(model: RWKV, x: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
 
 
-def _task(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> LanguageModel:
+def new_task(config: ModelConfig, vocab_size: int, dtype: torch.dtype, optim: OptimConfig | None = None) -> LanguageModel:
     keep_large_blocks()
     torch.manual_seed(0)
     operator = select(generation(config).OPERATOR, AUTO, dtype=dtype)
-    return LanguageModel(RWKV(config, vocab_size, operator).init_weights(), OptimConfig(), 1000, 1.0)
+    return LanguageModel(RWKV(config, vocab_size, operator).init_weights(), optim or OptimConfig(), 1000, 1.0)
 
 
-def _step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype) -> None:
+def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype,
+                  part: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+    """A bare step. part: of its name gives the context in which forward, loss, backward and optimiser run."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        loss = task.training_step((x, x), 0)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+        with part("forward"):
+            hidden = task.model.forward_features(x)
+        with part("loss"):
+            loss = head_loss(hidden.flatten(0, 1), task.model.head.weight, x.flatten(), task.optim.l2_wrap)
+    with part("backward"):
+        loss.backward()
+    with part("optimiser"):
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @contextmanager

@@ -12,6 +12,8 @@ matrix products alone, in turns; medians.
                                clone with data/shakespeare_char prepared; not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
+A CPU without products of bfloat16 takes hundreds of times as long for them: there the parts in it are left out, unless --only
+names them.
 `around_a_step` is the time of a step between two checkpoints, plus a checkpoint's time spread over 500 steps, less the bare
 step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE keeps the parts that are
 not measured now, and the commit of each part.
@@ -28,11 +30,14 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
+import torch
+
 from benchmarks import _turns
 from benchmarks._main import run_program
 from kernels.arguments import Parser, at_least, existing_file, existing_folder, some_of
 from kernels.bench.results import output_file, read_json
 from kernels.machine import hardware
+from kernels.machine.cpu import why_slow
 from rwkv.config import TrainerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +46,7 @@ SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab
 GENERATIONS = {"": "rwkv4", "rwkv7_": "rwkv7"}            # the prefix of a part's name
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 PARTS = ("float32", "bfloat16", "rwkv7_float32", "rwkv7_bfloat16", "head", "losses", "rwkv7_losses", "shakespeare")
+IN_BFLOAT16 = ("bfloat16", "losses")     # the ends of the names of parts that multiply in it
 TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
@@ -75,6 +81,10 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
                   for prefix, generation in GENERATIONS.items()}
     if args.shakespeare:
         parts["shakespeare"] = lambda: shakespeare(args.shakespeare, args.nanogpt, scratch)
+    slow = why_slow(torch.bfloat16, torch.device("cpu"))
+    if slow and not args.only:
+        parts = {name: part for name, part in parts.items() if not name.endswith(IN_BFLOAT16)}
+        print(f"without {', '.join(name for name in PARTS if name.endswith(IN_BFLOAT16))}: {slow}", flush=True)
     return {name: part for name, part in parts.items() if not args.only or name in args.only}
 
 

@@ -3,6 +3,7 @@
 `make parity` compares the same with PyPI's `rwkv` and transformers, which need an environment of their own.
 """
 
+import math
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +16,7 @@ from models import kernels
 from numpy import ndarray
 from numpy_rwkv4 import NumpyRWKV4
 from numpy_rwkv7 import NumpyRWKV7
-from parity import cases
+from parity import author, cases, training
 from parity.cases import STATE, TO_FLOAT64, TO_PEER, Case, random_tokens, random_weights
 from parity.comparison import Cell, Row, forms_apart, greedy_apart, logits_apart, state_apart, table, worst
 from parity.files import CASES as KINDS
@@ -23,6 +24,9 @@ from parity.files import Kind, deep_embed, official, row
 from parity.files import passed as in_bounds
 from parity.ours import float64, ours
 from parity.report import passed
+
+from kernels.wkv4 import WKV4
+from kernels.wkv7 import WKV7
 
 CASES = {name: case for name, case in cases.CASES.items() if case.L < 12}          # all twelve layers take 1 s a kernel
 CASES["one layer"] = Case(L=1, C=24, A=24, F=96, V=30, T=9, chunks=(8, 1))
@@ -143,3 +147,29 @@ def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_anot
     other = {name: value + 1e-3 * (name == "blocks.1.ffn.s1") for name, value in weights().items()}
     assert not in_bounds(row(tmp_path, Kind("7a", path, lambda: other)))
     assert "absent" in row(tmp_path, Kind("fla's directory", tmp_path / "none", weights, "fla"))
+
+
+# Training beside the author's code, whose compiled operators are replaced
+
+
+def test_the_operators_in_the_authors_code_are_the_references() -> None:
+    """In float64, with gradients; RWKV-7's decay comes as the number that it is the sigmoid of."""
+    torch.manual_seed(0)
+    B, T, C = 2, 5, 2 * author.N
+    w, u = torch.randn(2, C, dtype=torch.float64, requires_grad=True).unbind()
+    k, v, raw, r, a, b = (torch.randn(B, T, C, dtype=torch.float64, requires_grad=True) for _ in range(6))
+    heads = [x.view(B, T, 2, author.N) for x in (r, -math.exp(-0.5) * torch.sigmoid(raw), k, v, a, b)]
+    for found, expected, inputs in (
+            (author.wkv4(B, T, C, w, u, k, v), WKV4("reference")(w, u, k, v)[0], (k, v)),
+            (author.wkv7(r, raw, k, v, a, b), WKV7("reference")(*heads)[0].flatten(2), (r, raw, k, v, a, b))):
+        torch.testing.assert_close(found, expected)
+        upstream = torch.randn_like(found)
+        torch.testing.assert_close(*(torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (found, expected)))
+
+
+def test_what_a_training_run_differs_in_shows() -> None:
+    expected = {"gradient: a": np.ones(3), "rate: a": np.ones(2), "rate: unused": np.ones(2)}
+    assert training.apart({"rate: a": np.full(2, 1.5)}, expected, "rate: ") == 0.5
+    assert training.apart({"rate: a": np.ones(2)}, expected, "rate: ") == 0
+    assert training.apart({}, expected, "gradient: ") == math.inf
+    assert training.relative(np.full(2, 1e-9), np.zeros(2)) == math.inf

@@ -1,6 +1,8 @@
 """On a CPU without products of bfloat16 nothing multiplies in it, unless the user asks for it, and then a line says so."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_runs import SMALL, TEXT
 
+from benchmarks import step_profile, training
 from kernels.machine import cpu
 from rwkv.config import OptimConfig
 from rwkv.generation.decoder import decoder_of
 from rwkv.model.lora import add_adapters
-from rwkv.model.quantized import to_int4, to_int8
+from rwkv.model.quantized import to_bfloat16, to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.training.device import bfloat16_is_faster
@@ -28,7 +31,8 @@ from rwkv.training.task import LanguageModel
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "linear", "matmul", "convolution",
             "convolution_backward", "_addmm_activation")
 CPU = torch.device("cpu")
-BASES = ("float32", "int8")
+BASES: dict[str, Callable[[RWKV], Any]] = {"float32": lambda model: model, "bfloat16": to_bfloat16,
+                                           "int8": partial(to_int8, head=False), "int4": partial(to_int4, head=False)}
 
 
 @pytest.fixture
@@ -76,8 +80,7 @@ def test_a_training_step_multiplies_in_float32_alone(generation: str, optimiser:
 @pytest.mark.parametrize("optimiser", ["adamw", "normuon"])
 def test_a_tuning_step_multiplies_in_float32_alone(generation: str, base: str, optimiser: str, without_bfloat16: None) -> None:
     model = small_model(generation=generation).requires_grad_(False)
-    if base == "int8":
-        to_int8(model, head=False)
+    BASES[base](model)
     add_adapters(model, [], rank=2, alpha=4.0)
     assert of_a_step(model, optimiser) == {torch.float32}
 
@@ -85,8 +88,7 @@ def test_a_tuning_step_multiplies_in_float32_alone(generation: str, base: str, o
 @pytest.mark.parametrize("base", BASES)
 def test_so_does_a_step_that_tunes_a_state(base: str, without_bfloat16: None) -> None:
     model = small_model(generation="rwkv7").requires_grad_(False)
-    if base == "int8":
-        to_int8(model, head=False)
+    BASES[base](model)
     model.set_time_states([layer.wkv[0].clone() for layer in model.generation.empty_state(model.config, 1).layers()])
     assert of_a_step(model, "adamw") == {torch.float32}
 
@@ -103,6 +105,24 @@ def test_prompts_and_steps_of_few_and_many_rows_multiply_in_float32_alone(genera
         for rows in (1, 2, 100):
             decoder_of(model, model.empty_state(rows)).step(tokens(model, B=rows, T=1)[:, 0])
     assert multiplied.dtypes <= {torch.float32, torch.uint8, torch.int16}
+
+
+def test_benchmarks_leave_bfloat16_out_unless_it_is_named(without_bfloat16: None, monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    steps = ["--generation", "rwkv4", "--optim", "normuon", "--shape", "1,64,1,8,16", "--steps", "1"]
+    step_profile.main(steps)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert "bf16-mixed" in first
+    assert [step["precision"] for step in json.loads(last)["steps"]] == ["32-true"]
+    step_profile.main([*steps, "--precision", "bf16-mixed"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"][0]["precision"] == "bf16-mixed"
+    measured: list[str] = []
+    monkeypatch.setattr(training, "throughput", lambda generation, precision, scratch: measured.append(precision))
+    monkeypatch.setattr(training, "_middle_of_three", lambda *names: None)
+    training.main([])
+    assert measured == ["32-true", "32-true"]
+    training.main(["--only", "bfloat16"])
+    assert measured[2:] == ["bf16-mixed"]
 
 
 def test_precision_auto_is_float32(without_bfloat16: None) -> None:

@@ -1,0 +1,114 @@
+"""python -m benchmarks.positions [--contexts 128,512,2048] [--widths 192,384] [--tokens N] [--out FOLDER] [OPTION=VALUE ...]
+
+Loss by position in the context, RWKV-4 beside RWKV-7: train.py with each generation, width and context length, by the same
+recipe over as many tokens, 8,192 of them in each step. OPTION=VALUE: further options of train.py for all runs, as data=text
+data.path=FILE. Each run is a folder of --out; one that is there already is read and not trained again, so that a part can be
+run at a time.
+
+A line for each run: the nats per token at the positions 0, 1, 2 to 3, 4 to 7, and so on, each as the mean over windows of the
+validation split. The last line of standard output is the result as JSON.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks._main import run_program
+from benchmarks.training import ROOT, train
+from kernels.arguments import Parser, any_sizes, at_least, path_of, some_of
+from kernels.bench.results import output_file, publish
+from kernels.bench.text import aligned
+from kernels.machine import hardware
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import GENERATIONS, DataConfig
+from rwkv.data.prepare import prepare
+from rwkv.errors import UserError
+from rwkv.pretrained import RWKV
+
+STEP_TOKENS = 8192
+READ_TOKENS = 65536                      # of the validation split, at most
+CHUNK = 1024                             # rows of logits at once
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    found: dict[str, Any] = {}
+    for T in args.contexts:
+        for C in args.widths:
+            for generation in args.generation:
+                name = f"{generation}, {C} wide, context {T}"
+                found[name] = by_octave(measured(args.out, generation, C, T, args.tokens, args.options))
+                print(name, {places: round(loss, 4) for places, loss in found[name].items()}, flush=True)
+    print(as_text(found))
+    publish({"machine": hardware.describe("cpu"), "tokens": args.tokens, "options": args.options, "runs": found}, args.json)
+
+
+def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> list[float]:
+    """The mean nats per token at each position of the run, which is trained first where its folder has no losses."""
+    folder = out / f"{generation}-{C}-{T}"
+    asked, losses = {"tokens": tokens, "options": options}, folder / "positions.json"
+    if losses.exists():
+        known = json.loads(losses.read_text(encoding="utf-8"))
+        if known["asked"] != asked:
+            raise UserError(f"{folder} is a run with {known['asked']}, and {asked} is asked for: name another --out")
+        return list(known["losses"])
+    train(folder, f"model.generation={generation}", f"model.n_embd={C}", f"model.ctx_len={T}",
+          f"data.batch_size={max(1, STEP_TOKENS // T)}", f"trainer.max_tokens={tokens}", "trainer.val_every=1000000", *options)
+    found = losses_by_position(folder, T)
+    losses.write_text(json.dumps({"asked": asked, "losses": found}) + "\n", encoding="utf-8")
+    return found
+
+
+@torch.no_grad()
+def losses_by_position(folder: Path, T: int) -> list[float]:
+    """The mean nats of the T positions of the validation split's windows, each of which is read from the empty state."""
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.run is not None
+    model = RWKV.from_pretrained(folder)
+    val = prepare(DataConfig(**checkpoint.run["data"]), T).val
+    windows = max(1, min(READ_TOKENS, len(val) - 1) // T)
+    nats = []
+    for start in range(0, windows * T, T):
+        ids = torch.tensor(val[start:start + T + 1], dtype=torch.int64)
+        hidden = model.hidden(ids[None, :-1])[0][0]
+        nats.append(torch.cat([cross_entropy(rows @ model.head.weight.T, targets, reduction="none")
+                               for rows, targets in zip(hidden.split(CHUNK), ids[1:].split(CHUNK), strict=True)]))
+    return list(torch.stack(nats).double().mean(0).tolist())
+
+
+def by_octave(losses: list[float]) -> dict[str, float]:
+    """The means of positions 0, 1, 2 to 3, 4 to 7, and so on."""
+    found, first = {}, 0
+    while first < len(losses):
+        end = min(max(1, 2 * first), len(losses))
+        found[str(first) if end == first + 1 else f"{first}-{end - 1}"] = mean(losses[first:end])
+        first = end
+    return found
+
+
+def as_text(found: dict[str, dict[str, float]]) -> str:
+    places = list(max(found.values(), key=len))
+    return aligned([["nats per token at", *places],
+                    *([name, *(f"{losses[place]:.3f}" if place in losses else "" for place in places)]
+                      for name, losses in found.items())])
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("benchmarks.positions", __doc__)
+    parser.add_argument("--generation", type=some_of(GENERATIONS), default=GENERATIONS, metavar="NAME,...")
+    parser.add_argument("--contexts", type=any_sizes, default=(128, 512, 2048), metavar="T,...")
+    parser.add_argument("--widths", type=any_sizes, default=(192, 384), metavar="C,...", help="multiples of 64")
+    parser.add_argument("--tokens", type=at_least(STEP_TOKENS), default=4_000_000, metavar="N", help="of each run")
+    parser.add_argument("--out", type=path_of, default=ROOT / "runs" / "positions", metavar="FOLDER")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_program(main)

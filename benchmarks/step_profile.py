@@ -1,0 +1,203 @@
+"""python -m benchmarks.step_profile [--generation NAME,...] [--optim NAME,...] [--precision NAME,...] [--shape L,C,B,T,V]
+
+Where the time of a training step goes, by part and by operation. Without options: both generations, adamw, muon and normuon, in
+32-true and, on a CPU with products of bfloat16, bf16-mixed, in the shape of `make train`: 4 layers, 192 wide, 8 windows of 128,
+2,048 tokens of vocabulary.
+
+    parts       forward (all blocks), loss (the head with its loss and gradients), backward (through the blocks), optimiser
+                (clipping, step): milliseconds, medians of --steps bare steps (no Lightning, loader, log or checkpoint)
+    products    the matrix products; in the optimiser those of muon and normuon
+    wkv         the operator
+    norm        LayerNorm; the norm of RWKV-7's heads is fused, and counts as pointwise
+    pointwise   what computes each number from those of its place, and the fused C forms (mixes, gates, squared ReLU)
+    other       copies, casts, sums, the embedding, the softmax of the loss, AdamW
+    between     Python, autograd and PyTorch's dispatch: what no operation accounts for
+
+The shares of operations are from PyTorch's profiler, which makes small operations and what is between them look longer. The
+last line of standard output is the result as JSON.
+"""
+
+import argparse
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks._main import run_program
+from benchmarks._training_job import new_task, training_step
+from kernels import native
+from kernels.arguments import Parser, at_least, sizes_of, some_of
+from kernels.bench.peak_memory import quiet
+from kernels.bench.results import output_file, publish
+from kernels.bench.text import aligned
+from kernels.machine import hardware
+from kernels.machine.cpu import why_slow
+from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
+from rwkv.training.device import dtype_for
+from rwkv.training.optim import OPTIMISERS
+
+SHAPE = (4, 192, 8, 128, 2048)           # model=tiny's and the defaults of data
+PRECISIONS = ("32-true", "bf16-mixed")
+OPTIMS = ("adamw", "muon", "normuon")
+PARTS = ("forward", "loss", "backward", "optimiser")
+KINDS = ("products", "wkv", "norm", "pointwise", "other", "between")
+PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "linear", "matmul", "_addmm_activation")
+WARM_UP, PROFILED = 3, 3                 # steps
+LONGEST = 6                              # operations that are listed
+PART, NATIVE = "part: ", "native::"      # the beginnings of what is recorded here
+Report = dict[str, Any]
+Part = Callable[[str], AbstractContextManager[Any]]      # the context of a part of a step, from the part's name
+Step = Callable[[Part], None]
+Times = dict[str, Counter[str]]          # by part, microseconds of each operation
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _arguments(argv)
+    found = []
+    for precision in _precisions(args):
+        for generation in args.generation:
+            for optim in args.optim:
+                found.append(measure(generation, optim, precision, args.shape, args.steps))
+                print(as_text(found[-1]), flush=True)
+    shape = dict(zip("LCBTV", args.shape, strict=True))
+    publish({"machine": hardware.describe("cpu"), "shape": shape, "steps": found}, args.json)
+
+
+def _precisions(args: argparse.Namespace) -> list[str]:
+    """Those that were named, else those for which the CPU has products; says which are left out."""
+    if args.precision:
+        return list(args.precision)
+    slow = {precision: why_slow(dtype_for(precision), torch.device("cpu")) for precision in PRECISIONS}
+    for precision, why in slow.items():
+        if why:
+            print(f"without {precision}: {why}; --precision {precision} measures it all the same", flush=True)
+    return [precision for precision, why in slow.items() if not why]
+
+
+def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...], steps: int) -> Report:
+    """ms of each part, and the share of each kind of operation in the step, by part."""
+    L, C, B, T, V = shape
+    config, dtype = ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T), dtype_for(precision)
+    task, x = new_task(config, V, dtype, OptimConfig(name=optim)), torch.randint(V, (B, T))
+    optimizer = task.configure_optimizers()["optimizer"]
+
+    def run(part: Part) -> None:
+        training_step(task, optimizer, x, dtype, part)
+
+    times = profiled(run)
+    total = sum(sum(operations.values()) for operations in times.values())
+    shares: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+    longest: Counter[str] = Counter()
+    for part, operations in times.items():
+        for name, microseconds in operations.items():
+            shares[part][kind_of(name)] += microseconds / total
+            longest[f"{part}: {name}"] += microseconds / total
+    return {"generation": generation, "optim": optim, "precision": precision, "kernel": task.model.operator.name,
+            "ms": clocked(run, steps), "shares": {part: {kind: shares[part][kind] for kind in KINDS} for part in PARTS},
+            "products": sum(share["products"] for share in shares.values()), "longest": dict(longest.most_common(LONGEST))}
+
+
+def clocked(run: Step, steps: int) -> dict[str, float]:
+    """The median milliseconds of each part."""
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        found[name].append(1000 * (time.perf_counter() - start))
+
+    for _ in range(WARM_UP + steps):
+        run(part)
+    return {name: median(times[WARM_UP:]) for name, times in found.items()}
+
+
+def profiled(run: Step) -> Times:
+    """What each operation of PROFILED steps takes without those that it calls; what the operator calls counts as its own."""
+    def part(name: str) -> record_function:
+        return record_function(PART + name)
+
+    for _ in range(WARM_UP):             # compiles
+        run(part)
+    with quiet(), _native_recorded(), profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for _ in range(PROFILED):
+            run(part)
+    times: Times = defaultdict(Counter)
+    for event in recorded.events():
+        if event.name.startswith(PART):
+            _add(event, None, times[event.name.removeprefix(PART)])
+    return times
+
+
+def _add(event: FunctionEvent, operator: str | None, times: Counter[str]) -> None:
+    """operator: the name of the wkv that the event is a part of."""
+    operator = operator or (event.name if kind_of(event.name) == "wkv" else None)
+    times[operator or event.name] += event.self_cpu_time_total
+    for child in event.cpu_children:
+        _add(child, operator, times)
+
+
+@contextmanager
+def _native_recorded() -> Iterator[None]:
+    """Records the calls of the C library, of which PyTorch's profiler does not know."""
+    run = native.run
+
+    def recorded(name: str, *arguments: Any) -> None:
+        with record_function(NATIVE + name):
+            run(name, *arguments)
+
+    native.run = recorded
+    try:
+        yield
+    finally:
+        native.run = run
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation of the profiler's list: one of KINDS."""
+    library, _, operation = name.partition("::")
+    if library == "timemix" or name.startswith(NATIVE):
+        return "wkv" if operation.startswith("wkv") else "pointwise" if name.startswith(NATIVE) else "other"
+    if library != "aten":
+        return "between"
+    if operation in PRODUCTS:
+        return "products"
+    if operation.removesuffix("_backward") in ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm"):
+        return "norm"
+    packet = getattr(torch.ops.aten, operation)
+    pointwise = any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    return "pointwise" if pointwise else "other"
+
+
+def as_text(report: Report) -> str:
+    """The step as a table: a line for each part and one for all."""
+    ms, shares = report["ms"], report["shares"]
+    total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}
+    lines = [[part, f"{ms[part]:.2f}", *(f"{shares[part][kind]:.1%}" for kind in KINDS)] for part in PARTS]
+    lines.append(["step", f"{sum(ms.values()):.2f}", *(f"{total[kind]:.1%}" for kind in KINDS)])
+    longest = ", ".join(f"{name} {share:.1%}" for name, share in report["longest"].items())
+    return (f"\n{report['generation']}, {report['optim']}, {report['precision']}, kernel {report['kernel']}\n"
+            f"{aligned([['part', 'ms', *KINDS], *lines])}\nlongest: {longest}")
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser("benchmarks.step_profile", __doc__)
+    parser.add_argument("--generation", type=some_of(GENERATIONS), default=GENERATIONS, metavar="NAME,...",
+                        help=", ".join(GENERATIONS))
+    parser.add_argument("--optim", type=some_of(OPTIMISERS), default=OPTIMS, metavar="NAME,...", help=", ".join(OPTIMISERS))
+    parser.add_argument("--precision", type=some_of(PRECISIONS), metavar="NAME,...", help=", ".join(PRECISIONS))
+    parser.add_argument("--shape", type=sizes_of("L,C,B,T,V"), default=SHAPE, metavar="L,C,B,T,V",
+                        help="layers, width, windows, tokens of a window, vocabulary")
+    parser.add_argument("--steps", type=at_least(1), default=20, metavar="N", help="steps whose parts are timed")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,30 @@
+"""Loss by position in the context."""
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from benchmarks import positions
+from benchmarks.training import metrics
+from rwkv.errors import UserError
+
+
+def test_octaves_hold_every_position_once() -> None:
+    assert positions.by_octave([5.0, 4.0, 3.0, 1.0, 2.0]) == {"0": 5, "1": 4, "2-3": 2, "4": 2}
+    assert positions.by_octave([1.0]) == {"0": 1}
+
+
+@pytest.mark.programs
+def test_a_run_is_trained_once_and_its_losses_are_those_of_its_validation(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} is {number * number}\n" for number in range(600)))
+    options = ["data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path}", "model.n_layer=1"]
+    asked = tmp_path, "rwkv7", 64, 16, positions.STEP_TOKENS
+    losses = positions.measured(*asked, options)
+    assert len(losses) == 16
+    validated = [row["val/loss"] for row in metrics(tmp_path / "rwkv7-64-16") if row["val/loss"]]
+    assert mean(losses) == pytest.approx(float(validated[-1]), rel=0.01)         # all but the last few tokens
+    assert positions.measured(*asked, options) == losses
+    with pytest.raises(UserError):
+        positions.measured(*asked, [*options, "seed=1"])
