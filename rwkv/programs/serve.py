@@ -58,7 +58,7 @@ def load(config: ServeConfig) -> "Loaded":
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
-    from rwkv.pretrained import open_checkpoint, template_choice, template_line
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
     from rwkv.serving.worker import Loaded
 
     opened = open_checkpoint(config)
@@ -81,7 +81,7 @@ def load(config: ServeConfig) -> "Loaded":
             ("memory", f"weights about {weights / MIB:,.0f} MiB; at most {config.max_rows} texts of {row / MIB:.2f} MiB each, "
                        f"and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
-    return Loaded(model, opened.tokenizer, choice.template, plan, row)
+    return Loaded(model, opened.tokenizer, choice.template, plan, row, trained_with(opened.checkpoint).tokens)
 
 
 def _kept(config: ServeConfig, size: int) -> str:

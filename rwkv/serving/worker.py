@@ -19,8 +19,10 @@ from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
+from rwkv.model.base import n_parameters
 from rwkv.serving.kept_states import KeptStates
 from rwkv.serving.messages import (
+    About,
     Cancel,
     Download,
     Drop,
@@ -41,13 +43,16 @@ COMPILING_S = 0.002                      # between two looks whether a grammar i
 
 
 class Loaded(NamedTuple):
-    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept."""
+    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept.
+    trained_tokens: as of About.
+    """
 
     model: Any
     tokenizer: Tokenizer
     template: str
     plan: list[tuple[str, str]]
     state_bytes: int
+    trained_tokens: int | None = None
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -66,7 +71,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         engine.warm_up()
         states = KeptStates(config, loaded.model, loaded.tokenizer)
         worker = _Worker(connection, engine, loaded.tokenizer, cache, states)
-        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes))
+        connection.send(Ready(_about(loaded, config.dtype), loaded.tokenizer.to_dict(), loaded.template, loaded.plan,
+                              states.found, loaded.state_bytes))
         try:
             worker.run()
         finally:
@@ -76,6 +82,11 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     except (ValueError, RuntimeError, OSError) as error:
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
         connection.send(Failed(str(error) if mistake else traceback.format_exc(), mistake))
+
+
+def _about(loaded: Loaded, dtype: str) -> About:
+    model = loaded.model
+    return About(model.generation.NAME, n_parameters(model.config, model.vocab_size), dtype, loaded.trained_tokens)
 
 
 class _Job:
