@@ -27,17 +27,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.matvec import _packing
+from kernels.matvec._packing import GROUP, SMALLEST, Groups
+from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
-GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 TOGETHER = 8                             # groups of int4 that are stored side by side, so that a vector holds one word of each
 LARGEST = 127                            # of the whole numbers that a group of x is rounded to, in int4: 16 * 15 * 127 < 2^15
-SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
-PACKED_ROWS = 1024                       # rows of a matrix that are rounded at once: float32 takes up to eight times the memory
-SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)     # shares of a group's range that int4 tries; what lies outside is clipped
 MOST_ROWS = 16                           # more are faster as one matrix product
 Bound = Callable[[Tensor], list[Tensor]]
-Groups = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +139,7 @@ class Int8(Packed):
         most = (2**31 - 1) // (127 * (2**bits - 1))
         if weight.shape[1] > most:
             raise ValueError(f"int8 takes a W (N,K) with K up to {most:,}, got {tuple(weight.shape)}: use another form")
-        q, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-        for start in range(0, len(weight), PACKED_ROWS):
-            rows = slice(start, start + PACKED_ROWS)
-            exact = weight[rows].detach().float()
-            scale[rows] = exact.abs().amax(1).clamp_(min=SMALLEST) / 127 if weight.shape[1] else SMALLEST
-            q[rows] = (exact / scale[rows].unsqueeze(1)).round_()
-        return cls(q, scale, bits, non_negative)
+        return cls(*_packing.int8(weight), bits, non_negative)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.weight.to(dtype) * self.scale.to(dtype).unsqueeze(1)
@@ -176,15 +168,7 @@ class Int4(Packed):
     @classmethod
     def of(cls, weight: Tensor, symmetric: bool = False) -> Self:
         """symmetric: shift is -8 scale, so that a 0 stays 0."""
-        (N, K), G = weight.shape, -(-weight.shape[1] // GROUP)
-        q, scale = torch.empty(N, G, GROUP // 2, dtype=torch.uint8), torch.empty(N, G, dtype=torch.bfloat16)
-        shift = torch.empty_like(scale)
-        for start in range(0, N, PACKED_ROWS):
-            rows = slice(start, start + PACKED_ROWS)
-            exact = pad(weight[rows].detach().float(), (0, GROUP * G - K)).unflatten(1, (G, GROUP))
-            found, scale[rows], shift[rows] = _rounded_groups(exact, symmetric)
-            q[rows] = found[:, :, :GROUP // 2] | found[:, :, GROUP // 2:] << 4
-        return cls.of_groups((q, scale, shift), K)
+        return cls.of_groups(_packing.int4(weight, symmetric), weight.shape[1])
 
     @classmethod
     def of_groups(cls, groups: Groups, K: int) -> Self:
@@ -297,38 +281,6 @@ def pack(weight: Tensor, form: str) -> Packed:
     if form not in FORMS or weight.dim() != 2:
         raise ValueError(f"pack takes a W (N,K) and one of {', '.join(FORMS)}, got {tuple(weight.shape)} and {form!r}")
     return FORMS[form].of(weight)
-
-
-def _rounded_groups(exact: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, scale and shift of groups (N,G,32): of the shares of a group's range in SHRUNK, the one with the least error."""
-    if symmetric:                        # from -8 to 7 steps
-        high = exact.abs().amax(2)
-        low = -high
-    else:
-        low, high = exact.amin(2), exact.amax(2)
-    least = torch.full_like(low, torch.inf)
-    best_scale = best_shift = torch.full_like(low, torch.nan)        # which stays where W is not finite
-    for share in SHRUNK:
-        scale = _as_kept(((high - low) * share / 15).clamp_(min=SMALLEST))
-        shift = -8 * scale if symmetric else _as_kept((low + high) / 2 - 7.5 * scale)
-        q, shifted = _steps(exact, scale, shift)
-        error = shifted.addcmul_(q, scale.unsqueeze(2), value=-1).square_().sum(2)
-        better = error < least
-        least = torch.where(better, error, least)
-        best_scale, best_shift = torch.where(better, scale, best_scale), torch.where(better, shift, best_shift)
-    q, _ = _steps(exact, best_scale, best_shift)
-    return q.to(torch.uint8), best_scale.bfloat16(), best_shift.bfloat16()
-
-
-def _steps(exact: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """The integers of groups, as float32, and exact - shift."""
-    shifted = exact - shift.unsqueeze(2)
-    return (shifted / scale.unsqueeze(2)).round_().clamp_(0, 15), shifted
-
-
-def _as_kept(values: Tensor) -> Tensor:
-    """The values rounded to bfloat16, in float32."""
-    return values.bfloat16().float()
 
 
 OPERATOR = MatVec

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.machine.memory import available_memory
-from kernels.matvec import Packed
+from kernels.matvec import Packed, exact_copy
 
-ROWS = 1024                              # of a matrix that are compared at once
 WATCHED = 8                              # elements in the middle of each tensor that a Watch compares, for each token
 SAMPLED = 64                             # elements of each tensor that are compared for each text
 
@@ -130,19 +129,11 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
         return None
     copies = []
     for weight in weights:
-        copy = _exact_copy(weight)
+        copy = exact_copy(weight)
         if copy is None:
             return None
         copies.append(copy)
     return copies
-
-
-def _exact_copy(weight: Tensor) -> Tensor | None:
-    copy = torch.empty(weight.shape, dtype=torch.bfloat16)
-    for rows, exact in zip(copy.split(ROWS), weight.split(ROWS), strict=True):
-        if not torch.equal(rows.copy_(exact).float(), exact):
-            return None
-    return copy
 
 
 def _spaced(tensor: Tensor, n: int) -> Tensor:

@@ -112,9 +112,9 @@ class State(_Tensors, state.State):
 
 def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
     """The state before the first token, for B rows; no two of its elements share memory."""
-    C, A, _ = sizes(config)
-    a, b, p = (part.repeat(config.n_layer, 1, 1) for part in WKVState.empty(B, A, device))
-    return State(torch.zeros(config.n_layer, B, C, device=device), a, b, p, torch.zeros(config.n_layer, B, C, device=device))
+    (C, A, _), L = sizes(config), config.n_layer
+    a, b, p = (part.view(L, B, A) for part in WKVState.empty(L * B, A, device))
+    return State(torch.zeros(L, B, C, device=device), a, b, p, torch.zeros(L, B, C, device=device))
 
 
 class TimeMix(nn.Module):

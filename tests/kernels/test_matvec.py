@@ -4,8 +4,9 @@ import pytest
 import torch
 from implementations import implementations
 
+from kernels import native
 from kernels.compare import errors, misses
-from kernels.matvec import FORMS, GROUP, Int4, Int8, MatVec, cases, pack
+from kernels.matvec import FORMS, GROUP, Int4, Int8, MatVec, _packing, cases, exact_copy, pack
 from kernels.registry import runnable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -140,3 +141,40 @@ def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
     for form in forms_of(matvec):
         x, packed = cases.inputs(2, 3, 0, form)
         assert torch.equal(matvec(x, packed), torch.zeros(2, 3))
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize("shape", [(5, 32), (7, 37), (300, 1000), (3, 8), (0, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_c_packs_as_pytorch_does(level: str, shape: tuple[int, int], dtype: torch.dtype,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: level)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[:1] = 0.0
+    for symmetric in (False, True):
+        expected = _packing.int4_in_torch(weight.float(), symmetric)
+        assert all(map(torch.equal, _packing.int4(weight, symmetric), expected))
+    assert all(map(torch.equal, _packing.int8(weight), _packing.int8_in_torch(weight.float())))
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 36])
+def test_what_is_not_finite_stays_so_in_c(bad: float, place: int) -> None:
+    weight = torch.randn(3, 37)
+    weight[1, place] = bad
+    for form in (Int8, Int4):
+        finite = form.of(weight).dense().isfinite()
+        assert not finite[1, place]
+        assert finite[[0, 2]].all()
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+def test_a_copy_in_bfloat16_is_exact_or_none() -> None:
+    weight = torch.randn(9, 33).bfloat16().float()
+    copy = exact_copy(weight)
+    assert copy is not None
+    assert torch.equal(copy.float(), weight)
+    weight[8, 32] = 1 + 2.0 ** -20
+    assert exact_copy(weight) is None

@@ -1,0 +1,108 @@
+"""What is made of a matrix W (N,K) once: the numbers of int8 and int4, and copies in bfloat16.
+
+In C (csrc/pack.c) where there is the library, otherwise in PyTorch, with the same numbers but for shares of a range in int4
+whose errors are equal but for rounding.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels import native
+
+GROUP = 32                               # neighbours in a row of W that share a scale, in int4
+SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
+SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8])       # shares of a group's range that int4 tries; the rest is clipped
+ROWS = 1024                              # rows that PyTorch rounds at once: float32 takes up to eight times the memory
+PIECE = 2**14                            # numbers that are copied as one task, as in pack.c
+Groups = tuple[Tensor, Tensor, Tensor]
+
+
+def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """q (N,K) int8 and scale (N,) float32: W is q times scale, |q| <= 127."""
+    N, K = weight.shape
+    q, scale = torch.empty(N, K, dtype=torch.int8), torch.empty(N)
+    exact = _for_c(weight)
+    if exact is not None:
+        native.run(f"matvec_int8_{native.FORMS[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
+        return q, scale
+    for start in range(0, N, ROWS):
+        rows = slice(start, start + ROWS)
+        q[rows], scale[rows] = int8_in_torch(weight[rows].detach().float())
+    return q, scale
+
+
+def int8_in_torch(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a few rows in float32."""
+    scale = exact.abs().amax(1).clamp_(min=SMALLEST) / 127
+    return (exact / scale.unsqueeze(1)).round_().to(torch.int8), scale
+
+
+def int4(weight: Tensor, symmetric: bool) -> Groups:
+    """q (N,G,16) uint8, elements i and i + 16 of a group in a byte, and scale and shift (N,G) bfloat16.
+
+    W is q scale + shift, 0 <= q <= 15. Of the shares of a group's range in SHRUNK, the one with the least squared error.
+    symmetric: shift is -8 scale.
+    """
+    N, G = len(weight), -(-weight.shape[1] // GROUP)
+    q, scale = torch.empty(N, G, GROUP // 2, dtype=torch.uint8), torch.empty(N, G, dtype=torch.bfloat16)
+    shift = torch.empty_like(scale)
+    exact = _for_c(weight)
+    if exact is not None:
+        native.run(f"matvec_int4_{native.FORMS[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(SHRUNK),
+                   exact, SHRUNK, q, scale, shift)
+        return q, scale, shift
+    for start in range(0, N, ROWS):
+        rows = slice(start, start + ROWS)
+        q[rows], scale[rows], shift[rows] = int4_in_torch(weight[rows].detach().float(), symmetric)
+    return q, scale, shift
+
+
+def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
+    """The same for a few rows in float32."""
+    groups = pad(exact, (0, -exact.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    if symmetric:                        # from -8 to 7 steps
+        high = groups.abs().amax(2)
+        low = -high
+    else:
+        low, high = groups.amin(2), groups.amax(2)
+    least = torch.full_like(low, torch.inf)
+    best_scale = best_shift = torch.full_like(low, torch.nan)        # which stays where W is not finite
+    for share in SHRUNK:
+        scale = _as_kept(((high - low) * share / 15).clamp_(min=SMALLEST))
+        shift = -8 * scale if symmetric else _as_kept((low + high) / 2 - 7.5 * scale)
+        q, shifted = _steps(groups, scale, shift)
+        error = shifted.addcmul_(q, scale.unsqueeze(2), value=-1).square_().sum(2)
+        better = error < least
+        least = torch.where(better, error, least)
+        best_scale, best_shift = torch.where(better, scale, best_scale), torch.where(better, shift, best_shift)
+    q = _steps(groups, best_scale, best_shift)[0].to(torch.uint8)
+    return q[:, :, :GROUP // 2] | q[:, :, GROUP // 2:] << 4, best_scale.bfloat16(), best_shift.bfloat16()
+
+
+def _steps(groups: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers of groups, as float32, and groups - shift."""
+    shifted = groups - shift.unsqueeze(2)
+    return (shifted / scale.unsqueeze(2)).round_().clamp_(0, 15), shifted
+
+
+def _as_kept(values: Tensor) -> Tensor:
+    """The values rounded to bfloat16, in float32."""
+    return values.bfloat16().float()
+
+
+def exact_copy(weight: Tensor) -> Tensor | None:
+    """W, float32 on a CPU, in bfloat16 if that changes no number; it needs the C library."""
+    weight = weight.detach().contiguous()
+    copy = torch.empty(weight.shape, dtype=torch.bfloat16)
+    inexact = torch.zeros(1, dtype=torch.int64)
+    native.run("matvec_exact_copy", native.threads_for(-(-weight.numel() // PIECE)), weight.numel(), weight, copy, inexact)
+    return None if inexact.item() else copy
+
+
+def _for_c(weight: Tensor) -> Tensor | None:
+    """W as C reads it; None where PyTorch has to compute."""
+    if native.why_not() is not None or weight.device.type != "cpu":
+        return None
+    weight = weight.detach()
+    return (weight if weight.dtype in native.FORMS else weight.float()).contiguous()
