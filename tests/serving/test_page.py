@@ -209,7 +209,8 @@ def test_wrong_json_is_said_beside_its_field(page: Any, field: str, wrong: str) 
 def test_a_schema_and_tools_are_sent(opened: Callable[[str], Any], start: Callable[..., Running]) -> None:
     page = opened(start("template=g1").url)
     page.get_by_text("Settings").click()
-    page.locator("#schema").fill('{"type": "object", "properties": {"a_b_c": {"enum": [7]}}, "required": ["a_b_c"], "additionalProperties": false}')
+    page.locator("#schema").fill(json.dumps({"type": "object", "properties": {"a_b_c": {"enum": [7]}}, "required": ["a_b_c"],
+                                             "additionalProperties": False}))
     say(page, "a number")
     assert json.loads(page.locator("article.assistant pre").text_content()) == {"a_b_c": 7}
     page.locator("#schema").fill("")
@@ -376,8 +377,8 @@ def test_a_narrow_window(page: Any, width: int) -> None:
 
 
 LIGHTNESS = """selector => [getComputedStyle(document.querySelector(selector)).color,
-    getComputedStyle(document.body).backgroundColor].map(color => color.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0))
-"""
+    getComputedStyle(document.body).backgroundColor]
+    .map(color => color.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0))"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
