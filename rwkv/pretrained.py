@@ -202,8 +202,14 @@ def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
 
 def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
     """For people: the chat template, the length of text that the model was trained with, and what says so."""
-    length, stated = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from")), checkpoint.config.ctx_len
-    if stated not in (length.tokens, DEFAULT_CTX_LEN):       # which stands in files that nobody told
-        length = Length(stated, "the file says so")
+    length = trained_with(checkpoint)
     trained = f"; trained with texts of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
     return f"{choice.template} ({choice.why}){trained}"
+
+
+def trained_with(checkpoint: Checkpoint) -> Length:
+    """The longest texts that the model was trained with."""
+    length, stated = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from")), checkpoint.config.ctx_len
+    if stated in (length.tokens, DEFAULT_CTX_LEN):           # the default stands in files that nobody told
+        return length
+    return Length(stated, "the file says so")

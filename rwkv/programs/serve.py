@@ -68,7 +68,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     from rwkv.chat.templates import chat_template
     from rwkv.model.base import n_parameters, state_nbytes
     from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
-    from rwkv.pretrained import open_checkpoint, template_choice, template_line
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
     from rwkv.programs.adapters import read_adapters
     from rwkv.serving.worker import Loaded, LoadedAdapter
 
@@ -101,7 +101,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
     return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()},
-                  loaded)
+                  trained_with(opened.checkpoint).tokens, loaded)
 
 
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:

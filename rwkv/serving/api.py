@@ -4,7 +4,6 @@ the page.
 
 import asyncio
 import hmac
-import html
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -33,7 +32,7 @@ from rwkv.serving import openapi, responses
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
-from rwkv.serving.messages import Generate, SavedState, Turn
+from rwkv.serving.messages import About, Generate, SavedState, Turn
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.openapi import EVENTS, FILE, JSON, TEXT, Endpoint, Handler
 from rwkv.serving.origins import check_origin
@@ -72,6 +71,7 @@ class Service:
     """
 
     config: ServeConfig
+    about: About
     sampling: Mapping[Think, Sampling]
     engine: RemoteEngine
     tokenizer: Tokenizer
@@ -209,7 +209,7 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [_ids(service, prompt, start=start) for prompt in _prompts(body)]
-    maximum = min(COMPLETION_TOKENS, service.config.max_tokens) if body.max_tokens is None else body.max_tokens
+    maximum = _most_tokens(service)["completions"] if body.max_tokens is None else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
@@ -252,7 +252,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     limit, maximum = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         limit, maximum = "max_completion_tokens", body.max_completion_tokens
-    maximum = service.config.max_tokens if maximum is None else maximum
+    maximum = _most_tokens(service)["chat"] if maximum is None else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
     n = body.n or 1
@@ -579,7 +579,22 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _shown_model(service: Service, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix"}
+    """OpenAI's object, with vLLM's max_model_len and, as meta, what people ask first of a model.
+
+    state_bytes: of a state that a client keeps; None where there is room for none. defaults: of requests that do not say.
+    """
+    states = service.states
+    meta = {**vars(service.about), "template": service.template.name,
+            "state_bytes": states.state_bytes if states.has_room else None,
+            "defaults": {**vars(service.sampling[False]), "max_tokens": _most_tokens(service)}}
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix",
+            "max_model_len": service.config.max_prompt_tokens, "meta": meta}
+
+
+def _most_tokens(service: Service) -> dict[str, int]:
+    """Of a text whose request does not say."""
+    most = service.config.max_tokens
+    return {"completions": min(COMPLETION_TOKENS, most), "chat": most}
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
@@ -641,7 +656,6 @@ async def openapi_document(service: Service, request: Request) -> Response:
 
 async def page(service: Service, request: Request) -> Response:
     text = (resources.files("rwkv.serving") / "page.html").read_text(encoding="utf-8")
-    text = text.replace('data-template=""', f'data-template="{html.escape(service.template.name)}"')
     return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 

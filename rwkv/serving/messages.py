@@ -44,6 +44,20 @@ class SavedState:
 
 
 @dataclass(frozen=True)
+class About:
+    """What clients are told of the model.
+
+    generation: its name. parameters: their number. trained_tokens: of the longest texts that it was trained with; None where
+    nothing says it.
+    """
+
+    generation: str
+    parameters: int
+    dtype: str
+    trained_tokens: int | None
+
+
+@dataclass(frozen=True)
 class Ready:
     """The model is loaded.
 
@@ -53,6 +67,7 @@ class Ready:
     that their texts begin with; None for the empty one.
     """
 
+    about: About
     tokenizer: dict[str, Any]
     template: str
     plan: list[tuple[str, str]]

@@ -84,7 +84,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
     tokenizer.encode(LONG)               # what is made for the first long text is made now
     template = for_tokenizer(chat_template(ready.template), tokenizer)
-    service = Service(config, ready.sampling, engine, tokenizer, template,
+    service = Service(config, ready.about, ready.sampling, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
                       _model_name(config), int(time.time()))

@@ -22,8 +22,10 @@ from rwkv.generation.prefill import Key, PrefillResult, PrefixCache
 from rwkv.generation.states import StateForm
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
+from rwkv.model.base import n_parameters
 from rwkv.serving.kept_states import KeptStates
 from rwkv.serving.messages import (
+    About,
     Cancel,
     Download,
     Drop,
@@ -54,7 +56,7 @@ class LoadedAdapter(NamedTuple):
 class Loaded(NamedTuple):
     """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept.
 
-    sampling: as of Ready. adapters: by name.
+    sampling: as of Ready. trained_tokens: as of About. adapters: by name.
     """
 
     model: Any
@@ -63,6 +65,7 @@ class Loaded(NamedTuple):
     plan: list[tuple[str, str]]
     state_bytes: int
     sampling: Mapping[Think, Sampling]
+    trained_tokens: int | None = None
     adapters: Mapping[str, LoadedAdapter] = MappingProxyType({})
 
 
@@ -86,8 +89,9 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         states = KeptStates(config, forms, {name: each.digest for name, each in served.items()})
         models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
-        connection.send(Ready(loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
-                              loaded.sampling, {name: _beginning(name, each) for name, each in loaded.adapters.items()}))
+        connection.send(Ready(_about(loaded, config.dtype), loaded.tokenizer.to_dict(), loaded.template, loaded.plan,
+                              states.found, loaded.state_bytes, loaded.sampling,
+                              {name: _beginning(name, each) for name, each in loaded.adapters.items()}))
         try:
             worker.run()
         finally:
@@ -97,6 +101,11 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     except (ValueError, RuntimeError, OSError) as error:
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
         connection.send(Failed(str(error) if mistake else traceback.format_exc(), mistake))
+
+
+def _about(loaded: Loaded, dtype: str) -> About:
+    model = loaded.model
+    return About(model.generation.NAME, n_parameters(model.config, model.vocab_size), dtype, loaded.trained_tokens)
 
 
 def _beginning(name: str, adapter: LoadedAdapter) -> SavedState | None:

@@ -1,51 +1,127 @@
-"""The page in Chromium: it types, streams, stops, edits and reloads, and shows a model's words as text."""
+"""The page in Chromium: it tells of the model, streams, branches, keeps states, and shows a model's words as text."""
 
 import importlib.util
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from serving_runs import Running, wait_until
+from serving_runs import LETTERS, Running, wait_until
 
 CHROMIUM = Path("/usr/bin/chromium")
 SEEN = importlib.util.find_spec("playwright") is not None and CHROMIUM.is_file()
 pytestmark = [pytest.mark.programs,
               pytest.mark.skipif(not SEEN, reason="needs Debian's /usr/bin/chromium and the package playwright")]
+CHAT = "**/v1/chat/completions"
 
 
-@pytest.fixture
-def page(server: Running) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        shown = browser.new_page()
-        errors: list[str] = []
-        shown.on("pageerror", lambda error: errors.append(str(error)))
-        shown.on("request", lambda request: errors.extend([] if request.url.startswith(server.url) else [request.url]))
-        shown.goto(server.url)
-        yield shown
-        assert errors == []
+        yield browser
         browser.close()
 
 
-def test_a_conversation(page: Any, server: Running, tmp_path: Path) -> None:
-    page.get_by_label("Message").fill("<b>hello</b>")
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[[str], Any]]:
+    """opened(url) -> the page there, which asks nobody else for anything and has no errors of its own."""
+    errors: list[str] = []
+    context = browser.new_context()
+
+    def opened(url: str) -> Any:
+        shown = context.new_page()
+        shown.set_default_timeout(20_000)
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.on("request", lambda request: errors.extend([] if request.url.startswith(url) else [request.url]))
+        shown.goto(url)
+        return shown
+
+    yield opened
+    context.close()
+    assert errors == []
+
+
+@pytest.fixture
+def page(opened: Callable[[str], Any], server: Running) -> Any:
+    return opened(server.url)
+
+
+def changed(page: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Chat requests have these fields, too, from now on. The requests as the page sends them."""
+    sent: list[dict[str, Any]] = []
+
+    def change(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.continue_(post_data=json.dumps(sent[-1] | fields))
+
+    page.unroute(CHAT)
+    page.route(CHAT, change)
+    return sent
+
+
+def writes(page: Any, text: str) -> list[dict[str, Any]]:
+    """The model's answers are this text from now on."""
+    return changed(page, grammar={"syntax": "lark", "definition": f"start: {json.dumps(text)}"})
+
+
+def say(page: Any, text: str) -> None:
+    page.get_by_label("Message").fill(text)
     page.get_by_label("Message").press("Enter")
-    answer = page.locator("article.assistant p")
-    wait_until(lambda: server.running_texts() == 0 and page.locator("#stop-button").is_disabled())
-    assert page.locator("article.user p").text_content() == "<b>hello</b>"
+    done(page)
+
+
+def done(page: Any) -> None:
+    wait_until(lambda: page.locator("#stop-button").is_disabled())
+
+
+def turns(page: Any) -> list[str]:
+    return page.locator("article .words").all_text_contents()
+
+
+def press(page: Any, name: str, which: int = 0) -> None:
+    page.get_by_role("button", name=name, exact=True).nth(which).click()
+    done(page)
+
+
+def test_the_first_view(page: Any, server: Running) -> None:
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    first = page.locator("#first")
+    wait_until(lambda: first.get_by_role("heading").text_content() == model["id"])
+    facts = first.locator("#facts").text_content()
+    for fact in (model["meta"]["generation"], f"{model['meta']['parameters']:,}", model["meta"]["template"]):
+        assert fact in facts
+    assert page.get_by_label("Temperature").get_attribute("placeholder") == str(int(model["meta"]["defaults"]["temperature"]))
+    sent = writes(page, "yes")
+    prompts = first.get_by_role("button")
+    assert prompts.count() == 3
+    asked = prompts.first.text_content()
+    prompts.first.click()
+    done(page)
+    assert turns(page) == [asked, "yes"]
+    assert not first.is_visible()
+    assert {"temperature", "top_p", "max_tokens", "seed", "stop"}.isdisjoint(sent[0])
+
+
+def test_a_conversation(page: Any) -> None:
+    changed(page, max_tokens=8, logit_bias=LETTERS)
+    say(page, "<b>hello</b>")
+    first = turns(page)
+    assert first[0] == "<b>hello</b>"
+    assert len(first[1]) == 8
     assert page.locator("article b").count() == 0
     page.reload()
-    assert page.locator("article").count() == 2
-    page.get_by_role("button", name="Retry").click()
-    wait_until(lambda: page.locator("#stop-button").is_disabled())
-    assert answer.count() == 1
+    assert turns(page) == first
+    press(page, "Retry")
+    assert len(turns(page)) == 2
     page.get_by_role("button", name="Edit").click()
     assert page.get_by_label("Message").input_value() == "<b>hello</b>"
-    assert page.locator("article").count() == 0
-    page.screenshot(path=str(tmp_path / "page.png"))
+    assert turns(page) == []
 
 
 STOP = """() => {
@@ -81,10 +157,234 @@ def test_stop_ends_a_text(page: Any, server: Running) -> None:
     assert page.get_by_label("Text to continue").input_value().startswith("once")
 
 
-def test_an_error_is_shown(page: Any) -> None:
+def test_stop_keeps_what_was_written(page: Any, server: Running) -> None:
+    changed(page, max_tokens=50000, logit_bias=LETTERS)
+    page.get_by_label("Message").fill("on and on")
+    page.get_by_label("Message").press("Enter")
+    wait_until(lambda: len(page.locator("article.assistant .text").text_content()) > 20)
+    page.get_by_role("button", name="Stop").click()
+    wait_until(lambda: server.running_texts() == 0)
+    done(page)
+    assert len(turns(page)[1]) > 20
+    assert not page.locator("#error").is_visible()
+
+
+def test_an_error_leaves_all_as_it_was(page: Any) -> None:
+    writes(page, "yes")
+    say(page, "one")
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("1000")
-    page.get_by_label("Message").fill("a")
-    page.get_by_role("button", name="Send").click()
+    say(page, "two")
     wait_until(lambda: page.locator("#error").is_visible())
     assert "temperature" in page.locator("#error").text_content()
+    assert turns(page) == ["one", "yes"]
+    assert page.get_by_label("Message").input_value() == "two"
+    press(page, "Retry")                 # of an answer that is there
+    assert turns(page) == ["one", "yes"]
+    page.get_by_label("Temperature").fill("")
+    page.get_by_role("button", name="Send").click()
+    done(page)
+    assert turns(page) == ["one", "yes", "two", "yes"]
+    assert not page.locator("#error").is_visible()
+
+
+@pytest.mark.parametrize(("field", "wrong"), [("schema", "{"), ("schema", "[]"), ("schema", '{"type": 3}'), ("tools", "[1,"),
+                                              ("tools", "{}"), ("tools", "[3]"), ("tools", "[]")])
+def test_wrong_json_is_said_beside_its_field(page: Any, field: str, wrong: str) -> None:
+    page.get_by_text("Settings").click()
+    page.locator(f"#{field}").fill(wrong)
+    say(page, "one")
+    wait_until(lambda: page.locator(f"#{field}-wrong").is_visible())
+    assert page.locator(f"#{field}-wrong").text_content()
+    assert turns(page) == []
+    assert page.get_by_label("Message").input_value() == "one"
+    assert not page.locator("#error").is_visible()
+    page.locator(f"#{field}").fill("")
+    writes(page, "yes")
+    say(page, "one")
+    assert turns(page) == ["one", "yes"]
+    assert not page.locator(f"#{field}-wrong").is_visible()
+
+
+def test_a_schema_and_tools_are_sent(opened: Callable[[str], Any], start: Callable[..., Running]) -> None:
+    page = opened(start("template=g1").url)
+    page.get_by_text("Settings").click()
+    page.locator("#schema").fill(json.dumps({"type": "object", "properties": {"a_b_c": {"enum": [7]}}, "required": ["a_b_c"],
+                                             "additionalProperties": False}))
+    say(page, "a number")
+    assert json.loads(page.locator("article.assistant pre").text_content()) == {"a_b_c": 7}
+    page.locator("#schema").fill("")
+    page.locator("#tools").fill(json.dumps([{"type": "function", "function": {"name": "clock", "parameters": {
+        "type": "object", "properties": {}, "additionalProperties": False}}}]))
+    changed(page, tool_choice="required")
+    say(page, "what time is it?")
+    assert "clock({" in turns(page)[-1]
+    sent = writes(page, "noon")
+    say(page, "12:00")
+    assert sent[0]["messages"][-1]["role"] == "tool"
+    assert turns(page)[-2:] == ["12:00", "noon"]
+
+
+def test_the_server_goes_away_and_comes_back(opened: Callable[[str], Any], start: Callable[..., Running]) -> None:
+    server = start()
+    page = opened(server.url)
+    writes(page, "yes")
+    say(page, "one")
+    changed(page, max_tokens=4096, logit_bias=LETTERS)
+    page.get_by_label("Message").fill("two")
+    page.get_by_label("Message").press("Enter")
+    wait_until(lambda: len(turns(page)) == 4 and len(turns(page)[3]) > 20)
+    server.end()
+    wait_until(lambda: "does not answer" in page.locator("#error").text_content())
+    assert len(turns(page)[3]) > 20      # what was written stays
+    written = turns(page)
+    say(page, "three")
+    wait_until(lambda: "does not answer" in page.locator("#error").text_content())
+    assert turns(page) == written
+    assert page.get_by_label("Message").input_value() == "three"
+    start(f"port={server.port}")
+    wait_until(lambda: not page.locator("#error").is_visible())
+    sent = writes(page, "yes")
+    page.get_by_role("button", name="Send").click()
+    done(page)
+    assert turns(page) == [*written, "three", "yes"]
+    assert "state" not in sent[-1]       # the states are gone with the server that had them
+
+
+def test_branches_read_nothing_again(page: Any) -> None:
+    sent = writes(page, "yes")
+    for text in ("one", "two", "three"):
+        say(page, text)
+    assert [message["content"] for message in sent[-1]["messages"]] == ["three"]
+    press(page, "Branch")
+    assert turns(page) == ["one", "yes"]
+    say(page, "else")
+    assert turns(page) == ["one", "yes", "else", "yes"]
+    assert [message["content"] for message in sent[-1]["messages"]] == ["else"]
+    tokens = re.findall(r"read (\d+) of (\d+)", page.locator("#speed").text_content())
+    assert int(tokens[0][0]) < int(tokens[0][1])
+    page.get_by_role("button", name="Earlier branch").click()
+    assert turns(page) == ["one", "yes", "two", "yes", "three", "yes"]
+    press(page, "Branch", 1)
+    assert turns(page) == ["one", "yes", "two", "yes"]
+    press(page, "Forward")
+    assert turns(page) == ["one", "yes", "two", "yes", "three", "yes"]
+    press(page, "Retry", 1)
+    assert turns(page) == ["one", "yes", "two", "yes"]
+    assert page.get_by_role("button", name="Earlier branch").count() == 2
+
+
+def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None:
+    before = {state["id"] for state in httpx.get(f"{server.url}/v1/states").json()["data"]}
+
+    def kept() -> set[str]:
+        return {state["id"] for state in httpx.get(f"{server.url}/v1/states").json()["data"]} - before
+
+    sent = writes(page, "yes")
+    say(page, "one")
+    say(page, "two")
+    press(page, "Save", 1)
+    wait_until(lambda: page.locator("#kept nav").count() == 1)
+    page.get_by_role("button", name="Clear").click()
+    assert turns(page) == []
+    wait_until(lambda: len(kept()) == 1)                 # the states that were not saved are deleted
+    page.get_by_role("button", name="Open").click()
+    assert turns(page) == ["one", "yes", "two", "yes"]
+    say(page, "three")
+    assert sent[-1]["state"] in kept()
+    assert [message["content"] for message in sent[-1]["messages"]] == ["three"]
+    with page.expect_download() as downloaded:
+        page.get_by_role("button", name="File", exact=True).click()
+    saved = downloaded.value.path()
+    page.get_by_label("State file").set_input_files({"name": "a.safetensors", "mimeType": "application/octet-stream",
+                                                     "buffer": saved.read_bytes()})
+    wait_until(lambda: len(turns(page)) == 1)
+    say(page, "four")
+    assert turns(page)[1:] == ["four", "yes"]
+    page.get_by_role("button", name="Delete").click()
+    wait_until(lambda: page.locator("#kept nav").count() == 0)
+
+
+MARKDOWN = """# A *title*
+Some **bold** and `co*d*e`, 2*3*4, snake_case_name <img src=x onerror=alert(1)>
+[good](https://example.com/a_(b)) [bad](javascript:alert(1)) [worse](data:text/html,x)
+- one
+  - inner
+- two
+3. three
+> said
+| a | b |
+|---|:-:|
+| 1 | <b>2</b> |
+```html
+<script>alert(1)</script>
+  # kept
+```
+the end"""
+
+
+def test_markdown_becomes_nodes(page: Any) -> None:
+    writes(page, MARKDOWN)
+    say(page, "show")
+    text = page.locator("article.assistant .text")
+    assert text.locator("h3 em").text_content() == "title"
+    assert text.locator("strong").text_content() == "bold"
+    assert text.locator("p code").text_content() == "co*d*e"
+    assert "2*3*4, snake_case_name <img src=x onerror=alert(1)>" in text.locator("p").first.text_content()
+    assert [link.get_attribute("href") for link in text.locator("a").all()] == ["https://example.com/a_(b)"]
+    assert text.locator("ul > li > ul > li").text_content() == "inner"
+    assert text.locator("ul").first.locator("> li").count() == 2
+    assert text.locator("ol").get_attribute("start") == "3"
+    assert text.locator("blockquote").text_content() == "said"
+    assert text.locator("td").all_text_contents() == ["1", "<b>2</b>"]
+    assert text.locator("pre").text_content() == "<script>alert(1)</script>\n  # kept"
+    assert text.locator("img, script, b").count() == 0
+    text.get_by_role("button", name="Copy").click()
+    wait_until(lambda: text.locator(".code button").text_content() != "Copy")
+
+
+@pytest.mark.parametrize("text", ["[" * 20000, "- " * 20000, "> " * 20000, "*" * 20001, "`" * 20001, "_a" * 20000, "|" * 20001,
+                                  "# " + " " * 20000 + "x", "[a](http://x" * 5000, "1. a\n" * 5000, " - a\n- b\n" * 5000])
+def test_no_text_is_slow_to_show(page: Any, text: str) -> None:
+    assert page.evaluate("text => { const began = performance.now(); markdown(text); return performance.now() - began; }",
+                         text) < 2000
+
+
+SIZES = """() => ({
+    wide: [...document.querySelectorAll('body, header, main, footer, article')].filter(one => one.scrollWidth > one.clientWidth
+        && !one.matches('pre')).map(one => one.tagName),
+    high: [...document.querySelectorAll('button, summary')].filter(one => one.checkVisibility()
+        && one.getBoundingClientRect().height > 2.2 * parseFloat(getComputedStyle(one).lineHeight)).map(one => one.textContent),
+    outside: [...document.querySelectorAll('button, summary, input, textarea')].filter(one => one.checkVisibility()
+        && one.getBoundingClientRect().right > innerWidth).map(one => one.textContent),
+})"""
+
+
+@pytest.mark.parametrize("width", [320, 400, 1600])
+def test_a_narrow_window(page: Any, width: int) -> None:
+    fits = {"wide": [], "high": [], "outside": []}
+    page.set_viewport_size({"width": width, "height": 700})
+    assert page.evaluate(SIZES) == fits
+    writes(page, MARKDOWN.replace("# kept", "x" * 300).replace("| a |", f"| {'a' * 200} |").replace("Some", "y" * 300))
+    say(page, "w" * 300)
+    press(page, "Retry")
+    say(page, "next")
+    assert page.evaluate(SIZES) == fits
+    for panel in ("Settings", "States"):
+        page.get_by_text(panel, exact=True).click()
+        assert page.evaluate(SIZES) == fits
+        page.get_by_text(panel, exact=True).click()
+
+
+LIGHTNESS = """selector => [getComputedStyle(document.querySelector(selector)).color,
+    getComputedStyle(document.body).backgroundColor]
+    .map(color => color.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0))"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_dark_and_light(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    for selector in ("body", "#prompts button", "#message", "summary", "#facts dt"):
+        text, back = page.evaluate(LIGHTNESS, selector)
+        assert (text > back) == (scheme == "dark")
+        assert abs(text - back) > 250
