@@ -222,7 +222,7 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    max_steps: int = option(1000, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
+    max_steps: int = option(1500, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
     max_tokens: float | None = option(None, "tokens in all, as 1e9, instead of max_steps", least=1, most=1e18)
     epochs: float | None = option(None, "passes over the training split, instead of max_steps; data=chat: 2 where no length is "
                                   "given", above=0.0, below=1e9)
