@@ -277,7 +277,7 @@ def test_branches_read_nothing_again(page: Any) -> None:
 
 def test_a_message_before_the_facts_are_there_keeps_its_state(page: Any) -> None:
     held: list[Any] = []
-    page.route("**/v1/models", held.append)
+    page.route("**/v1/models", lambda route: held.append(route))
     page.reload()
     sent = writes(page, "yes")
     page.get_by_label("Message").fill("one")
