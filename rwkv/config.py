@@ -473,7 +473,7 @@ class Sampling:
             return
         for number in value.values() if isinstance(value, Mapping) else [value]:
             fits = isinstance(number, Real) or (item.type is int and hasattr(number, "__index__"))
-            fits = fits and (limits["least"] <= float(number) <= limits["most"] or (limits["or_zero"] and number == 0))
+            fits = fits and (limits["least"] <= number <= limits["most"] or (limits["or_zero"] and number == 0))
             if not fits:
                 kind = "a whole number" if item.type is int else "a number"
                 upto = "" if limits["most"] == math.inf else f" to {limits['most']:g}"

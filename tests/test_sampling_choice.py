@@ -77,6 +77,22 @@ def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: 
     assert chosen(folder, True, given={"sampling": "chat"}).sampling == CHAT, "which is the way out"
 
 
+@pytest.mark.parametrize("stated", ['"top_k": Infinity', '"top_k": NaN', '"top_k": 40.7', f'"temperature": {"9" * 400}',
+                                    '"temperature": NaN', '"min_p": -1', '"repetition_penalty": Infinity'])
+def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, stated: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, {stated}}}')
+    with pytest.raises(UserError) as error:
+        chosen(tmp_path, False)
+    assert "generation_config.json" in str(error.value)
+    assert stated.split('"')[1] in str(error.value)
+
+
+@pytest.mark.parametrize(("stated", "top_k"), [("20.0", 20), ("-1", 0), ("0", 0), ("9" * 400, int("9" * 400))])
+def test_a_file_s_top_k(tmp_path: Path, stated: str, top_k: int) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, "top_k": {stated}}}')
+    assert chosen(tmp_path, False).sampling == Sampling(1.0, top_k, 1.0)
+
+
 @pytest.mark.parametrize("value", [0.5, 1.0])
 def test_an_option_changes_itself_alone(value: float) -> None:
     """Also to what the program's own preset has."""

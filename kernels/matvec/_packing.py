@@ -12,7 +12,7 @@ from kernels import native
 
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
-SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8])       # shares of a group's range that int4 tries; the rest is clipped
+SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32)      # shares of a range that int4 tries
 ROWS = 1024                              # rows that PyTorch rounds at once: float32 takes up to eight times the memory
 PIECE = 2**14                            # numbers that are copied as one task, as in pack.c
 Groups = tuple[Tensor, Tensor, Tensor]
@@ -21,7 +21,7 @@ Groups = tuple[Tensor, Tensor, Tensor]
 def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """q (N,K) int8 and scale (N,) float32: W is q times scale, |q| <= 127."""
     N, K = weight.shape
-    q, scale = torch.empty(N, K, dtype=torch.int8), torch.empty(N)
+    q, scale = torch.empty(N, K, dtype=torch.int8), torch.empty(N, dtype=torch.float32)
     exact = _for_c(weight)
     if exact is not None:
         native.run(f"matvec_int8_{native.FORMS[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)

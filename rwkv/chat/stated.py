@@ -111,4 +111,6 @@ def _numbers(stated: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """The numbers that stand under these keys, by the names that the keys have here."""
     found = {name: stated[key] for key, name in names.items()
              if isinstance(stated.get(key), int | float) and not isinstance(stated[key], bool)}
-    return {name: max(int(value), 0) if name == "top_k" else value for name, value in found.items()}
+    if (top_k := found.get("top_k", 0.5)) % 1 == 0:      # some write 20.0; what is no whole number is refused where it is used
+        found["top_k"] = max(int(top_k), 0)
+    return found

@@ -83,7 +83,7 @@ class CDecoder:
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c: CStep | None = None
         self._places: list[int] = []                     # in memory, of each row
-        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes))
+        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32)
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class CDecoder:
         more, capacity = state[0].shape[1], len(self._memory)
         rows = len(self._places) + more
         if rows > capacity:
-            memory = torch.empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
+            memory = self._memory.new_empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
             memory[:capacity] = self._memory
             self._memory = memory
         free = sorted(set(range(len(self._memory))) - set(self._places))[:more]
@@ -125,8 +125,8 @@ class CDecoder:
         if not places:
             self._memory = self._memory[:0].clone()
         self._places, self._order = places, torch.tensor(places, dtype=torch.int64)
-        self._logits = torch.empty(len(places), self._model.vocab_size)
-        self._work = torch.empty(0)
+        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32)
+        self._work = self._memory.new_empty(0)
 
     def _step_of_model(self) -> CStep:
         """The step, which the model has for all of its decoders, and memory for it."""
@@ -134,5 +134,5 @@ class CDecoder:
             self._c = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # to whose memory it has addresses
         if not len(self._work):
-            self._work = torch.empty(len(self._places), self._c.size)
+            self._work = self._memory.new_empty(len(self._places), self._c.size)
         return self._c

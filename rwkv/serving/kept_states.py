@@ -29,6 +29,10 @@ OURS = "timemix-serve"                   # in the metadata of a file: what the s
 MOST_UNWRITTEN = 8                       # states that wait to be written
 
 
+class StateGone(UserError):
+    """A state that is no longer there."""
+
+
 class KeptStates:
     """found: those that the folder has from earlier, of other models too. Raises UserError for a folder that cannot be used.
 
@@ -73,7 +77,7 @@ class KeptStates:
         return found
 
     def get(self, state: SavedState) -> PrefillResult:
-        """Raises UserError where it is no longer there."""
+        """Raises StateGone where it is no longer there."""
         state_id = state.id
         self._settle()
         if state_id in self._files:
@@ -82,7 +86,7 @@ class KeptStates:
             self._memory.use(state_id)
             return self._in_memory[state_id]
         if self._folder is None or state_id not in self._files:
-            raise UserError(f"there is no state {state_id} any more: others were used since, and states_mib= bounds memory")
+            raise StateGone(f"there is no state {state_id} any more: others were used since, and states_mib= bounds memory")
         path = self._path(self._folder, state_id)
         try:
             self._settle(state_id)
@@ -91,12 +95,12 @@ class KeptStates:
         except (OSError, UserError) as error:
             self._lose(state_id)
             say("states", f"{path} is lost: {error}")
-            raise UserError(f"there is no state {state_id} any more: its file cannot be read") from None
+            raise StateGone(f"there is no state {state_id} any more: its file cannot be read") from None
         self._remember(state, context)
         return context
 
     def content(self, state: SavedState) -> bytes:
-        """The file of a state, for its owner. Raises UserError as get does."""
+        """The file of a state, for its owner. Raises StateGone as get does."""
         return self._content(replace(state, owner=""), self.get(state))
 
     def drop(self, state_id: str) -> None:

@@ -142,18 +142,19 @@ ToEngine = list[Generate] | Cancel | Upload | Download | Drop
 
 @dataclass(frozen=True)
 class Reply:
-    """To an Upload or a Download. error: why it cannot be done."""
+    """To an Upload or a Download. error: why it cannot be done. state_gone: as of Event."""
 
     id: int
     value: SavedState | bytes | None = None
     error: str | None = None
+    state_gone: bool = False
 
 
 @dataclass
 class Event:
     """What is new of a text. finish_reason, the counts of tokens and prompt_logprobs come with the last one of it.
 
-    state: what was kept of its end. error: why the text cannot be generated.
+    state: what was kept of its end. error: why the text cannot be generated. state_gone: for want of the state that it follows.
     """
 
     id: int
@@ -166,6 +167,7 @@ class Event:
     prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     state: SavedState | None = None
     error: str | None = None
+    state_gone: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ def _work(connection: Connection, config: ServeConfig, load: "Load") -> None:
     worker.main(connection, config, load)
 
 
+def _refusal(of: Event | Reply) -> ApiError:
+    """What a client is told where `of` has an error."""
+    message = of.error or ""
+    return ApiError(404, message, "state", "state_not_found") if of.state_gone else ApiError(400, message)
+
+
 class Ticket:
     """The texts of one HTTP request. Iterating gives (number of the text, event) until each text has ended."""
 
@@ -71,7 +77,7 @@ class Ticket:
             if isinstance(event, ApiError):
                 raise event
             if event.error is not None:
-                raise ApiError(400, event.error)
+                raise _refusal(event)
             left -= event.finish_reason is not None
             yield self._numbers[event.id], event
 
@@ -236,7 +242,7 @@ class RemoteEngine:
             if isinstance(reply.value, SavedState):
                 self.drop(reply.value)
         elif reply.error is not None:
-            answer.set_exception(ApiError(400, reply.error))
+            answer.set_exception(_refusal(reply))
         else:
             answer.set_result(reply.value)
 

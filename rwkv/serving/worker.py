@@ -24,7 +24,7 @@ from rwkv.generation.states import StateForm
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import n_parameters
-from rwkv.serving.kept_states import KeptStates
+from rwkv.serving.kept_states import KeptStates, StateGone
 from rwkv.serving.messages import (
     About,
     Cancel,
@@ -239,7 +239,7 @@ class _Worker:
                 return Reply(message.id, self._states.upload(message.state, message.content))
             return Reply(message.id, self._states.content(message.state))
         except UserError as error:
-            return Reply(message.id, error=str(error))
+            return Reply(message.id, error=str(error), state_gone=isinstance(error, StateGone))
 
     def _begin_compiled(self) -> None:
         """Begins the texts whose grammar is compiled, which another thread does so that no other text waits for it."""
@@ -258,7 +258,7 @@ class _Worker:
             row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
                              message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after)
         except ValueError as error:
-            self._refused.append(Event(message.id, error=str(error)))
+            self._refused.append(Event(message.id, error=str(error), state_gone=isinstance(error, StateGone)))
         else:
             self._jobs[engine][row.index] = _Job(message, row)
             if message.id in self._cancelled:

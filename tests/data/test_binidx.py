@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 import os
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from binidx_files import CODES, write
 from hypothesis import given
 from hypothesis import strategies as st
 from losing import dropping, with_unknown
@@ -21,21 +20,7 @@ from rwkv.data.prepare import prepare
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 
-CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
 DOCUMENTS = [list(f"document {number}, {'again ' * (number % 5)}\n".encode()) for number in range(40)]
-
-
-def write(base: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16", sentences: int = 1,
-          modes: bool = False) -> Path:
-    """The two files as the formats' own writers lay them out; each document in up to `sentences` sequences."""
-    parts = [part for document in documents for part in np.array_split(np.array(document, dtype), sentences)]
-    places = itertools.accumulate((part.nbytes for part in parts[:-1]), initial=0)
-    base.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))
-    base.with_suffix(".idx").write_bytes(b"".join([
-        b"MMIDIDX\0\0", struct.pack("<QBQQ", 1, CODES[dtype], len(parts), len(documents) + 1),
-        np.array([len(part) for part in parts], np.int32).tobytes(), np.array(list(places), np.int64).tobytes(),
-        np.arange(0, len(parts) + 1, sentences, dtype=np.int64).tobytes(), b"\0" * len(parts) * modes]))
-    return base
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import assert_same_state, each_generation, small_model, tokens
+from torch import Tensor
 
 from kernels import native
 from kernels.registry import why_not
 from rwkv.errors import UserError
-from rwkv.generation.decoder import Decoder
+from rwkv.generation.decoder import Decoder, decoder_of
 from rwkv.model.quantized import Int8Linear, to_int4, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -211,3 +212,26 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str) -> Non
         logits = together.step(several[:, t])
         for row, decoder in enumerate(alone):
             assert torch.equal(decoder.step(several[row:row + 1, t])[0], logits[row])
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@torch.no_grad()
+def test_steps_do_not_depend_on_torch_s_default_dtype(dtype: str, default: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    small_model(generation="rwkv7", n_embd=128, head_size=64).save_pretrained(path)
+
+    def steps() -> list[Tensor]:
+        model = RWKV.from_pretrained(path, dtype=dtype)
+        several = tokens(model, B=2, T=8)
+        decoder = decoder_of(model, model.prefill(several[:, :4])[1])
+        return [decoder.step(several[:, t]).clone() for t in range(4, 8)]
+
+    expected = steps()
+    torch.set_default_dtype(default)
+    try:
+        found = steps()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

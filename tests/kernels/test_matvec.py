@@ -178,3 +178,18 @@ def test_a_copy_in_bfloat16_is_exact_or_none() -> None:
     assert torch.equal(copy.float(), weight)
     weight[8, 32] = 1 + 2.0 ** -20
     assert exact_copy(weight) is None
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) -> None:
+    weight = torch.randn(33, 70)
+    expected = [_packing.int8(weight), _packing.int4(weight, False)]
+    torch.set_default_dtype(default)
+    try:
+        found = [_packing.int8(weight), _packing.int4(weight, False)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)

@@ -312,6 +312,23 @@ def test_states_of_a_folder_survive_a_restart_and_belong_to_their_key(start: Cal
         assert len(ok(api.get("/states"))["data"]) == 1
 
 
+def test_a_state_whose_file_is_lost_is_said_to_be_gone(start: Callable[..., Running], tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    server = start("states_mib=0", f"states_dir={folder}")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
+        for ask in (lambda kept: api.post("/completions", json={"prompt": "a", "state": kept}),
+                    lambda kept: api.post("/completions", json={"prompt": "a", "state": kept, "stream": True}),
+                    lambda kept: api.post("/states", json={"prompt": "a", "state": kept}),
+                    lambda kept: api.get(f"/states/{kept}/content")):
+            state = made(api, prompt="once")["id"]
+            wait_until(lambda state=state: (folder / f"{state}.safetensors").is_file())      # type: ignore[misc]
+            (folder / f"{state}.safetensors").unlink()
+            answer = ask(state)
+            told = answer.json() if "json" in answer.headers["content-type"] else json.loads(answer.text.splitlines()[0][6:])
+            assert (told["error"]["param"], told["error"]["code"]) == ("state", "state_not_found")
+            assert ok(api.get("/states"))["data"] == []
+
+
 def test_a_server_may_keep_none(start: Callable[..., Running]) -> None:
     server = start("states_mib=0")
     for path, body in (("states", {"prompt": "a"}), ("completions", {"prompt": "a", "save_state": True})):

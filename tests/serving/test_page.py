@@ -275,6 +275,23 @@ def test_branches_read_nothing_again(page: Any) -> None:
     assert page.get_by_role("button", name="Earlier branch").count() == 2
 
 
+def test_a_message_before_the_facts_are_there_keeps_its_state(page: Any) -> None:
+    held: list[Any] = []
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.reload()
+    sent = writes(page, "yes")
+    page.get_by_label("Message").fill("one")
+    page.get_by_label("Message").press("Enter")
+    wait_until(lambda: page.locator("article").count() == 2 and (len(held) == 2 or bool(sent)))
+    page.unroute("**/v1/models")
+    for route in held:
+        route.continue_()
+    done(page)
+    say(page, "two")
+    assert turns(page) == ["one", "yes", "two", "yes"]
+    assert [message["content"] for message in sent[-1]["messages"]] == ["two"]
+
+
 def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None:
     before = {state["id"] for state in httpx.get(f"{server.url}/v1/states").json()["data"]}
 
