@@ -18,6 +18,7 @@ from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.row import Sample
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.model.derived import Watch
@@ -98,14 +99,16 @@ class Chat:
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
         """The answer to the messages. Where they cannot be read, there are those of before again."""
         try:
-            engine, prompt, started = self._prepared()
+            engine, sample, prompt, started = self._prepared()
         except BaseException:
             self.messages = before
             raise
-        return self._answer(engine, prompt, started)
+        return self._answer(engine, sample, prompt, started)
 
-    def _prepared(self) -> tuple[Engine, str, float]:
-        """An engine that has read the conversation up to the answer, the text of it with marks, and when the reading began."""
+    def _prepared(self) -> tuple[Engine, Sample, str, float]:
+        """An engine that has read the conversation up to the answer, the answer, the conversation's text with marks, and when
+        the reading began.
+        """
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._points, self._weights = [], Watch(self.model)
@@ -115,15 +118,17 @@ class Chat:
         before = read or self.tokenizer.decode(context.last_ids if context else ())
         # all that was said, however much of it is read now: so that an answer does not depend on that
         earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
-        engine = Engine(self.model, self.tokenizer, encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
-                        StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context, earlier=earlier)
+        engine = Engine(self.model, self.tokenizer)
+        row, = engine.add_all(encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
+                              StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context,
+                              earlier=earlier)
         self.seed += 1
-        self.stats = Stats(engine.prompt_tokens)
+        self.stats = Stats(len(row.prompt_ids))
         self._keep(prompt, engine.context())
-        return engine, prompt, started
+        return engine, row.sample, prompt, started
 
-    def _answer(self, engine: Engine, prompt: str, started: float) -> Iterator[str]:
-        sample, stats, think = engine.samples[0], self.stats, self.think
+    def _answer(self, engine: Engine, sample: Sample, prompt: str, started: float) -> Iterator[str]:
+        stats, think = self.stats, self.think
         before = engine.context().last_ids
         begun = False
         try:

@@ -5,7 +5,6 @@ per token do not depend on the length of a text. Rows join and leave between ste
 and its options: not on the rows beside it, nor on how it is streamed.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,12 @@ from torch import Tensor
 from rwkv.config import Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, decoder_of
-from rwkv.generation.grammar import Grammar, Matcher
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.prefill import EMPTY, PASS, SLICE, Key, PrefillResult, PrefixCache, Reading, prefill
-from rwkv.generation.sampling import Penalties, logprobs, next_tokens
-from rwkv.generation.stopping import StoppingCriteria, StopStrings
+from rwkv.generation.row import CANCELLED, Row, Sample
+from rwkv.generation.sampling import Penalties, next_tokens
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 from rwkv.model.operators import drawing
@@ -28,30 +29,7 @@ from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
-CANCELLED, NO_TOKEN = "cancelled", "no_token"            # finish reasons
-# Of each byte its 8 bits, the lowest first, as bools that are True where the bit is 0; 8 bools are one int64, (256) in all.
-ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
 WARM_TOKENS = 4                          # of a text that nobody reads
-AT_ONCE = 64                             # random numbers of a row that are made together
-
-
-@dataclass
-class Sample:
-    """One generated text.
-
-    prompt: the text to continue; empty where it was given as ids. text: the continuation of the prompt. finish_reason:
-    "length", "stop", "end_of_text", "cancelled", or "no_token" where the grammar, with the tokens that are banned, leaves no
-    token or has become too complex; None while the text is generated.
-    tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested; of the
-    tokens that the grammar allows, before all other options.
-    """
-
-    prompt: str
-    seed: int
-    text: str = ""
-    finish_reason: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
@@ -65,8 +43,9 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
     before the first piece is requested, where an option is wrong, the prompt cannot be encoded or the tokenizer does not fit
     the model.
     """
-    engine = Engine(model, tokenizer, [prompt], [seed], StoppingCriteria(max_new_tokens, stop, stop_tokens),
-                    Sampling(**sampling), context, cache, grammar=grammar)
+    engine = Engine(model, tokenizer, cache)
+    engine.add_all([prompt], [seed], StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), context,
+                   grammar=grammar)
     return (piece for _, piece in engine if piece)
 
 
@@ -83,35 +62,25 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """
     prompts = strings("prompts", prompts)
-    engine = Engine(model, tokenizer, prompts, [0] * len(prompts) if seeds is None else seeds,
-                    StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), cache=cache, n_logprobs=logprobs,
-                    grammar=grammar)
-    for _ in engine:
-        pass
-    return engine.samples
+    engine = Engine(model, tokenizer, cache)
+    rows = engine.add_all(prompts, [0] * len(prompts) if seeds is None else seeds,
+                          StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), n_logprobs=logprobs,
+                          grammar=grammar)
+    engine.run()
+    return [row.sample for row in rows]
 
 
 class Engine:
     """Continues texts together, one row for each, which join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    The constructor checks the options, adds a row for each of `prompts`, texts or lists of ids, and reads them; it raises
-    ValueError as generate does.
-    samples: their texts as far as they are generated. prompt_tokens: the number of tokens in these prompts. add() brings a row
-    later; its prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache: also gets what
-    each row has read and written when it ends. Where the model's weights change meanwhile, the next step reads the new ones (as
-    far as rwkv/model/derived.py can tell), from the states that the old ones left. Not for several threads.
+    add() brings a row, whose prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache:
+    also gets what each row has read and written when it ends. Where the model's weights change meanwhile, the next step reads
+    the new ones (as far as rwkv/model/derived.py can tell), from the states that the old ones left. Not for several threads.
+    Raises UserError where the tokenizer has more tokens than the model.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompts: Sequence[str] | Sequence[list[int]] = (),
-                 seeds: Sequence[int] = (),
-                 stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
-                 context: PrefillResult | None = None, cache: PrefixCache | None = None, n_logprobs: int = 0,
-                 earlier: Sequence[int] = (), grammar: Grammar | None = None) -> None:
-        checked = _checked(prompts)
-        seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
-        if len(checked) != len(seeds):
-            raise UserError(f"one seed per prompt: got {len(checked)} prompts and {len(seeds)} seeds")
+    def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
                             "belong together")
@@ -123,18 +92,28 @@ class Engine:
         self._drawn: Tensor | None = None                # the tokens drawn last, while the decoder has not read them
         self._added = 0                                  # rows so far
 
+    def add_all(self, prompts: Sequence[str] | Sequence[list[int]], seeds: Sequence[int],
+                stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
+                context: PrefillResult | None = None, n_logprobs: int = 0, earlier: Sequence[int] = (),
+                grammar: Grammar | None = None) -> list[Row]:
+        """A row for each of the prompts, with equal options and a seed each; all prompts are read now.
+
+        n_logprobs: 0 for none. Raises ValueError as `generate` does, before anything is read.
+        """
+        checked, seeds = _checked(prompts), whole_numbers("seed", seeds, most=LARGEST_SEED)
+        if len(checked) != len(seeds):
+            raise UserError(f"one seed per prompt: got {len(checked)} prompts and {len(seeds)} seeds")
         n = whole_number("logprobs", n_logprobs) or None
         rows = [self.add(prompt, seed, stopping, sampling, n, context, earlier=earlier, grammar=grammar)
                 for prompt, seed in zip(checked, seeds, strict=True)]
-        self.samples = [row.sample for row in rows]
-        self.prompt_tokens = sum(len(row.prompt_ids) for row in rows)
         while self._readings:
             self._read_prompts()
+        return rows
 
     def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
             sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
             prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None,
-            keep: bool = False, after: Key | None = None) -> "Row":
+            keep: bool = False, after: Key | None = None) -> Row:
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
         n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
@@ -171,13 +150,17 @@ class Engine:
         for n_logprobs in (None, 1):                     # one row, then two
             texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
             texts.step()
-        for _ in texts:
-            pass
+        texts.run()
 
     @property
     def unfinished(self) -> bool:
         """Whether a prompt is still to be read or a text is not finished."""
         return bool(self._readings) or any(row.stays for row in self._rows)
+
+    def run(self) -> None:
+        """Generates to the end of all texts."""
+        for _ in self:
+            pass
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         while self.unfinished:
@@ -354,8 +337,8 @@ class Engine:
         own, ids, values = logprobs(logits[positions], torch.tensor([tokens[position] for position in positions]), n)
         for index, position in enumerate(positions):
             row = self._rows[position]
-            entry = self._logprob_entry(tokens[position], own[index], ids[index], values[index], row.n_logprobs, row.last_ids())
-            row.sample.logprobs.append(entry)
+            row.sample.logprobs.append(entry(self._tokenizer, tokens[position], own[index], ids[index], values[index],
+                                             row.n_logprobs, row.last_ids()))
 
     def _name_prompt_logprobs(self, shared: "_Shared") -> None:
         """Entries for the tokens after those of the part that was read last: a long prompt's together would take seconds."""
@@ -365,19 +348,8 @@ class Engine:
             for token, its_own, its_ids, its_values in zip(following, own, ids, values, strict=True):
                 place = len(shared.logprobs) + 1
                 before = shared.reading.tokens[max(0, place - LAST_IDS):place]
-                shared.logprobs.append(self._logprob_entry(token, its_own, its_ids, its_values, shared.n_logprobs, before))
+                shared.logprobs.append(entry(self._tokenizer, token, its_own, its_ids, its_values, shared.n_logprobs, before))
         shared.reading.logprobs.clear()
-
-    def _logprob_entry(self, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor, n: int | None,
-                       before: Sequence[int]) -> dict[str, Any]:
-        """before: the ids that the token follows, the last ones of them."""
-        tokens = [token, *likeliest.tolist()[:n]]
-        names = self._tokenizer.names(tokens, before)
-        logprobs = [logprob.item(), *their_logprobs.tolist()[:n]]
-        own, *top = [{"token": each, "text": name, "logprob": value}
-                     for each, name, value in zip(tokens, names, logprobs, strict=True)]
-        return {**own, "top": [entry for entry in top if entry["logprob"] > -math.inf]}
-
 
 @dataclass
 class _Shared:
@@ -387,7 +359,7 @@ class _Shared:
     context: PrefillResult | None
     n_logprobs: int | None
     after: Key | None
-    rows: "list[Row]"
+    rows: list[Row]
     logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens but the first
 
     def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> bool:
@@ -395,143 +367,8 @@ class _Shared:
         return same and self.reading.tokens == ids
 
 
-class Row:
-    """One text while it is generated: its random numbers, its text decoder and its stop strings.
-
-    sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
-    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. context: what was
-    read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one. kept: what
-    the row has read when its text has ended, the last token and a stop string included, where it was wanted; None for a row
-    that was cancelled. damaged: it was, since the context has led to logits that are not finite.
-    """
-
-    def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
-                 sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
-                 context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False,
-                 after: Key = EMPTY) -> None:
-        self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
-        self.sampling, self.penalties = sampling, penalties
-        self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
-        self.cache, self.after = cache, after
-        self.cached_tokens = 0
-        self.prompt_read = False
-        self.prompt_logprobs: list[dict[str, Any]] = []
-        self.last_token_in_text = True           # False after an end-of-text or stop token
-        self.kept: PrefillResult | None = None
-        self._keep = keep
-        self._ends, self._vocab_size = {*tokenizer.ends}, tokenizer.vocab_size
-        self._stopping = stopping
-        self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
-        self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
-        self.forbidden: Tensor | None = None
-        self._random = _uniform(sample.seed)
-        self.has_context = context is not None
-        self.damaged = False
-        self._before = [*(context.last_ids if context else ()), *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
-        self._text_decoder = tokenizer.decoder(self._before)
-        self._stop_strings = StopStrings(stopping.stop)
-        if stopping.max_new_tokens == 0:
-            sample.finish_reason = "length"
-
-    @property
-    def unfinished(self) -> bool:
-        return self.sample.finish_reason is None
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more comes: the text has ended, and the prompt is read unless the row was cancelled."""
-        return not self.unfinished and ((self.prompt_read and not self.owes_end) or self.sample.finish_reason == CANCELLED)
-
-    @property
-    def owes_end(self) -> bool:
-        """Whether the text has ended and `kept` is still to come."""
-        ended = self.prompt_read and self.sample.finish_reason not in (None, CANCELLED)
-        return self._keep and self.kept is None and ended
-
-    @property
-    def stays(self) -> bool:
-        """Whether the row has something to draw or to read."""
-        return self.unfinished or self.owes_end
-
-    @property
-    def read_after_text(self) -> str:
-        """What `kept` has read after the text that is shown: the stop string, and what its last token holds beyond it."""
-        return self._stop_strings.rest
-
-    def cancel(self) -> None:
-        """Ends the text where it is; the row leaves at the next step."""
-        if not self.complete:
-            self.sample.finish_reason = CANCELLED
-
-    def tokens_read(self) -> list[int]:
-        """The tokens that the state has read when the text has just ended: all but the one drawn last."""
-        written = self.sample.tokens
-        return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
-
-    def last_ids(self) -> list[int]:
-        """The last ids of the text, of the prompt and of what precedes it too."""
-        return [*self._before, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
-
-    def uniform(self) -> float:
-        """The row's next random number from [0, 1)."""
-        return next(self._random)
-
-    def find_allowed(self) -> bool:
-        """Finds what the grammar allows next; returns whether that is any token. What options ban is not drawn either."""
-        if self._matcher is None:
-            return True
-        mask = self._matcher.allowed()
-        if mask is None:
-            return False
-        self.forbidden = ZEROS[torch.frombuffer(mask, dtype=torch.uint8).int()].view(torch.bool)[:self._vocab_size]
-        if not self.sampling.banned:
-            return True
-        left_out = self.forbidden.clone()
-        left_out[list(self.sampling.banned)] = True
-        return not bool(left_out.all())
-
-    def end_without_token(self) -> str:
-        """Ends the text where no token may follow; returns the text that was held back."""
-        self.sample.finish_reason = NO_TOKEN
-        text = self._flush()
-        self.sample.text += text
-        return text
-
-    def push(self, token: int) -> str:
-        """Appends a token that was drawn; returns the text that can be shown now. Sets finish_reason where the text ends."""
-        sample = self.sample
-        if token in self._ends or token in self._stop_tokens:
-            self.last_token_in_text = False
-            sample.finish_reason = "end_of_text" if token in self._ends else "stop"
-            text = self._flush()
-        else:
-            sample.tokens.append(token)
-            if self._matcher is not None:
-                self._matcher.push(token)
-            text = self._stop_strings.push(self._text_decoder.push(token))
-            if self._stop_strings.found is None and len(sample.tokens) == self._stopping.max_new_tokens:
-                sample.finish_reason = "length"
-                text += self._flush()
-        if self._stop_strings.found is not None:
-            sample.finish_reason = "stop"
-        sample.text += text
-        return text
-
-    def _flush(self) -> str:
-        """The text held back, at the end."""
-        text = self._stop_strings.push(self._text_decoder.flush())
-        return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
-
-
 def _checked(prompts: Sequence[str] | Sequence[list[int]]) -> list[str | list[int]]:
     """The prompts, which are all lists, whose ids a row checks, or all texts. Raises UserError for others."""
     if prompts and all(isinstance(prompt, list) for prompt in prompts):
         return list(prompts)
     return list(strings("prompts", prompts))                     # type: ignore[arg-type]
-
-
-def _uniform(seed: int) -> Iterator[float]:
-    """Random numbers from [0, 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.rand(AT_ONCE, generator=generator, dtype=torch.float64).tolist()

@@ -15,9 +15,10 @@ from typing import TextIO
 
 from rwkv.config import GenerateConfig, Sampling, whole_number
 from rwkv.errors import UserError
-from rwkv.generation.engine import LARGEST_SEED, Engine, Sample
+from rwkv.generation.engine import LARGEST_SEED, Engine
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.row import Row, Sample
 from rwkv.generation.states import require_file, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
@@ -108,15 +109,16 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
         while batch := list(itertools.islice(jobs, config.batch_size)):
             texts, seeds = zip(*batch, strict=True)
             started = time.perf_counter()
-            engine = Engine(model, tokenizer, texts, seeds, stopping, sampling, context, n_logprobs=config.logprobs,
-                            grammar=grammar)
-            clock = _Clock(engine, started)
+            engine = Engine(model, tokenizer)
+            rows = engine.add_all(texts, seeds, stopping, sampling, context, config.logprobs, grammar=grammar)
+            samples = [row.sample for row in rows]
+            clock = _Clock(engine, rows, started)
             if config.stream and single:
-                _stream(engine, clock, stop)
+                _stream(samples[0], clock, stop)
             else:
-                _write_texts(engine, clock, stop, written)
+                _write_texts(samples, clock, stop, written)
             clock.stop()
-            _write_json(engine.samples, out or (sys.stderr if config.logprobs else None))
+            _write_json(samples, out or (sys.stderr if config.logprobs else None))
             print(clock.report(), file=sys.stderr)
             if config.save_state:
                 save_context(config.save_state, engine.context(), model, tokenizer)
@@ -132,8 +134,9 @@ class _Clock:
     Iterating over it iterates over the engine.
     """
 
-    def __init__(self, engine: Engine, started: float) -> None:
+    def __init__(self, engine: Engine, rows: list[Row], started: float) -> None:
         self._engine = engine
+        self._rows = rows
         self._started = started
         self._read = self._first = self._finished = time.perf_counter()
         self._written_first = 0
@@ -150,7 +153,7 @@ class _Clock:
 
     def report(self) -> str:
         """One line: what was read and written, in what time, with rates where enough was measured for one."""
-        read = self._engine.prompt_tokens
+        read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._read - self._started
         written = self._written()
         said = f"read {_tokens(read)} in {read_s:.2f} s"
@@ -163,16 +166,16 @@ class _Clock:
         return said
 
     def _written(self) -> int:
-        return sum(len(sample.tokens) for sample in self._engine.samples)
+        return sum(len(row.sample.tokens) for row in self._rows)
 
 
 def _tokens(count: int) -> str:
     return f"{count} token{'s' * (count != 1)}"
 
 
-def _stream(engine: Engine, clock: _Clock, stop: StopRequest) -> None:
+def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
     """Writes the only text as it is generated."""
-    print(engine.samples[0].prompt, end="", flush=True)
+    print(sample.prompt, end="", flush=True)
     for _, piece in clock:
         if piece:
             print(piece, end="", flush=True)
@@ -181,12 +184,12 @@ def _stream(engine: Engine, clock: _Clock, stop: StopRequest) -> None:
     print()
 
 
-def _write_texts(engine: Engine, clock: _Clock, stop: StopRequest, written: int) -> None:
+def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, written: int) -> None:
     """Generates all texts, then writes them; `written` is the number of texts written before."""
     for _ in clock:
         if stop.requested:
             break
-    for number, sample in enumerate(engine.samples, start=written):
+    for number, sample in enumerate(samples, start=written):
         print((SEPARATOR if number > 0 else "") + sample.prompt + sample.text, flush=True)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rwkv.errors import UserError
-from rwkv.generation.sampling import logprobs
+from rwkv.generation.logprobs import logprobs
 from rwkv.io.shares import Shares
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch

@@ -148,14 +148,6 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
 
 
-def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities before any option: those of tokens (B,); the ids (B,n) of the n likeliest, and theirs (B,n)."""
-    every = torch.log_softmax(logits.float().cpu(), -1)
-    likeliest = every.topk(min(n, every.shape[-1]))
-    of_tokens = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return of_tokens, likeliest.indices, likeliest.values
-
-
 def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The ids and logits (B,N) that top_k and top_p leave, most likely first; -inf marks a token that top_p drops.
 

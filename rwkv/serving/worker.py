@@ -16,9 +16,10 @@ from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, Sampling, ServeConfig
 from rwkv.errors import UserError
-from rwkv.generation.engine import Engine, Row
+from rwkv.generation.engine import Engine
 from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import Key, PrefillResult, PrefixCache
+from rwkv.generation.row import Row
 from rwkv.generation.states import StateForm
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING

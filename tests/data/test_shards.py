@@ -338,7 +338,7 @@ def wait_for(condition) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_an_interrupted_run_leaves_its_finished_shards(library: DataConfig, tmp_path: Path, number: int) -> None:
     whole = dataclasses.replace(library, cache_dir=str(tmp_path / "whole"))
     prepare(whole, 16)

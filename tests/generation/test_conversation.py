@@ -55,7 +55,8 @@ def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_p
         answer = "".join(chat.say(text))
         ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
         assert ids.count(chat.tokenizer.end_of_text) == turn
-        alone = Engine(chat.model, chat.tokenizer, [ids], [0], StoppingCriteria(12), chat.sampling)
+        alone = Engine(chat.model, chat.tokenizer)
+        alone.add_all([ids], [0], StoppingCriteria(12), chat.sampling)
         assert answer == "".join(piece for _, piece in alone)
 
 
@@ -101,7 +102,8 @@ def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(t
     for text in ("bad", "cab"):
         answer = "".join(chat.say(text))
         ids, = encode(tokenizer, [chat.template.render(chat.messages[:-1])])
-        alone = Engine(chat.model, tokenizer, [ids], [0], StoppingCriteria(12), sampling)
+        alone = Engine(chat.model, tokenizer)
+        alone.add_all([ids], [0], StoppingCriteria(12), sampling)
         assert answer == "".join(piece for _, piece in alone)
         assert chat._points[-1][1].last_ids == alone.context().last_ids
     assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # after end_of_text

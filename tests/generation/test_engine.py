@@ -20,8 +20,9 @@ from rwkv.errors import UserError
 from rwkv.generation import engine as engine_module
 from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import decoder_of
-from rwkv.generation.engine import Engine, Row, Sample, generate, generate_batch
+from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
+from rwkv.generation.row import Row, Sample
 from rwkv.generation.sampling import Sampling, changed, distribution, next_tokens
 from rwkv.generation.states import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
@@ -309,9 +310,10 @@ def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.Monk
     """The second turn reads only what is new: the prompt, the answer's last token and the new words."""
     model, cache = MODELS[kernel], PrefixCache()
     prompt = "a question of some length: "
-    engine = Engine(model, BYTES, [prompt], [0], StoppingCriteria(6), Sampling(banned=(0,)), cache=cache)
+    engine = Engine(model, BYTES, cache)
+    rows = engine.add_all([prompt], [0], StoppingCriteria(6), Sampling(banned=(0,)))
     list(engine)
-    tokens = [*prompt.encode(), *engine.samples[0].tokens, *b"more"]
+    tokens = [*prompt.encode(), *rows[0].sample.tokens, *b"more"]
     expected = Engine(model, BYTES)
     expected = _finished(expected, expected.add(tokens, 3, StoppingCriteria(20)))
     again = Engine(model, BYTES, cache=cache)
@@ -383,7 +385,8 @@ def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.Mon
     monkeypatch.setattr(prefill_module, "PASS", 24)
     monkeypatch.setattr(prefill_module, "SLICE", 8)
     monkeypatch.setattr(engine_module, "SLICE", 8)
-    engine = Engine(MODELS["conv1d"], BYTES, ["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
+    engine = Engine(MODELS["conv1d"], BYTES)
+    engine.add_all(["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
     late = [engine.add("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))) for length in (50, 3, 4)]
     passes, parts, read_part = watch(monkeypatch), list[int](), Reading.read_part
 
@@ -444,7 +447,8 @@ def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
     for entry in sample.logprobs:
         assert {other["token"]: other["text"] for other in entry["top"]}.get(entry["token"], entry["text"]) == entry["text"]
 
-    engine = Engine(model, tokenizer, ["bad"], [0], StoppingCriteria(1), Sampling(**options))
+    engine = Engine(model, tokenizer)
+    engine.add_all(["bad"], [0], StoppingCriteria(1), Sampling(**options))
     first = "".join(piece for _, piece in engine)
     save_context(tmp_path / "state.safetensors", engine.context(), model, tokenizer)
     for context in (engine.context(), load_context(tmp_path / "state.safetensors", model, tokenizer)):
@@ -462,11 +466,13 @@ def test_a_prompt_goes_on_after_a_state(kind: str, tmp_path: Path) -> None:
     """Its ids are those that it has in the whole text."""
     tokenizer = JsonTokenizer(KINDS[kind])
     model = small_model(vocab_size=tokenizer.vocab_size)
-    engine = Engine(model, tokenizer, ["bad"], [0], StoppingCriteria(0))
+    engine = Engine(model, tokenizer)
+    engine.add_all(["bad"], [0], StoppingCriteria(0))
     list(engine)
     save_context(tmp_path / "state.safetensors", engine.context(), model, tokenizer)
     context = load_context(tmp_path / "state.safetensors", model, tokenizer)
-    longer = Engine(model, tokenizer, [" cab"], [0], StoppingCriteria(0), context=context)
+    longer = Engine(model, tokenizer)
+    longer.add_all([" cab"], [0], StoppingCriteria(0), context=context)
     list(longer)
     assert longer.context().last_ids == (*tokenizer.encode("bad cab"),)
 
@@ -492,7 +498,8 @@ def test_stop_tokens_end_a_text_and_are_not_shown() -> None:
 def test_a_context_goes_on_as_if_there_had_been_no_break() -> None:
     model, options = MODELS["torch_scan"], Sampling(temperature=0)
     whole = "".join(generate(model, BYTES, "The ", 20, temperature=0))
-    engine = Engine(model, BYTES, ["The "], [0], StoppingCriteria(8), options)
+    engine = Engine(model, BYTES)
+    engine.add_all(["The "], [0], StoppingCriteria(8), options)
     first = "".join(piece for _, piece in engine)
     context = engine.context()
     rest = "".join(generate(model, BYTES, "", 12, temperature=0, context=context))
@@ -504,11 +511,12 @@ def test_a_context_goes_on_as_if_there_had_been_no_break() -> None:
 
 def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
     model = MODELS["conv1d"]
-    engine = Engine(model, BYTES, ["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
+    engine = Engine(model, BYTES)
+    rows = engine.add_all(["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
     for count, _ in enumerate(engine, 1):
         if count == 7:
             break
-    assert_close(engine.context(), prefill(model, torch.tensor([[*b"ab", *engine.samples[0].tokens]])))
+    assert_close(engine.context(), prefill(model, torch.tensor([[*b"ab", *rows[0].sample.tokens]])))
 
 
 @torch.no_grad()
@@ -524,14 +532,14 @@ def test_logprobs_are_kept_for_each_token() -> None:
 
 def test_an_iteration_that_was_left_can_be_continued() -> None:
     options = {"repetition_penalty": 1.5, "temperature": 0.5}
-    engine = Engine(MODELS["conv1d"], BYTES, ["ab", "c"], [0, 1], StoppingCriteria(12), Sampling(**options))
+    engine = Engine(MODELS["conv1d"], BYTES)
+    rows = engine.add_all(["ab", "c"], [0, 1], StoppingCriteria(12), Sampling(**options))
     for _ in engine.step():
         pass
     for _, _ in engine:
         break
-    for _ in engine:
-        pass
-    assert engine.samples == generate_batch(MODELS["conv1d"], BYTES, ["ab", "c"], 12, seeds=[0, 1], **options)
+    engine.run()
+    assert [row.sample for row in rows] == generate_batch(MODELS["conv1d"], BYTES, ["ab", "c"], 12, seeds=[0, 1], **options)
 
 
 def test_pieces_come_before_the_text_is_finished() -> None:

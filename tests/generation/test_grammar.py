@@ -18,9 +18,11 @@ from schemas import SCHEMAS, closed, drawn
 
 from rwkv.config import GenerateConfig, Sampling
 from rwkv.errors import UserError
-from rwkv.generation.engine import NO_TOKEN, Engine, Sample, StoppingCriteria, generate, generate_batch
+from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.output import check_config, run_generation
+from rwkv.generation.row import NO_TOKEN, Sample
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()

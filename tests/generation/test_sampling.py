@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kernels.draw import Draw
 from rwkv.config import Sampling
+from rwkv.generation.logprobs import logprobs
 from rwkv.generation.sampling import (
     SHORTLIST,
     Penalties,
     changed,
     distribution,
-    logprobs,
     next_tokens,
     pick,
 )

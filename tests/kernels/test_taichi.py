@@ -45,7 +45,8 @@ def test_taichis_variables_change_nothing(variables: dict[str, str]) -> None:
     assert softmax(**variables) == ""
 
 
-@pytest.mark.parametrize("folder", ["/proc/no", "/proc/self", "/dev/null"])
+@pytest.mark.parametrize("folder", [pytest.param("/proc/no", marks=pytest.mark.soak), "/proc/self",
+                                    pytest.param("/dev/null", marks=pytest.mark.soak)])
 def test_a_cache_folder_that_cannot_be_written_is_not_used(folder: str) -> None:
     assert softmax(TI_OFFLINE_CACHE_FILE_PATH=folder) == ""
     assert softmax(HOME=folder, XDG_CACHE_HOME=folder) == ""

@@ -42,6 +42,7 @@ def cubins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return arch, once, json.loads(done.stdout)
 
 
+@pytest.mark.soak
 def test_under_the_interpreter(tmp_path: Path) -> None:
     done = finished(["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"], tmp_path, interpret=True)
     assert done.returncode == 0, done.stdout + done.stderr

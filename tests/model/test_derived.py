@@ -93,13 +93,14 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
     """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
     allowed = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}[dtype]
     model = frozen(dtype, generation)
-    engine = Engine(model, BYTES, ["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
+    engine = Engine(model, BYTES)
+    rows = engine.add_all(["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
     for i, name in enumerate(list(dict(model.named_parameters()))):
         engine.step()
         state, before = engine.context().state, model.get_parameter(name).detach().clone()
         CHANGES[i % len(CHANGES)](model, name, model.get_parameter(name))
         engine.step()
-        token = torch.tensor([[engine.samples[0].tokens[-1]]])
+        token = torch.tensor([[rows[0].sample.tokens[-1]]])
         expected = model.prefill(token, state)[0].float()
         for logits in (engine.context().logits, decoder_of(model, state).step(token[0])):
             assert (logits.float() - expected).abs().max() < allowed * max(1.0, float(expected.abs().max())), name

@@ -86,10 +86,10 @@ def test_the_end_of_an_answer_is_a_state_as_generate_saves_it(api: httpx.Client,
         state = chunks[-1]["choices"][0]["state"]
     else:
         state = ok(answer)["choices"][0]["state"]
-    engine = Engine(model, BYTES, ["once"], [7], StoppingCriteria(body["max_tokens"], ending.get("stop", ())),
-                    Sampling(**PLAIN, logit_bias={0: 100.0} if "logit_bias" in ending else {}))
-    for _ in engine:
-        pass
+    engine = Engine(model, BYTES)
+    engine.add_all(["once"], [7], StoppingCriteria(body["max_tokens"], ending.get("stop", ())),
+                   Sampling(**PLAIN, logit_bias={0: 100.0} if "logit_bias" in ending else {}))
+    engine.run()
     (tmp_path / "found.safetensors").write_bytes(api.get(f"/states/{state}/content").content)
     found, expected = load_context(tmp_path / "found.safetensors", model, BYTES), engine.context()
     assert found.last_ids == expected.last_ids

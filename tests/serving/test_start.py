@@ -50,16 +50,18 @@ def test_the_engine_is_warm_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) 
 
 def test_warming_up_leaves_nothing_behind() -> None:
     cache = PrefixCache(2**20)
-    engine = Engine(small_model("reference", vocab_size=256), ByteTokenizer(), ["ab"], [1], cache=cache)
+    engine = Engine(small_model("reference", vocab_size=256), ByteTokenizer(), cache)
+    rows = engine.add_all(["ab"], [1])
     entries = len(cache)
     engine.warm_up()
     for _ in engine:
         pass
-    after = engine.samples[0].text
-    alone = Engine(small_model("reference", vocab_size=256), ByteTokenizer(), ["ab"], [1])
+    after = rows[0].sample.text
+    alone = Engine(small_model("reference", vocab_size=256), ByteTokenizer())
+    its_rows = alone.add_all(["ab"], [1])
     for _ in alone:
         pass
-    assert after == alone.samples[0].text
+    assert after == its_rows[0].sample.text
     assert entries == 1
 
 

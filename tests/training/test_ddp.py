@@ -74,6 +74,7 @@ def impatient(rank: int, folder: Path, port: int) -> None:
         (folder / f"{rank}.txt").write_text(found)
 
 
+@pytest.mark.soak
 def test_the_others_wait_as_long_as_the_first_one_needs(tmp_path: Path) -> None:
     """It tokenises for all, for hours where there is much; torch's own patience, half an hour, is a second here."""
     with socket.socket() as sock:

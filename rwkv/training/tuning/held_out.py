@@ -51,11 +51,11 @@ def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
 def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, found: list[Prompt]) -> list[str]:
     """The likeliest text after each prompt, of trainer.sample_tokens at most. Raises ValueError as Engine does."""
     stop = template_of(config.data).stop if config.data.name == "chat" else ()
-    engine = Engine(model, tokenizer, [prompt.ids for prompt in found], [config.seed] * len(found),
-                    StoppingCriteria(config.trainer.sample_tokens, stop), Sampling(temperature=0.0))
-    for _ in engine:
-        pass
-    return [sample.text for sample in engine.samples]
+    engine = Engine(model, tokenizer)
+    rows = engine.add_all([prompt.ids for prompt in found], [config.seed] * len(found),
+                          StoppingCriteria(config.trainer.sample_tokens, stop), Sampling(temperature=0.0))
+    engine.run()
+    return [row.sample.text for row in rows]
 
 
 def readable(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -54,8 +54,9 @@ def tuned(run: Run, *options: str, base: str = "base7.safetensors") -> Path:
 @pytest.mark.parametrize(("base", "options"), [
     ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]",)),
     ("base7.safetensors", ("trainer.precision=bf16-mixed", "trainer.activation_checkpointing=true", "trainer.accumulate=2")),
-    ("base7.safetensors", ("trainer.tbptt=2", "tune.base=int8")),
-    ("base7.safetensors", ("tune.base=int4", "trainer.sample_every=1")), ("base4.safetensors", ("tune.base=bfloat16",)),
+    pytest.param("base7.safetensors", ("trainer.tbptt=2", "tune.base=int8"), marks=pytest.mark.soak),
+    ("base7.safetensors", ("tune.base=int4", "trainer.sample_every=1")),
+    pytest.param("base4.safetensors", ("tune.base=bfloat16",), marks=pytest.mark.soak),
 ])
 def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base: str, options: tuple[str, ...]) -> None:
     out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)

@@ -1,0 +1,29 @@
+"""Log-probabilities of tokens, as the model gives them before all options, and what an answer says of one."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+
+def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities before any option: those of tokens (B,); the ids (B,n) of the n likeliest, and theirs (B,n)."""
+    every = torch.log_softmax(logits.float().cpu(), -1)
+    likeliest = every.topk(min(n, every.shape[-1]))
+    of_tokens = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return of_tokens, likeliest.indices, likeliest.values
+
+
+def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor, n: int | None,
+          before: Sequence[int]) -> dict[str, Any]:
+    """A token with its text and log-probability, and the n likeliest ones in its place. before: the last ids before it."""
+    tokens = [token, *likeliest.tolist()[:n]]
+    names = tokenizer.names(tokens, before)
+    values = [logprob.item(), *their_logprobs.tolist()[:n]]
+    own, *top = [{"token": each, "text": name, "logprob": value}
+                 for each, name, value in zip(tokens, names, values, strict=True)]
+    return {**own, "top": [each for each in top if each["logprob"] > -math.inf]}

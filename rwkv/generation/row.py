@@ -1,0 +1,175 @@
+"""One text while it is generated, which knows nothing of the others: what it may be, what has been drawn, and how it ends."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv.config import Sampling, whole_number
+from rwkv.generation.grammar import Grammar, Matcher
+from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache
+from rwkv.generation.sampling import Penalties
+from rwkv.generation.stopping import StoppingCriteria, StopStrings
+from rwkv.tokenizer.decoders import LAST_IDS
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+CANCELLED, NO_TOKEN = "cancelled", "no_token"            # finish reasons
+# Of each byte its 8 bits, the lowest first, as bools that are True where the bit is 0; 8 bools are one int64, (256) in all.
+ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
+AT_ONCE = 64                             # random numbers of a row that are made together
+
+
+@dataclass
+class Sample:
+    """One generated text.
+
+    prompt: the text to continue; empty where it was given as ids. text: the continuation of the prompt. finish_reason:
+    "length", "stop", "end_of_text", "cancelled", or "no_token" where the grammar, with the tokens that are banned, leaves no
+    token or has become too complex; None while the text is generated.
+    tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested; of the
+    tokens that the grammar allows, before all other options.
+    """
+
+    prompt: str
+    seed: int
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Row:
+    """One text while it is generated: its random numbers, its text decoder and its stop strings.
+
+    sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
+    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. context: what was
+    read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one. kept: what
+    the row has read when its text has ended, the last token and a stop string included, where it was wanted; None for a row
+    that was cancelled. damaged: it was, since the context has led to logits that are not finite.
+    """
+
+    def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
+                 sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
+                 context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False,
+                 after: Key = EMPTY) -> None:
+        self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
+        self.sampling, self.penalties = sampling, penalties
+        self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
+        self.cache, self.after = cache, after
+        self.cached_tokens = 0
+        self.prompt_read = False
+        self.prompt_logprobs: list[dict[str, Any]] = []
+        self.last_token_in_text = True           # False after an end-of-text or stop token
+        self.kept: PrefillResult | None = None
+        self._keep = keep
+        self._ends, self._vocab_size = {*tokenizer.ends}, tokenizer.vocab_size
+        self._stopping = stopping
+        self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
+        self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
+        self.forbidden: Tensor | None = None
+        self._random = _uniform(sample.seed)
+        self.has_context = context is not None
+        self.damaged = False
+        self._before = [*(context.last_ids if context else ()), *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
+        self._text_decoder = tokenizer.decoder(self._before)
+        self._stop_strings = StopStrings(stopping.stop)
+        if stopping.max_new_tokens == 0:
+            sample.finish_reason = "length"
+
+    @property
+    def unfinished(self) -> bool:
+        return self.sample.finish_reason is None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more comes: the text has ended, and the prompt is read unless the row was cancelled."""
+        return not self.unfinished and ((self.prompt_read and not self.owes_end) or self.sample.finish_reason == CANCELLED)
+
+    @property
+    def owes_end(self) -> bool:
+        """Whether the text has ended and `kept` is still to come."""
+        ended = self.prompt_read and self.sample.finish_reason not in (None, CANCELLED)
+        return self._keep and self.kept is None and ended
+
+    @property
+    def stays(self) -> bool:
+        """Whether the row has something to draw or to read."""
+        return self.unfinished or self.owes_end
+
+    @property
+    def read_after_text(self) -> str:
+        """What `kept` has read after the text that is shown: the stop string, and what its last token holds beyond it."""
+        return self._stop_strings.rest
+
+    def cancel(self) -> None:
+        """Ends the text where it is; the row leaves at the next step."""
+        if not self.complete:
+            self.sample.finish_reason = CANCELLED
+
+    def tokens_read(self) -> list[int]:
+        """The tokens that the state has read when the text has just ended: all but the one drawn last."""
+        written = self.sample.tokens
+        return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
+
+    def last_ids(self) -> list[int]:
+        """The last ids of the text, of the prompt and of what precedes it too."""
+        return [*self._before, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
+
+    def uniform(self) -> float:
+        """The row's next random number from [0, 1)."""
+        return next(self._random)
+
+    def find_allowed(self) -> bool:
+        """Finds what the grammar allows next; returns whether that is any token. What options ban is not drawn either."""
+        if self._matcher is None:
+            return True
+        mask = self._matcher.allowed()
+        if mask is None:
+            return False
+        self.forbidden = ZEROS[torch.frombuffer(mask, dtype=torch.uint8).int()].view(torch.bool)[:self._vocab_size]
+        if not self.sampling.banned:
+            return True
+        left_out = self.forbidden.clone()
+        left_out[list(self.sampling.banned)] = True
+        return not bool(left_out.all())
+
+    def end_without_token(self) -> str:
+        """Ends the text where no token may follow; returns the text that was held back."""
+        self.sample.finish_reason = NO_TOKEN
+        text = self._flush()
+        self.sample.text += text
+        return text
+
+    def push(self, token: int) -> str:
+        """Appends a token that was drawn; returns the text that can be shown now. Sets finish_reason where the text ends."""
+        sample = self.sample
+        if token in self._ends or token in self._stop_tokens:
+            self.last_token_in_text = False
+            sample.finish_reason = "end_of_text" if token in self._ends else "stop"
+            text = self._flush()
+        else:
+            sample.tokens.append(token)
+            if self._matcher is not None:
+                self._matcher.push(token)
+            text = self._stop_strings.push(self._text_decoder.push(token))
+            if self._stop_strings.found is None and len(sample.tokens) == self._stopping.max_new_tokens:
+                sample.finish_reason = "length"
+                text += self._flush()
+        if self._stop_strings.found is not None:
+            sample.finish_reason = "stop"
+        sample.text += text
+        return text
+
+    def _flush(self) -> str:
+        """The text held back, at the end."""
+        text = self._stop_strings.push(self._text_decoder.flush())
+        return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
+
+
+def _uniform(seed: int) -> Iterator[float]:
+    """Random numbers from [0, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.rand(AT_ONCE, generator=generator, dtype=torch.float64).tolist()
