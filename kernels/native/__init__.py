@@ -91,8 +91,8 @@ def _function(name: str, of_level: str) -> Callable[[Any, int], None]:
     try:
         function = getattr(_library(), f"{name}_{of_level}")
     except AttributeError:               # an author's, who has written the C and not built it
-        raise KernelUnavailable(f"the C library has no function {name} for {of_level}: name it ENTRY({name}) in a file in a csrc "
-                                "folder, and run make native") from None
+        raise KernelUnavailable(f"the C library has no function {name} for {of_level}: name it ENTRY({name}) in a file in a "
+                                "csrc folder, and run make native") from None
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), None
     return function
 

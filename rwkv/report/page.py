@@ -363,7 +363,8 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
 td.text { white-space: normal; overflow-wrap: anywhere; min-width: 12em; }
 figure p { margin: 4px 0 0; font-size: 0.86rem; }
 td small { display: block; white-space: normal; color: var(--quiet); font-size: 0.76rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 14px; align-items: start; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 14px;
+         align-items: start; }
 figure { margin: 0; padding: 10px 12px; border: 1px solid var(--rule); border-radius: 6px; background: var(--card); }
 figcaption { font-size: 0.9rem; margin-bottom: 6px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0; font-size: 0.9rem; }

@@ -85,6 +85,6 @@ def _change(measure: str, row: tuple[Run, str]) -> str:
     before, after = (run.tuned.get(when, {}).get(f"{subject}/{measure}") for when in WHEN)
     if before is None or after is None:
         return ""
-    change = round(after - before, PLACES) + 0.0         # what is shown as +0.0000 is neither gained nor lost, and never -0.0000
+    change = round(after - before, PLACES) + 0.0         # what is shown as +0.0000 is neither gained nor lost
     word = "gained" if change < 0 else "lost" if change > 0 else "the same"
     return f"<td{' class=bad' if change > 0 else ''}>{change:+.{PLACES}f}<small>{word}</small></td>"

@@ -119,7 +119,8 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
             log(f"no sample: {error}")
         print(flush=True)
     from_it = quote(f"checkpoint={out_dir}")
-    log(f"\nmore: python chat.py {from_it}" if config.data.name == "chat" else f"\nmore: python generate.py {from_it} prompt=...")
+    more = f"chat.py {from_it}" if config.data.name == "chat" else f"generate.py {from_it} prompt=..."
+    log(f"\nmore: python {more}")
 
 
 def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:

@@ -395,8 +395,8 @@ def test_the_plan_says_how_long_threads_wait(run: Run, monkeypatch: pytest.Monke
     assert "fused" in next(line for line in error.splitlines() if line.startswith("blocks"))
 
 
-@pytest.mark.parametrize(("init_from", "steps", "said"), [("base.pth", 3, True), ("base.pth", 10, True), ("base.pth", 11, False),
-                                                          (None, 3, False)])
+@pytest.mark.parametrize(("init_from", "steps", "said"), [("base.pth", 3, True), ("base.pth", 10, True),
+                                                          ("base.pth", 11, False), (None, 3, False)])
 def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, said: bool) -> None:
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),

@@ -83,7 +83,7 @@ def _bar(**options: Any) -> tqdm:
                 file=sys.stderr, position=None if terminal else 0, **options)
 
 
-def _advance(bar: tqdm, steps: int) -> None:
+def _advance(bar: tqdm, steps: float) -> None:
     """As bar.update. Where that writes a line, the next one comes after as long a time again, and after LAST_LINE at most."""
     if bar.update(steps) and bar.mininterval >= FIRST_LINE:
         bar.mininterval = min(LAST_LINE, 2 * bar.mininterval)
