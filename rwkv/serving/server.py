@@ -1,7 +1,7 @@
 """Binds the address, starts the engine, shows the plan, and serves until a signal comes."""
 
-import errno
 import asyncio
+import errno
 import signal
 import socket
 import sys
