@@ -62,7 +62,7 @@ files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## every kind of f
 		$(if $(RWKV_LM),--rwkv-lm $(RWKV_LM))
 
 native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every system, into kernels/native/lib: zig's clang from PyPI
-	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python
+	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python $(ARGS)
 
 gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
 	$(PYTHON) -m kernels.bench.gpu_check $(OUT)

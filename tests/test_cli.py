@@ -307,6 +307,8 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("--seed=1", "--seed=1; options are written without dashes: seed=1"),
     ("--plan", "--plan; options are written without dashes: plan="),
     ("--m", "--m"),
+    ("--max_steps", "trainer.max_steps=VALUE"), ("--batch-size=4", "data.batch_size=4"), ("--kernel=conv1d", ": kernel=conv1d"),
+    ("max_steps", "trainer.max_steps=VALUE"), ("book.txt", "data=text data.path=book.txt"),
     ("trainer=gpu", "trainer=gpu"),
 ])
 def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, said: str) -> None:

@@ -25,6 +25,11 @@ def test_every_folder_of_the_product_is_a_package() -> None:
     assert set(packages) == {folder.replace("/", ".") for folder in folders} | {"rwkv.configs"}
 
 
+def test_a_command_is_a_program_and_not_a_part_of_one() -> None:
+    assert set(COMMANDS) == {"chat", "generate", "serve", "train", "convert", "evaluate", "lm_eval", "report", "kernels",
+                             "bench"}
+
+
 @pytest.mark.programs
 @pytest.mark.parametrize(("arguments", "status"), [((), 0), (("--help",), 0), (("nope",), 2)])
 def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int) -> None:

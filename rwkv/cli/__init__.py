@@ -205,7 +205,7 @@ def check(line: CommandLine, schema: type) -> None:
     """Raises UserError for an unknown flag, an unknown option and an unknown choice of a group."""
     for flag in (flag for flag in line.flags if flag.startswith("-") and flag not in FLAGS):
         name, _, value = flag.lstrip("-").partition("=")
-        raise UserError(f"unknown flag {flag}; options are written without dashes: {name}={value or 'VALUE'}")
+        raise UserError(f"unknown flag {flag}; options are written without dashes: {_meant(name, schema)}={value or 'VALUE'}")
     for override in line.overrides:
         check_override(override, schema)
 
@@ -213,18 +213,45 @@ def check(line: CommandLine, schema: type) -> None:
 def check_override(override: str, schema: type) -> None:
     key, equals, value = override.partition("=")
     if not equals:
-        raise UserError(f"cannot read {override!r}: options are written key=value, for instance kernel=conv1d")
+        raise UserError(f"cannot read {override!r}: options are written key=value, for instance {_example(override, schema)}")
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    of_program = {item.name for item in fields(schema)}.union(OPTIONAL)
+    of_program = _of_program(schema)
     if key in ("kernel", "kernel.name") or (key in of_program and (CONFIGS / key).is_dir()):
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):
-        close = close_to(key, [*options(schema), *(group for group in of_program if (CONFIGS / group).is_dir())])
+        close = close_to(key, _names(schema))
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
         raise UserError(f"unknown option {key}; {hint}")
+
+
+def _of_program(schema: type) -> set[str]:
+    """The options of `schema` without a dot, its groups among them."""
+    return {item.name for item in fields(schema)}.union(OPTIONAL)
+
+
+def _names(schema: type) -> list[str]:
+    """All that can stand before an equals sign."""
+    groups = (name for name in _of_program(schema) if name == "kernel" or (CONFIGS / name).is_dir())
+    return [*options(schema), *sorted(groups)]
+
+
+def _meant(name: str, schema: type) -> str:
+    """The one option that `name` may stand for, as trainer.max_steps for max-steps; `name` itself where there are others."""
+    close = [] if name in _names(schema) else close_to(name, _names(schema))
+    return close[0] if len(close) == 1 else name
+
+
+def _example(word: str, schema: type) -> str:
+    """An option as it is written, for who wrote a word alone: with that word, where it is one's name or may be a path."""
+    meant = _meant(word, schema)
+    if meant in _names(schema):
+        return f"{meant}=VALUE"
+    if Path(word).suffix or "/" in word:
+        return f"{'checkpoint' if 'checkpoint' in options(schema) else 'data=text data.path'}={word}"
+    return "kernel=conv1d"
 
 
 def close_to(key: str, known: list[str]) -> list[str]:

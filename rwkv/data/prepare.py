@@ -14,6 +14,7 @@ The data alone determine the validation split; the rest is for training (f = val
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -25,8 +26,10 @@ from rwkv.data.conversations import Tokenised, tokenise
 from rwkv.data.sources import open_source
 from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import TokenArray
+from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
+from rwkv.io.lines import labelled
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
@@ -113,8 +116,10 @@ class Corpus:
 
     def describe(self) -> str:
         """One line for people."""
+        size = self.sizes.train_bytes + self.sizes.val_bytes
+        written = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
         return (f"{self.source}: {self.sizes.train_tokens:,} training and {self.sizes.val_tokens:,} validation "
-                f"tokens, {(self.sizes.train_bytes + self.sizes.val_bytes) / 1e6:.1f} MB, SHA-256 {self.sha256[:12]}")
+                f"tokens, {written}, SHA-256 {self.sha256[:12]}")
 
 
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
@@ -189,6 +194,7 @@ def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tok
     definition = read_json(path)
     if definition:
         return Tokenizer.from_dict(definition)
+    log(labelled("loading", f"the text, from which a {config.tokenizer} tokenizer is made", sys.stderr))
     made = JsonTokenizer.train(_sample(source), config.vocab_size) if config.tokenizer == "bpe" else _characters(source)
     write_json(path, made.to_dict())
     return made

@@ -303,8 +303,9 @@ def _pairs(values: dict[str, Any]) -> str:
 def _method(comparison: Comparison) -> str:
     probed = next((run.measured for run in comparison.runs if run.measured.get("steps")), {})
     warm_up = probed.get("warm_up", 0)
-    sentences = ["Numbers are medians over the runs of a kernel, with the minimum and the maximum below.",
-                 f"Throughput is the median of the logged steps after the first {warm_up}."]
+    sentences = [f"Throughput is the median of the logged steps{f' after the first {warm_up}' if warm_up else ''}."]
+    if not _is_single(comparison):
+        sentences.insert(0, "Numbers are medians over the runs of a kernel, with the minimum and the maximum below.")
     if probed:
         sentences.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run after the same warm-up; a "
                          "step lasts from receiving its batch to the end of the optimiser's step.")
@@ -362,7 +363,8 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
 td.text { white-space: normal; overflow-wrap: anywhere; min-width: 12em; }
 figure p { margin: 4px 0 0; font-size: 0.86rem; }
 td small { display: block; white-space: normal; color: var(--quiet); font-size: 0.76rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 14px; align-items: start; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 14px;
+         align-items: start; }
 figure { margin: 0; padding: 10px 12px; border: 1px solid var(--rule); border-radius: 6px; background: var(--card); }
 figcaption { font-size: 0.9rem; margin-bottom: 6px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 8px 0; font-size: 0.9rem; }

@@ -12,6 +12,7 @@ SUBJECTS = {"val": "the task, its held-out part", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}
 WHEN = ("before", "after")
 UNITS_OF_PAIRS = {"val": ": the objective, per pair", "guard": ": nats per token"}
+PLACES = 4                               # of losses, after the point
 STYLE = """
 .said td { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; min-width: 8em; }
 """
@@ -28,8 +29,8 @@ def changes(runs: Sequence[Run]) -> list[str]:
     rows = [(run, subject) for run in tuned for subject in SUBJECTS
             if any(f"{subject}/{measure}" in run.tuned.get(when, {}) for measure in MEASURES for when in WHEN)]
     measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
-    columns = [*([Column("run", lambda row: text(row[0].name))] if several else []),
-               Column("text", lambda row: text(_subject(*row)))]
+    columns = [*([Column("run", lambda row: text(row[0].name), words=True)] if several else []),
+               Column("text", lambda row: text(_subject(*row)), words=True)]
     for measure, words in measures.items():
         columns += [*(Column(f"{words}, {when}", partial(_loss, measure, when)) for when in WHEN),
                     Column(f"{words}, change", partial(_change, measure))]
@@ -40,7 +41,8 @@ def answers(runs: Sequence[Run]) -> list[str]:
     """Held-out prompts of a single run, each with what follows it in the data and with the model's answers, side by side."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
-    columns = [Column(header, lambda sample, name=name: text(sample.get(name))) for name, header in headers.items()]    # type: ignore[misc]
+    columns = [Column(header, lambda sample, name=name: text(sample.get(name)), words=True)      # type: ignore[misc]
+               for name, header in headers.items()]
     if not samples:
         return []
     return ["<h2>Held-out prompts, before and after</h2>",
@@ -75,7 +77,7 @@ def _subject(run: Run, subject: str) -> str:
 
 def _loss(measure: str, when: str, row: tuple[Run, str]) -> str:
     run, subject = row
-    return cell(run.tuned.get(when, {}).get(f"{subject}/{measure}"), "{:.4f}".format)
+    return cell(run.tuned.get(when, {}).get(f"{subject}/{measure}"), f"{{:.{PLACES}f}}".format)
 
 
 def _change(measure: str, row: tuple[Run, str]) -> str:
@@ -83,6 +85,6 @@ def _change(measure: str, row: tuple[Run, str]) -> str:
     before, after = (run.tuned.get(when, {}).get(f"{subject}/{measure}") for when in WHEN)
     if before is None or after is None:
         return ""
-    change = after - before
+    change = round(after - before, PLACES) + 0.0         # what is shown as +0.0000 is neither gained nor lost
     word = "gained" if change < 0 else "lost" if change > 0 else "the same"
-    return f"<td{' class=bad' if change > 0 else ''}>{change:+.4f}<small>{word}</small></td>"
+    return f"<td{' class=bad' if change > 0 else ''}>{change:+.{PLACES}f}<small>{word}</small></td>"

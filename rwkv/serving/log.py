@@ -2,9 +2,11 @@
 
 import sys
 
+from rwkv.io.lines import labelled
+
 
 def say(subject: str, text: str) -> None:
-    print(f"{subject:<11}{text}", file=sys.stderr, flush=True)
+    print(labelled(subject, text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def say_refused(status: int, request: str, request_id: str) -> None:

@@ -1,6 +1,7 @@
 """Binds the address, starts the engine, shows the plan, and serves until a signal comes."""
 
 import asyncio
+import errno
 import signal
 import socket
 import sys
@@ -76,7 +77,8 @@ def _bind(config: ServeConfig) -> socket.socket:
         listener.listen()                # another server can still bind the port until somebody listens
     except OSError as error:
         listener.close()
-        raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
+        instead = "; take another one, or port=0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{instead}") from None
     return listener
 
 

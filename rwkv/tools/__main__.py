@@ -1,12 +1,14 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: every program, under one name.
 
-A command is a file in rwkv/programs or rwkv/tools; kernels and bench are `python -m kernels` and `python -m kernels.bench`.
+A command is a program in rwkv/programs or rwkv/tools, whose folders also have parts of programs; kernels and bench are
+`python -m kernels` and `python -m kernels.bench`.
 """
 
 import ast
 import re
 import runpy
 import sys
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
-COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))}
+PROGRAM = 'if __name__ == "__main__":'     # what a file that can be run has
+COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))
+            if PROGRAM in path.read_text(encoding="utf-8")}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
 UNKNOWN = 2                              # exit status
 
@@ -26,7 +30,9 @@ def main() -> None:
             print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
                              *(f"  {name:10}{_first_sentence(module)}" for name, module in COMMANDS.items())]), flush=True)
     elif command not in COMMANDS:
-        print(f"error: unknown command {command!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        close = get_close_matches(command, COMMANDS, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        print(f"error: unknown command {command!r}; {meant}there are: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(UNKNOWN)
     else:
         threads.wait_briefly()           # before torch is imported

@@ -20,6 +20,7 @@ from rwkv.data.conversations import ConversationRows
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
+from rwkv.io.lines import labelled
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.length import MANY, steps_per_epoch
@@ -42,6 +43,7 @@ EXCESS = 0.1                             # warn if validation has more of the te
 MUCH = 1 / 3                             # of the time: more for validation is said
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first of which it has two
+SECONDS = 60                             # below which it is given in whole seconds
 
 
 def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> None:
@@ -58,6 +60,7 @@ def announce_training(run: Run, device: torch.device, task: LanguageModel, data:
     if rank() == 0:
         _show([("training", _training(run.config, run.resume_step or 0, device, task, data)),
                *_many_epochs(run.config, data),
+               *_warm_up_alone(run.config),
                *_validation(run.config, run.resume_step or 0, data),
                ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
     if run.config.plan:
@@ -74,7 +77,7 @@ def _why_from_the_start(run: Run) -> str:
 
 def _show(lines: Iterable[tuple[str, str]]) -> None:
     for subject, text in lines:
-        log(f"{subject:<11}{text}")
+        log(labelled(subject, text, sys.stderr))
 
 
 def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -180,9 +183,11 @@ def _training(config: TrainConfig, first_step: int, device: torch.device, task: 
     tokens = steps * config.tokens_per_step
     passes = steps / steps_per_epoch(config, data)
     read = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
-    asked = f"{config.trainer.epochs:g} epochs = {config.trainer.max_steps:,} steps; " if config.trainer.epochs else ""
-    return (f"{asked}{steps:,} steps of {config.tokens_per_step:,} tokens: {tokens:,} tokens, "
-            f"{_duration(config, steps, device, task, data)}; {read}")
+    said = f"of {config.tokens_per_step:,} tokens: {tokens:,} tokens, {_duration(config, steps, device, task, data)}"
+    if not config.trainer.epochs:
+        return f"{steps:,} steps {said}; {read}"
+    whole = f"{config.trainer.epochs:g} epochs = {config.trainer.max_steps:,} steps"
+    return f"{whole}, of which {steps:,} are left, {said}" if first_step else f"{whole} {said}"
 
 
 def _many_epochs(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -191,6 +196,14 @@ def _many_epochs(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]
     if data.conversations and epochs > MANY and not config.trainer.overfit_batches:
         yield "WARNING", (f"every conversation is read {epochs:,.1f} times, and beyond {MANY} times a model learns answers by "
                           "heart: take trainer.epochs=2, or more conversations")
+
+
+def _warm_up_alone(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """A line where tuning ends before its learning rate has risen, as it does on a few conversations."""
+    steps, rising = config.trainer.max_steps, config.optim.warmup_steps
+    if config.init_from is not None and steps <= rising:
+        yield "WARNING", (f"little is learnt: the learning rate rises over optim.warmup_steps={rising} steps, and the run has "
+                          f"{steps}; take more data, a smaller data.batch_size, or a lower optim.warmup_steps")
 
 
 def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:
@@ -203,6 +216,8 @@ def _duration(config: TrainConfig, steps: int, device: torch.device, task: Langu
     if config.trainer.strategy == "fsdp":
         return "duration unknown (not timed under fsdp)"
     seconds = _seconds_per_step(task, config, device) * sum(_equivalent_steps(config, steps, data))
+    if seconds < SECONDS:
+        return f"about {max(1, round(seconds))} s"
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
     return f"about {seconds / unit:.1f} {name}"
 
@@ -239,7 +254,8 @@ def _validation(config: TrainConfig, first_step: int, data: Corpus) -> Iterator[
     part = validated_part(config, data)
     if part is None and share <= MUCH:
         return
-    line = f"{_validations(config, steps):,} times {part or f'all {data.sizes.val_tokens:,} tokens'}"
+    count = _validations(config, steps)
+    line = f"{count:,} time{'s' * (count != 1)} {part or f'all {data.sizes.val_tokens:,} tokens'}"
     if share > MUCH:
         line += f", {100 * share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line

@@ -32,6 +32,7 @@ from rwkv.config import TrainConfig
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
+from rwkv.io.lines import labelled
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.report import reading
 from rwkv.training import sweep_child
@@ -126,8 +127,8 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep) -> bool:
     """Trains the unfinished runs one after the other. Returns whether a signal stopped it."""
     to_do = sweep.to_do()
-    log(f"sweep      {sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order "
-        f"shuffled with seed {ORDER_SEED}")
+    log(labelled("sweep", f"{sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order shuffled with seed "
+                 f"{ORDER_SEED}", sys.stderr))
     with Stop() as stop:
         for number, entry in enumerate(to_do, start=1):
             log(f"\n[{number}/{len(to_do)}] {entry.name}")
@@ -281,11 +282,16 @@ def _train_in_child(sweep: Sweep, entry: Entry, stop: Stop) -> int:
 
 
 def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
-    """Runs a command in a session of its own. Returns its exit status; its standard error is shown, and kept in log_file."""
+    """Runs a command in a session of its own. Returns its exit status; its standard error is shown, and kept in log_file.
+
+    So is its standard output in a terminal, where its texts would otherwise come before lines of the same moment.
+    """
+    both = sys.stdout.isatty()
     with log_file.open("w", encoding="utf-8") as file, subprocess.Popen(
-            command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace", start_new_session=True) as process:
+            command, stdout=subprocess.PIPE if both else None, stderr=subprocess.STDOUT if both else subprocess.PIPE,
+            encoding="utf-8", errors="replace", start_new_session=True) as process:
         stop.watch(process)
-        for line in process.stderr or ():
+        for line in process.stdout or process.stderr or ():
             sys.stderr.write(line)
             file.write(line)
     stop.process = None

@@ -118,7 +118,9 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
         except Exception as error:
             log(f"no sample: {error}")
         print(flush=True)
-    log(f"\nmore: python generate.py {quote(f'checkpoint={out_dir}')} prompt=...")
+    from_it = quote(f"checkpoint={out_dir}")
+    more = f"chat.py {from_it}" if config.data.name == "chat" else f"generate.py {from_it} prompt=..."
+    log(f"\nmore: python {more}")
 
 
 def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:

@@ -23,6 +23,13 @@ def of(**changed: Any) -> Run:
     return Run("one", "conv1d", 0, tuned=TUNED | changed)
 
 
+@pytest.mark.parametrize("after", [1.00004, 0.99996, 1.0])
+def test_a_change_that_is_shown_as_zero_is_neither_gained_nor_lost(after: float) -> None:
+    table = changes([of(after={"step": 9, "val/loss": 1.5, "guard/loss": after})])[-1]
+    assert "+0.0000<small>the same" in table
+    assert "class=bad" not in table
+
+
 def test_what_is_gained_and_lost_stands_in_the_first_table(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kernel": {"name": "conv1d"}, "seed": 0}))
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,grad_norm\n0,,2.0,\n9,1.4,,0.5\n9,,1.5,\n")

@@ -330,7 +330,7 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run) -> None:
     assert (status, output) == (0, ""), error
     for said in ("140,928 parameters, vocabulary 256", "torch_scan on cpu, precision 32-true", "data workers 210 MB",
                  "weights 0.6 MB, gradients 0.6 MB, optimiser 1.1 MB", "with trainer.activation_checkpointing=true",
-                 "6.8 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about 0.", "% of the training data"):
+                 "6.8 MB for 4 checkpoints", "8 steps of 128 tokens: 1,024 tokens, about ", "% of the training data"):
         assert said in error
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
 
@@ -393,6 +393,23 @@ def test_the_plan_says_how_long_threads_wait(run: Run, monkeypatch: pytest.Monke
                       "trainer=cpu", "kernel=torch_scan", "plan=true")
     assert "GOMP_SPINCOUNT=77" in next(line for line in error.splitlines() if line.startswith("kernel"))
     assert "fused" in next(line for line in error.splitlines() if line.startswith("blocks"))
+
+
+@pytest.mark.parametrize(("init_from", "steps", "said"), [("base.pth", 3, True), ("base.pth", 10, True),
+                                                          ("base.pth", 11, False), (None, 3, False)])
+def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, said: bool) -> None:
+    config = configured(1, 8, 4, 10)
+    config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
+                     trainer=replace(config.trainer, max_steps=steps))
+    assert bool(list(plan._warm_up_alone(config))) == said
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
+                                               (150, "2.5 hours"), (2900, "2.0 days")])
+def test_a_duration_has_a_unit_of_its_size(monkeypatch: pytest.MonkeyPatch, seconds: float, said: str) -> None:
+    monkeypatch.setattr(plan, "_seconds_per_step", lambda *_: seconds)
+    data: Any = SimpleNamespace(sizes=SimpleNamespace(val_tokens=0))
+    assert plan._duration(configured(1, 8, 4, 10), 60, CPU, None, data) == f"about {said}"
 
 
 def test_segments_that_are_computed_twice_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

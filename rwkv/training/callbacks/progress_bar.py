@@ -12,12 +12,13 @@ from tqdm import tqdm
 from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
+FIRST_LINE, LAST_LINE = 3.0, 30.0        # seconds between two lines in a file, at first and later
 SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # of the metrics
 
 
 class ProgressBar(Callback):
     """Progress bars on standard error, over optimiser steps and over the batches of a validation; where that is not a terminal,
-    a line every half minute.
+    lines, at first after a few seconds and later every half minute.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -34,7 +35,7 @@ class ProgressBar(Callback):
         if self._bar is not None and trainer.global_step > self._bar.n:
             if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # it is about to be drawn
                 self._show(trainer)
-            self._bar.update(trainer.global_step - self._bar.n)
+            _advance(self._bar, trainer.global_step - self._bar.n)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -44,7 +45,7 @@ class ProgressBar(Callback):
 
     def on_validation_batch_end(self, *_: Any) -> None:
         if self._validation is not None:
-            self._validation.update()
+            _advance(self._validation, 1)
 
     def on_validation_end(self, *_: Any) -> None:
         if self._validation is not None:
@@ -77,6 +78,12 @@ class ProgressBar(Callback):
 
 def _bar(**options: Any) -> tqdm:
     terminal = sys.stderr.isatty()
-    interval = 0.2 if terminal else 30.0
-    return tqdm(mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr,
-                position=None if terminal else 0, **options)
+    interval = 0.2 if terminal else FIRST_LINE
+    return tqdm(mininterval=interval, maxinterval=2 * interval, miniters=None if terminal else 1, dynamic_ncols=True,
+                file=sys.stderr, position=None if terminal else 0, **options)
+
+
+def _advance(bar: tqdm, steps: float) -> None:
+    """As bar.update. Where that writes a line, the next one comes after as long a time again, and after LAST_LINE at most."""
+    if bar.update(steps) and bar.mininterval >= FIRST_LINE:
+        bar.mininterval = min(LAST_LINE, 2 * bar.mininterval)

@@ -1,10 +1,14 @@
 """What a run says while it trains and validates."""
 
 import re
+import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from training_runs import SMALL, TEXT, done_here
+
+from rwkv.training.callbacks import progress_bar
 
 
 @pytest.mark.programs
@@ -16,3 +20,20 @@ def test_validation_has_a_bar_of_its_own_and_the_median_a_line_of_its_own(tmp_pa
     assert done.error.startswith("loading ")
     assert len(re.findall(r"validating: +0%\|[^|]*\| 0/\d+ ", done.error)) == 2
     assert re.search(r"^median [\d.]+ ms a step", done.error, re.MULTILINE)
+
+
+def test_a_file_gets_lines_soon_and_later_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of a sweep, whose lines a terminal shows, is seen to go on; the log of a long run stays short."""
+    clock = 0.0
+    monkeypatch.setattr(sys, "stderr", StringIO())
+    bar = progress_bar._bar(total=1000)
+    bar._time = lambda: clock
+    bar.start_t = bar.last_print_t = 0.0
+    shown = []
+    for second in range(1, 151):
+        clock = float(second)
+        progress_bar._advance(bar, 1)
+        if bar.last_print_t == clock:
+            shown.append(second)
+    bar.close()
+    assert shown == [3, 9, 21, 45, 75, 105, 135]

@@ -1,0 +1,35 @@
+"""Lines for people, in a file and in terminals of several widths."""
+
+import os
+import sys
+from io import StringIO
+
+import pytest
+
+from rwkv.io.lines import COLUMN, labelled
+
+TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals of this kind")
+@pytest.mark.parametrize("columns", [40, 80, 81, 132])
+def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: int) -> None:
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(there, "w") as stream:
+        first, *others = labelled("model", TEXT, stream).splitlines()
+    os.close(here)
+    assert first.startswith(f"{'model':{COLUMN}}4 layers")
+    assert others
+    assert all(line[:COLUMN].isspace() and not line[COLUMN].isspace() for line in others)
+    assert all(len(line) <= columns or " " not in line.strip() for line in (first[COLUMN:], *others)), "a path stays whole"
+    assert " ".join([first, *map(str.strip, others)]) == f"{'model':{COLUMN}}{TEXT}"
+
+
+def test_a_file_gets_one_line() -> None:
+    assert labelled("model", TEXT, StringIO()) == f"{'model':{COLUMN}}{TEXT}"
