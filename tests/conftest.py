@@ -43,12 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """With -n auto: half as many again as there are cores, since a third of the tests' time is waiting for servers."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + cores // 2
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the tests of an implementation that cannot run here the first is kept, which is skipped with the reason.
 

@@ -326,7 +326,7 @@ def test_a_state_whose_file_is_lost_is_said_to_be_gone(start: Callable[..., Runn
             answer = ask(state)
             told = answer.json() if "json" in answer.headers["content-type"] else json.loads(answer.text.splitlines()[0][6:])
             assert (told["error"]["param"], told["error"]["code"]) == ("state", "state_not_found")
-            assert ok(api.get("/states"))["data"] == []
+            wait_until(lambda: ok(api.get("/states"))["data"] == [])
 
 
 def test_a_server_may_keep_none(start: Callable[..., Running]) -> None:
