@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path.cwd()))
 
@@ -23,15 +24,17 @@ def main() -> None:
     for line in sys.stdin:
         prompts = [f"{i} is a number that" for i in range(int(line))]
         read = _seconds(model, prompts, 1)[0]
-        whole, texts = _seconds(model, prompts, 1 + TOKENS)
-        print(json.dumps([1000 * (whole - read) / TOKENS, texts]), flush=True)
+        whole, samples = _seconds(model, prompts, 1 + TOKENS)
+        steps = max(len(sample.tokens) for sample in samples) - 1            # fewer where all texts end early
+        texts = [sample.text for sample in samples]
+        print(json.dumps([1000 * (whole - read) / max(1, steps), texts]), flush=True)
 
 
-def _seconds(model: RWKV, prompts: list[str], n: int) -> tuple[float, list[str]]:
-    """The seconds of reading the prompts and decoding n tokens of each without temperature, and the texts."""
+def _seconds(model: RWKV, prompts: list[str], n: int) -> tuple[float, list[Any]]:
+    """The seconds of reading the prompts and decoding up to n tokens of each without temperature, and the samples."""
     since = time.perf_counter()
     samples = generate_batch(model, ByteTokenizer(), prompts, max_new_tokens=n, temperature=0.0)
-    return time.perf_counter() - since, [sample.text for sample in samples]
+    return time.perf_counter() - since, samples
 
 
 if __name__ == "__main__":

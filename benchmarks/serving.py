@@ -408,12 +408,17 @@ PARTS = {"share": share, "arrivals": arrivals, "short": short, "peers": peers}
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("benchmarks.serving", __doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--texts", nargs="+", type=at_least(1), default=[8, 32], metavar="N")
     parser.add_argument("--seconds", type=above_zero, default=12, metavar="S",
                         help="of each of HTTP and the engine alone, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=3, metavar="N")
     parser.add_argument("--requests", type=at_least(1), default=10_000, metavar="N")
+    return parsed(parser, argv)
+
+
+def parsed(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, with those that all benchmarks of the server have."""
+    parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
     parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
     parser.add_argument("--json", type=output_file, metavar="FILE")

@@ -38,12 +38,13 @@ from benchmarks.serving import (
     ended,
     gguf_of,
     jain,
+    parsed,
     read_for,
     serving,
     write_vocabulary,
 )
-from kernels.arguments import Parser, above_zero, at_least, program, sizes_of
-from kernels.bench.results import output_file, publish
+from kernels.arguments import Parser, above_zero, at_least
+from kernels.bench.results import publish
 
 QUESTION = 8                             # tokens that follow what was read before
 STATES = 8                               # that the clients of `load` continue
@@ -256,18 +257,11 @@ PARTS = {"first": first, "load": load}
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("benchmarks.serving_states", __doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--tokens", nargs="+", type=at_least(1), default=[1000, 20_000], metavar="N")
     parser.add_argument("--clients", type=at_least(1), default=64, metavar="N")
     parser.add_argument("--seconds", type=above_zero, default=60, metavar="S", help="of each load, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=5, metavar="N")
-    parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
-    parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
-    parser.add_argument("--json", type=output_file, metavar="FILE")
-    args = parser.parse_args(argv)
-    if args.shape and (args.shape[-1] < 320 or args.shape[-1] % 64):
-        parser.error("--shape: a vocabulary of whole characters is a multiple of 64, and at least 320")
-    return args
+    return parsed(parser, argv)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def int8_in_torch(exact: Tensor) -> tuple[Tensor, Tensor]:
     """The same for a few rows in float32."""
-    scale = exact.abs().amax(1).clamp_(min=SMALLEST) / 127
+    largest = exact.abs().amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
+    scale = largest.clamp_(min=SMALLEST) / 127
     return (exact / scale.unsqueeze(1)).round_().to(torch.int8), scale
 
 

@@ -27,7 +27,7 @@ from rwkv.model.packing import Packing
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
-UNUSED: tuple[str, ...] = ()                              # tensors of its files that nothing reads
+UNUSED: tuple[str, ...] = ()             # tensors of its files that nothing reads
 LEARNS_STATE = False
 KEPT_FLOAT32: tuple[str, ...] = ("time_decay", "time_first")      # in half precision too: a rounded decay is another decay
 Shape = tuple[int, ...]

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from rwkv.serving.worker import Loaded
 
 
-
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server

@@ -17,15 +17,19 @@ def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
           instead: Callable[[Any], str | None] = lambda row: None) -> str:
     """The columns in which some row has a cell. instead: words in place of a row's cells after the first, or None."""
     words = [instead(row) for row in rows]
-    shown = [column for column in columns
-             if any(column.cell(row) for row, said in zip(rows, words, strict=True) if said is None)] or list(columns[:2])
-    head = "".join(f"<th{' class=text' if column.words else ''}>{escape(column.header)}</th>" for column in shown)
+    cells = [[column.cell(row) for column in columns] if said is None else [columns[0].cell(row)]
+             for row, said in zip(rows, words, strict=True)]
+    whole = [of_row for of_row, said in zip(cells, words, strict=True) if said is None]
+    shown = [place for place in range(len(columns)) if any(of_row[place] for of_row in whole)] or [*range(len(columns))][:2]
+    head = "".join(f"<th{' class=text' if column.words else ''}>{escape(column.header)}</th>"
+                   for column in (columns[place] for place in shown))
     body = ""
-    for row, said in zip(rows, words, strict=True):
-        cells = [column.cell(row) or "<td></td>" for column in (shown if said is None else shown[:1])]
-        if said is not None:
-            cells.append(f'<td class="text" colspan="{max(1, len(shown) - 1)}">{escape(said)}</td>')
-        body += f"<tr>{''.join(cells)}</tr>"
+    for of_row, said in zip(cells, words, strict=True):
+        if said is None:
+            of_row = [of_row[place] for place in shown]
+        else:
+            of_row.append(f'<td class="text" colspan="{max(1, len(shown) - 1)}">{escape(said)}</td>')
+        body += f"<tr>{''.join(cell or '<td></td>' for cell in of_row)}</tr>"
     return f'<div class="scroll {style}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -145,7 +145,7 @@ def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 @pytest.mark.parametrize("level", native.levels())
-@pytest.mark.parametrize("shape", [(5, 32), (7, 37), (300, 1000), (3, 8), (0, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 32), (7, 37), (300, 1000), (3, 8), (0, 32), (5, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_c_packs_as_pytorch_does(level: str, shape: tuple[int, int], dtype: torch.dtype,
                                  monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ddp")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def one(folder: Path) -> Done:
     return done_here(folder, "train", *RUN, "out_dir=one")
 

@@ -42,13 +42,6 @@ def leaves_a_run(run: Path, steps: int, kernel: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("work")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(folder: Path) -> Done:
     """A run from beginning to end, in folder/whole."""
     return done_here(folder, "train", *LONG, "out_dir=whole", "resume=auto")

@@ -1,4 +1,4 @@
-// What is made of a matrix W (N,K) once, when a model is loaded: int8, int4, and a copy in bfloat16. kernels/matvec/__init__.py has
+// What is made of a matrix W (N,K) once, when a model is loaded: int8, int4, and a copy in bfloat16. kernels/matvec/_packing.py has
 // the formulas. A row is a task.
 
 #include "products.h"

@@ -42,9 +42,10 @@ def same_step(config: TrainConfig, run: TrainConfig) -> bool:
 
 
 def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one; and a line on that.
+    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one.
 
-    Unchanged where it fits, where freed blocks or checkpointing were chosen, and where nobody knows what is free.
+    And a line that says so. Unchanged, and without a line, where it fits, where freed blocks or checkpointing were chosen, and
+    where nobody knows what is free.
     """
     free = free_memory(device_for(config.trainer.accelerator))
     need = estimate(config, vocab_size).total

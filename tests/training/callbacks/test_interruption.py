@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import SMALL, TEXT, assert_same_training, done_here, finish, losses, start, wait_for
+from training_runs import SMALL, assert_same_training, done_here, finish, losses, start, wait_for
 
 from rwkv.checkpoint.files import read_checkpoint
 
@@ -25,13 +25,6 @@ LSF = {"LSB_JOBID": "7", "LSB_DJOB_RANKFILE": "nowhere", "JSM_NAMESPACE_RANK": "
        "JSM_NAMESPACE_LOCAL_RANK": "1"}
 OTHERS = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "NODE_RANK": "1", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
           "KUBERNETES_PORT": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signals")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -67,13 +67,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
     """The uninterrupted run: two data workers, two batches a step, over two epochs."""
     done = done_here(folder, "train", *RUN, "out_dir=whole")
@@ -325,17 +318,21 @@ def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
 
 
-@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
-def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_factory: pytest.TempPathFactory, keep: int,
-                                                                       saved: int, cut: int) -> None:
+def killed_while_renaming(run: Path, keep: int, saved: int, cut: int) -> Path:
     """After `saved` checkpoints one more is written, and the renaming stops after `cut` of its steps."""
-    run = tmp_path_factory.mktemp("run")
     for number in range(saved):
         write(run, number)
         settle(run, keep)
     write(run, saved)
     with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
         settle(run, keep)
+    return run
+
+
+@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_factory: pytest.TempPathFactory, keep: int,
+                                                                       saved: int, cut: int) -> None:
+    run = killed_while_renaming(tmp_path_factory.mktemp("run"), keep, saved, cut)
     settle(run, keep)
     names = ["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))]
     kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
@@ -349,13 +346,7 @@ def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_
 def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
                                                                      saved: int, cut: int) -> None:
     """It does not know keep_last yet; the next checkpoint that is saved does."""
-    run = tmp_path_factory.mktemp("run")
-    for number in range(saved):
-        write(run, number)
-        settle(run, keep)
-    write(run, saved)
-    with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
-        settle(run, keep)
+    run = killed_while_renaming(tmp_path_factory.mktemp("run"), keep, saved, cut)
     settle(run)
     assert set(range(saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
     write(run, saved + 1)

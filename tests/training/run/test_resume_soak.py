@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_runs import SMALL, TEXT, assert_same_training, damage, finish, killed_and_continued, start, wait_for
+from training_runs import SMALL, assert_same_training, damage, finish, killed_and_continued, start, wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -15,13 +15,6 @@ RUN = (*SMALL, "logger=csv", "model.ctx_len=16", f"trainer.max_steps={STEPS}", "
        "trainer.checkpoint_every=14")
 LEFT = 2 ** 18                           # bytes of a full disk: no checkpoint fits, but some rows of metrics do
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("soak")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")
