@@ -49,20 +49,10 @@ class Operator:
     differentiable: ClassVar[tuple[str, ...]] = ()
     saved: ClassVar[tuple[str, ...]] = ()
 
-    # The same as places in the tuples that forward and backward take and return:
     _names: ClassVar[tuple[str, ...]]        # of the inputs
-    _output_like: ClassVar[list[int]]        # of each output, the input of its shape; of the first, whose size may be 0
-    _saved_at: ClassVar[list[int]]           # of each saved tensor, in (*inputs, *outputs)
-    _gradient_like: ClassVar[list[int]]      # of each gradient, the saved tensor of its shape
-    _sized_saved: ClassVar[int]              # the saved tensor of the first output's shape
 
     def __init_subclass__(cls) -> None:
         cls._names = tuple(declared.split()[-1] for declared in cls.inputs.split(", "))
-        cls._output_like = [cls._names.index(like) for _, like in cls.outputs]
-        cls._saved_at = [(*cls._names, *dict(cls.outputs)).index(name) for name in cls.saved]
-        shapes = [name if name in cls._names else dict(cls.outputs)[name] for name in cls.saved]
-        cls._gradient_like = [shapes.index(name) for name in cls.gradients]
-        cls._sized_saved = shapes.index(cls.outputs[0][1]) if cls.saved else 0
 
     def __init__(self, name: str, **options: str | int) -> None:
         one_thread_in_forks()
@@ -71,8 +61,7 @@ class Operator:
         self._implementation = load(self.folder, name)
         self.requires: Requires = self._implementation.requires(**options) if options else self._implementation.REQUIRES
         self._file = (self.folder, name)         # the file that decides where this runs
-        self._checked: str | None = None         # the device type that check_device has last found to be right
-        self.n_kept = self._n_kept()
+        self._checked: str | None = None         # the device type of the last check that passed
         self._function = _function_of(self)      # not in __call__: torch.compile would trace the registration
 
     def __repr__(self) -> str:
@@ -84,19 +73,24 @@ class Operator:
 
     def forward(self, *inputs: Any) -> Any:
         """The outputs, without checks and without autograd: for operators built on this one. inputs: with or without kept."""
-        sized = inputs[self._output_like[0]]
+        sized = inputs[self._names.index(self.outputs[0][1])]
         if sized.numel() == 0:
             return _one_or_all(self._empty_outputs(*inputs))
         with _no_autocast(sized):
             return self._forward(*inputs)
 
+    @property
+    def n_kept(self) -> int:
+        """The number of tensors that keep makes."""
+        return 0
+
     def keep(self, *inputs: Any) -> Tensors:
-        """Empty tensors that forward fills for backward; none unless a subclass says so."""
+        """Empty tensors that forward fills for backward."""
         return ()
 
     def backward(self, *saved_and_gradients: Tensor) -> Any:
         """The gradients of the inputs, without checks."""
-        sized = saved_and_gradients[self._sized_saved]
+        sized = self._by_input(saved_and_gradients)[self.outputs[0][1]]
         if sized.numel() == 0:
             return _one_or_all(self._empty_gradients(*saved_and_gradients))
         with _no_autocast(sized):
@@ -113,27 +107,28 @@ class Operator:
         if torch.float64 in dtypes:
             check_dtype(*self._file, self.requires, *dtypes)
 
-    def _n_kept(self) -> int:
-        """The number of tensors that keep makes."""
-        return 0
-
     def _forward(self, *inputs: Any) -> Any:
         raise NotImplementedError
 
     def _backward(self, *saved_and_gradients: Tensor) -> Any:
         raise NotImplementedError
 
+    def _by_input(self, saved: Tensors) -> dict[str, Tensor]:
+        """Each saved tensor, by the name of the input that has its shape and dtype."""
+        like = dict(self.outputs)
+        return {like.get(name, name): tensor for name, tensor in zip(self.saved, saved, strict=False)}
+
     def _empty_outputs(self, *inputs: Any) -> list[Tensor]:
-        """The outputs for a size of 0; and for any size what torch calls fake: the right shapes, dtypes and strides."""
-        return [_copy(inputs[i]) if name in self._names else inputs[i].new_empty(inputs[i].shape)
-                for (name, _), i in zip(self.outputs, self._output_like, strict=True)]
+        """The outputs for a size of 0; for any size also torch's fake outputs: the right shapes, dtypes and strides."""
+        given = dict(zip(self._names, inputs, strict=False))
+        return [_copy(given[name]) if name in given else given[like].new_empty(given[like].shape)
+                for name, like in self.outputs]
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
-        """The gradients for a size of 0, and fake ones: zeros, and the gradient of a state as it came."""
+        """The gradients for a size of 0, and torch's fake ones: zeros, or for a state the gradient that came."""
+        saved = self._by_input(saved_and_gradients)
         came = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
-        like = [saved_and_gradients[i] for i in self._gradient_like]
-        return [_copy(came[name]) if name in came else tensor.new_zeros(tensor.shape)
-                for name, tensor in zip(self.gradients, like, strict=True)]
+        return [_copy(came[name]) if name in came else saved[name].new_zeros(saved[name].shape) for name in self.gradients]
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,17 +164,20 @@ class Function:
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator = operator
-        self.n_gradients, self.n_outputs = len(operator.differentiable), len(operator.outputs)
+        self.n_gradients = len(operator.differentiable)
+        self.n_outputs = len(operator.outputs)
+        self.without_gradient = (None,) * (len(operator._names) - len(operator.gradients))       # of the last inputs
         self._registered = self._register(f"timemix::{name}")
 
     def __call__(self, *inputs: Any) -> Tensors:
         if torch.compiler.is_compiling() or not self.operator.gradients:
             return self.registered(*inputs)
-        transformed = transforms_active()
-        if not transformed and _operator_must_be_seen(inputs):
+        if transforms_active():
+            return _Transformed.apply(self, *inputs)[:self.n_outputs]
+        if _operator_must_be_seen(inputs):
             return self.registered(*inputs)
-        outputs: Tensors = (_Transformed if transformed else _Direct).apply(self, *inputs)
-        return outputs[:self.n_outputs]
+        outputs: Tensors = _Direct.apply(self, *inputs)
+        return outputs
 
     def registered(self, *inputs: Any) -> Tensors:
         return _tuple(self._registered(*inputs))[:self.n_outputs]
@@ -189,8 +187,9 @@ class Function:
         return *_tuple(self.operator.forward(*inputs, *kept)), *kept
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_kept: Tensors) -> None:
-        values, kept = inputs + outputs_and_kept, outputs_and_kept[self.n_outputs:]
-        ctx.save_for_backward(*[values[i] for i in self.operator._saved_at], *kept)
+        outputs = zip(dict(self.operator.outputs), outputs_and_kept, strict=False)
+        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # of a state the one before
+        ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_kept[self.n_outputs:])
 
     def _register(self, name: str) -> Any:
         operator = self.operator
@@ -205,9 +204,8 @@ class Function:
             f"{name}_backward", lambda *tensors: operator.backward(*tensors), mutates_args=(),
             schema=f"({', '.join(f'Tensor {tensor}' for tensor in taken)}) -> {_tensors(len(operator.gradients))}")
         backward.register_fake(lambda *tensors: _one_or_all(operator._empty_gradients(*tensors)))
-        without_gradient = (None,) * (len(operator._names) - len(operator.gradients))
         forward.register_autograd(
-            lambda ctx, *grads: _tuple(backward(*ctx.saved_tensors, *grads[:self.n_gradients])) + without_gradient,
+            lambda ctx, *grads: _tuple(backward(*ctx.saved_tensors, *grads[:self.n_gradients])) + self.without_gradient,
             setup_context=lambda ctx, inputs, output: self.save(ctx, inputs, _tuple(output)))
         return forward
 
@@ -258,21 +256,21 @@ class _Direct(_ReverseOnly):
         if not any(ctx.needs_input_grad):
             return _tuple(function.operator.forward(*inputs))
         found = function.outputs_and_kept(*inputs)
-        ctx.function, ctx.n_inputs = function, len(inputs)
+        ctx.function = function
         function.save(ctx, inputs, found)
         return found[:function.n_outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        taken = *ctx.saved_tensors, *grads[:ctx.function.n_gradients]
+        taken = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
         if torch.is_grad_enabled():                      # create_graph=True, or a function transform
             found = _Backward.apply(ctx.function, *taken)
         else:
             found = _tuple(ctx.function.operator.backward(*taken))
-        return None, *found, *[None] * (ctx.n_inputs - len(found))
+        return None, *found, *ctx.function.without_gradient
 
 
-class _Transformed(_ReverseOnly):
+class _Transformed(_Direct):
     """_Direct in the form that function transforms need, which costs 50 us more a call."""
 
     @staticmethod
@@ -281,13 +279,8 @@ class _Transformed(_ReverseOnly):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.function, ctx.n_inputs = inputs[0], len(inputs) - 1
+        ctx.function = inputs[0]
         ctx.function.save(ctx, inputs[1:], output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
-        return None, *found, *[None] * (ctx.n_inputs - len(found))
 
 
 class _Backward(_ReverseOnly):

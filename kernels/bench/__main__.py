@@ -7,7 +7,6 @@ times it. A wrong implementation is not timed, and the exit status is 1.
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
-    --malloc default      the C library's allocator unchanged; tuned: keep large freed blocks (kernels/machine/allocator.py)
 
 Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
 (case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     busy = _others_on_the_machine()
     if busy:
         print(busy, flush=True)
-    malloc = "tuned" if args.malloc == "tuned" and keep_large_blocks() else "default"
+    malloc = "tuned" if keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
@@ -250,7 +249,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
                         help="these and the baseline; python -m kernels lists the names")
     parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S", help="time spent on each pass of each kernel")
-    parser.add_argument("--malloc", choices=("tuned", "default"), default="tuned", help="the C library's allocator")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
     parser.add_argument("--plot", type=path_of, metavar="FOLDER", help="draw the result; needs matplotlib")
     args = parser.parse_args(argv)

@@ -113,8 +113,3 @@ def caption(report: Report) -> str:
     names = ("torch", "taichi", *(("triton", "cuda-core", "cuda") if "gpu" in machine else ()))
     versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
     return f"{hardware}; {versions}; {report['dtype']}; commit {machine['commit']}, {machine['date'][:10]}."
-
-
-def measured_at(report: Report, shape: dict[str, int]) -> dict[str, Any] | None:
-    """What was measured at one shape, {"B": ..., "C": ..., "T": ...}; None if it was not."""
-    return next((one for one in report["shapes"] + report["sweep"] if one["shape"] == shape), None)

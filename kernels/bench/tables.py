@@ -14,6 +14,7 @@ from kernels.bench.text import filled, markdown
 from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
+SCANS = ("wkv4", "wkv7")
 
 def main(argv: list[str]) -> int:
     parser = Parser("kernels.bench.tables", __doc__)
@@ -42,19 +43,12 @@ def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
 
 def section(report: dict[str, Any]) -> str:
     """The machine, a table for each shape, and for a scan over T how cost grows with T."""
-    table = {"timex": timex_table, "wkv4": scan_table, "wkv7": scan_table}.get(report["op"], bandwidth_table)
-    growth = growth_table(report["shapes"]) if table is scan_table else None
-    return "\n\n".join((caption(report), *map(table, report["shapes"]), *filter(None, [growth])))
-
-
-def timex_table(measured: dict[str, Any]) -> str:
-    """For each pass the time, its share of the matrix product's rate, and the speed relative to the baseline."""
-    passes = _passes(measured)
-    results = _by_name(measured)
-    rows = [["", *passes]]
-    rows += [[name, *(_with_notes(parts[part]) if part in parts else "" for part in passes)] for name, parts in results.items()]
-    return (f"{_caption(measured)} Milliseconds; in brackets the share of the matrix product and the speed relative to "
-            f"{measured['baseline']}.\n\n{markdown(rows)}{_notes(measured)}")
+    shapes = report["shapes"]
+    if report["op"] in SCANS:
+        found = [*map(scan_table, shapes), *filter(None, [growth_table(shapes)])]
+    else:
+        found = [pass_table(measured, bound_by_memory=report["op"] != "timex") for measured in shapes]
+    return "\n\n".join((caption(report), *found))
 
 
 def scan_table(measured: dict[str, Any]) -> str:
@@ -76,18 +70,21 @@ def scan_table(measured: dict[str, Any]) -> str:
             f"{markdown(rows)}{_notes(measured)}")
 
 
-def bandwidth_table(measured: dict[str, Any]) -> str:
-    """For an operator bound by memory: for each pass the time, GB/s, their share of a copy's, and the relative speed."""
-    passes = _passes(measured)
-    results = _by_name(measured)
+def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
+    """For each pass the time, its share of the copy's or the matrix product's rate, and the speed relative to the baseline."""
+    passes = list(dict.fromkeys(result["pass"] for result in measured["results"]))
     counted = any(result["launches"] is not None for result in measured["results"])
-    rows = [["", *passes, *(["launches"] if counted else []), "extra MB"]]
-    for name, parts in results.items():
-        launches = [", ".join(f"{part['launches']:d}" for part in parts.values())] if counted else []
-        extra = ", ".join(_short(part["extra_mb"]) for part in parts.values())
-        rows.append([name, *(_with_rate(parts[part]) if part in parts else "" for part in passes), *launches, extra])
-    return (f"{_caption(measured)} Milliseconds; in brackets GB/s, their share of the copy, and the speed relative to "
-            f"{measured['baseline']}.\n\n{markdown(rows)}{_notes(measured)}")
+    rows = [["", *passes, *(["launches"] if counted else []), *(["extra MB"] if bound_by_memory else [])]]
+    for name, parts in _by_name(measured).items():
+        row = [name, *(_time(parts[part], bound_by_memory) if part in parts else "" for part in passes)]
+        if counted:
+            row.append(", ".join(f"{part['launches']:d}" for part in parts.values()))
+        if bound_by_memory:
+            row.append(", ".join(_short(part["extra_mb"]) for part in parts.values()))
+        rows.append(row)
+    rate = "GB/s, their share of the copy," if bound_by_memory else "the share of the matrix product"
+    return (f"{_caption(measured)} Milliseconds; in brackets {rate} and the speed relative to {measured['baseline']}.\n\n"
+            f"{markdown(rows)}{_notes(measured)}")
 
 
 def growth_table(shapes: list[dict[str, Any]]) -> str | None:
@@ -97,8 +94,10 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
     alike.sort(key=lambda one: one["shape"]["T"])
     if len(alike) < 2:
         return None
-    short, long = (alike[index]["shape"]["T"] for index in (0, -1))
-    first, last = (_by_name(alike[index]) for index in (0, -1))
+    short = alike[0]["shape"]["T"]
+    long = alike[-1]["shape"]["T"]
+    first = _by_name(alike[0])
+    last = _by_name(alike[-1])
     rows = [["", "time forward", "time backward", "extra MB forward", "extra MB backward"]]
     for name in (name for name in first if name in last):
         times = [f"x {last[name][part]['ms'] / first[name][part]['ms']:.1f}" for part in ("forward", "backward")]
@@ -122,10 +121,6 @@ def _notes(measured: dict[str, Any]) -> str:
     return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
 
 
-def _passes(measured: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(result["pass"] for result in measured["results"]))
-
-
 def _by_name(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for result in measured["results"]:
@@ -137,18 +132,12 @@ def _both(parts: dict[str, dict[str, Any]]) -> float:
     return parts["forward"]["ms"] + parts["backward"]["ms"]
 
 
-def _with_notes(result: dict[str, Any]) -> str:
-    notes = [f"{result['of_matmul']:.0%}", *_speed(result)]
+def _time(result: dict[str, Any], bound_by_memory: bool) -> str:
+    share = result["of_copy"] if bound_by_memory else result["of_matmul"]
+    notes = [*([f"{_short(result['gbs'])} GB/s"] if bound_by_memory else []), f"{share:.0%}"]
+    if result["vs_baseline"]:
+        notes.append(f"{_short(result['vs_baseline'])}x")
     return f"{_ms(result['ms'])} ({', '.join(notes)})"
-
-
-def _with_rate(result: dict[str, Any]) -> str:
-    notes = [f"{_short(result['gbs'])} GB/s", f"{result['of_copy']:.0%}", *_speed(result)]
-    return f"{_ms(result['ms'])} ({', '.join(notes)})"
-
-
-def _speed(result: dict[str, Any]) -> list[str]:
-    return [f"{_short(result['vs_baseline'])}x"] if result["vs_baseline"] else []
 
 
 def _ms(value: float) -> str:

@@ -59,7 +59,8 @@ class WKV7(Operator):
         dtype = _compute_dtype(inputs[0])
         return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._kept_shapes(B, T, H, N))
 
-    def _n_kept(self) -> int:
+    @property
+    def n_kept(self) -> int:
         return len(self._kept_shapes(1, 1, 1, 1))
 
     def _kept_shapes(self, B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
