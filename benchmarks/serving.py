@@ -1,10 +1,8 @@
 """python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
-share     streams past their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
-arrivals  64 clients that come, read texts of random lengths, and go, 30 % in the middle; gaps at 8 streams
-short     many short requests: memory and open files before and after; how soon a 429 comes
-peers     RWKV-7: streams past their prompts, quiet and beside one busy process, in turns with llama.cpp's own server on the
-          same weights and requests, where --llama-server names that program (make llama-server); two threads each
+share   streams past their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
+peers   RWKV-7: streams past their prompts, quiet and beside one busy process, in turns with llama.cpp's own server on the same
+        weights and requests, where --llama-server names that program (make llama-server); two threads each
 
 The server is `python serve.py` with random weights in RWKV-4's 169M shape (peers: RWKV-7's 0.1b), and a vocabulary of whole
 characters, so that each token is an event (50,304 of them: a World vocabulary has a multiple of 64). The client reads with one
@@ -15,7 +13,6 @@ last line of standard output is the result as JSON.
 import argparse
 import json
 import os
-import random
 import selectors
 import signal
 import socket
@@ -37,12 +34,10 @@ from kernels.bench.results import output_file, publish
 ROOT = Path(__file__).parent.parent
 PROMPT = "A prompt of some words, "
 SETTLE_S = 1.0                           # seconds before counting begins
-HANG_UP = 0.3                            # share of clients
 VOCABULARY = "vocabulary.txt"
 LLAMA_FORMATS = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"]}
 LLAMA_CONTEXT = 2**15                    # tokens of a slot; a recurrent model needs no memory for them
 LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that is to go on
-MIB = 2**20
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,13 +95,6 @@ class Server:
         """Bytes of both processes that are not mapped files."""
         return sum(1024 * int(line.split()[1]) for pid in self.pids
                    for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
-
-    def files(self) -> int:
-        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in self.pids)
-
-    def cpu_seconds(self) -> float:
-        ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in self.pids]
-        return sum(int(tick) for pair in ticks for tick in pair) / 100
 
     def connect(self, body: dict[str, Any]) -> socket.socket:
         content = json.dumps(body).encode()
@@ -182,15 +170,6 @@ class Client:
         self.times += [time.perf_counter()] * data.count(b"data: {")
         return bool(data) and (self.hang_up_after is None or len(self.times) < self.hang_up_after)
 
-    @property
-    def rate(self) -> float:
-        """Events per second after the first."""
-        return (len(self.times) - 1) / max(self.times[-1] - self.times[0], 1e-9) if len(self.times) > 1 else 0.0
-
-    @property
-    def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-
 
 def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
     """Reads from all clients for some time; returns those that are over, whose sockets are closed."""
@@ -257,111 +236,6 @@ def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tu
     return events / took, cpu / took
 
 
-def arrivals(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    chance = random.Random(0)
-    with serving(checkpoint, dtype, "max_rows=64", "cache_mib=16") as server:
-        base = server.resident()
-        over = _load(server, 64, 60, chance)
-        cpu = server.cpu_seconds()
-        time.sleep(3)
-        idle, memory = (server.cpu_seconds() - cpu) / 3, server.resident() - base
-        whole = [client for client in over if client.finished]
-        wrong = [client.status.decode() for client in over if (client.hang_up_after is None and not client.finished)
-                 or client.status != b"200"]
-        rates = [client.rate for client in whole if client.n >= 32]
-        fairness = jain(rates)
-        gaps = sorted(_gaps_beside_arrivals(server, chance))
-        row = {"dtype": dtype, "texts": len(over), "errors": len(wrong), "jain": fairness, "memory_mib": memory / MIB,
-               "idle_cpu": idle, "gap_median": median(gaps), "gap_p99": gaps[int(0.99 * len(gaps))], "gap_longest": gaps[-1]}
-        print(f"{dtype}: {row['texts']} texts, {row['errors']} errors, Jain {fairness:.3f}, memory + {memory / MIB:.0f} MiB, "
-              f"CPU {idle:.1%} after; gaps at 8 streams: median {1000 * row['gap_median']:.0f} ms, p99 "
-              f"{1000 * row['gap_p99']:.0f}, longest {1000 * row['gap_longest']:.0f}", flush=True)
-        yield row
-
-
-def jain(rates: list[float]) -> float:
-    """Jain's index of fairness: 1 where all are equal, 1 / n where one has everything."""
-    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
-
-
-def _load(server: Server, streams: int, seconds: float, chance: random.Random) -> list[Client]:
-    """The clients of a load: always `streams` at a time; a new one comes as one goes."""
-    over: list[Client] = []
-    count = 0
-    with selectors.DefaultSelector() as selector:
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until or selector.get_map():
-            while len(selector.get_map()) < streams and time.perf_counter() < until:
-                n = chance.randint(8, 128)
-                hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
-                client = Client(server, n, count, hang_up, "word " * chance.randint(2, 12))
-                selector.register(client.socket, selectors.EVENT_READ, client)
-                count += 1
-            over += read_for(selector, 0.05)
-    return over
-
-
-def _gaps_beside_arrivals(server: Server, chance: random.Random) -> list[float]:
-    """The gaps of 8 streams while others come, with prompts of up to 3 slices."""
-    with selectors.DefaultSelector() as selector:
-        streams = [Client(server, 1_000_000, seed) for seed in range(8)]
-        for client in streams:
-            selector.register(client.socket, selectors.EVENT_READ, client)
-        read_for(selector, 2)
-        for client in streams:
-            client.times.clear()
-        for number in range(12):
-            other = Client(server, 8, number, prompt="x" * chance.randint(10, 380))
-            selector.register(other.socket, selectors.EVENT_READ, other)
-            read_for(selector, chance.uniform(0.3, 1.5))
-        for client in streams:
-            client.socket.close()
-    return [gap for client in streams for gap in client.gaps]
-
-
-def short(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    with serving(checkpoint, dtype, "max_rows=8", "max_queue=8", "cache_mib=16") as server:
-        _requests(server, 500)
-        memory, files = server.resident(), server.files()
-        began = time.perf_counter()
-        _requests(server, args.requests)
-        took = time.perf_counter() - began
-        grown, files_after = (server.resident() - memory) / MIB, server.files()
-        full = [server.connect(stream_of(1_000_000, seed)) for seed in range(16)]
-        time.sleep(1)
-        delays = sorted(_delay_of_429(server) for _ in range(20))
-        for each in full:
-            each.close()
-        row = {"dtype": dtype, "requests": args.requests, "per_second": args.requests / took, "memory_mib": grown,
-               "files_before": files, "files_after": files_after, "slowest_429": delays[-1]}
-        print(f"{dtype}: {args.requests} requests, {args.requests / took:.0f} a second; memory + {grown:.1f} MiB, open files "
-              f"{files} before and {files_after} after; a 429 within {1000 * delays[-1]:.1f} ms", flush=True)
-        yield row
-
-
-def _requests(server: Server, n: int) -> None:
-    body = json.dumps({"prompt": "ab", "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-    sent = head % len(body) + body
-    for first in range(0, n, 8):
-        made = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(min(8, n - first))]
-        for each in made:
-            each.sendall(sent)
-        for each in made:
-            received = b""
-            while part := each.recv(65536):
-                received += part
-            assert received.startswith(b"HTTP/1.1 200"), received[:200]
-            each.close()
-
-
-def _delay_of_429(server: Server) -> float:
-    began = time.perf_counter()
-    with server.connect(stream_of(1, 0)) as made:
-        assert made.recv(4096).startswith(b"HTTP/1.1 429")
-    return time.perf_counter() - began
-
-
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All servers of a width are loaded; each is suspended while another is measured, and the busy process while none is."""
     with ExitStack() as running:
@@ -402,7 +276,7 @@ def gguf_of(checkpoint: Path, name: str) -> Path:
     return path
 
 
-PARTS = {"share": share, "arrivals": arrivals, "short": short, "peers": peers}
+PARTS = {"share": share, "peers": peers}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -412,7 +286,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=above_zero, default=12, metavar="S",
                         help="of each of HTTP and the engine alone, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=3, metavar="N")
-    parser.add_argument("--requests", type=at_least(1), default=10_000, metavar="N")
     return parsed(parser, argv)
 
 

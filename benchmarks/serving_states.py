@@ -28,16 +28,13 @@ from typing import Any
 
 from benchmarks._main import run_program
 from benchmarks.serving import (
-    HANG_UP,
     LLAMA_FORMATS,
-    MIB,
     VOCABULARY,
     Client,
     LlamaServer,
     Server,
     ended,
     gguf_of,
-    jain,
     parsed,
     read_for,
     serving,
@@ -48,6 +45,8 @@ from kernels.bench.results import publish
 
 QUESTION = 8                             # tokens that follow what was read before
 STATES = 8                               # that the clients of `load` continue
+HANG_UP = 0.3                            # share of clients
+MIB = 2**20
 LONG = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": {        # longer than any text here
     "type": "array", "items": {"type": "integer"}, "minItems": 400}}}
 WAYS = ("read anew", "prefix cache", "state", "state after a restart")
@@ -212,6 +211,11 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
     shown = ", ".join(f"{size:.0f} MiB at the {name}" for name, size in memory.items())
     print(f"{dtype}: {ratio:.1%} of the tokens/s without states and schemas; memory {shown}", flush=True)
     yield {"dtype": dtype, "ratio": ratio}
+
+
+def jain(rates: list[float]) -> float:
+    """Jain's index of fairness: 1 where all are equal, 1 / n where one has everything."""
+    return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
 
 
 def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Random,
