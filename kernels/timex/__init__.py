@@ -8,7 +8,8 @@ or by FFT may also change earlier steps of the same row. Source: RWKV-CUDA, dept
 PyTorch with Taichi".
 
 An implementation is a file beside this one with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
-grad_k), and nothing but its algorithm. Its inputs are contiguous, of one of its dtypes, and padded to its multiples.
+grad_k), or instead of backward the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark also times
+apart. Its inputs are contiguous, of one of its dtypes, and padded to its multiples.
 """
 
 import torch
@@ -45,10 +46,14 @@ class TimeX(Operator):
 
     def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
         """(grad_w (C,T) summed over B, grad_k (B,C,T)) for w, k and grad_out (B,C,T)."""
-        w, k, grad_out = saved_and_gradients
+        w, k, _ = saved_and_gradients
         dtype = self._compute_dtype(w, k)
-        grad_w, grad_k = self._implementation.backward(*(self._pad(tensor, dtype) for tensor in (w, k, grad_out)))
+        padded = [self._pad(tensor, dtype) for tensor in saved_and_gradients]
+        grad_w, grad_k = getattr(self._implementation, "backward", self._both_gradients)(*padded)
         return _crop(grad_w, like=w), _crop(grad_k, like=k)
+
+    def _both_gradients(self, w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+        return self._implementation.grad_w(k, grad_out), self._implementation.grad_k(w, grad_out)
 
     def _check(self, w: Tensor, k: Tensor) -> None:
         if w.dim() != 2 or k.dim() != 3 or tuple(w.shape) != tuple(k.shape[1:]):

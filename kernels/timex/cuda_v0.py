@@ -18,10 +18,6 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     return out
 
 
-def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return grad_w(k, grad_out), grad_k(w, grad_out)
-
-
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(grad_out)
     SOURCE.launch("grad_k", _blocks(grad), THREADS, w, grad_out, grad, *grad.shape)

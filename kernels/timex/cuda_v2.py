@@ -16,10 +16,6 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     return _convolve("forward", w, k, eps)
 
 
-def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return grad_w(k, grad_out), grad_k(w, grad_out)
-
-
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
     return _convolve("grad_k", w, grad_out)
 

@@ -27,10 +27,6 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     return out
 
 
-def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return grad_w(k, grad_out), grad_k(w, grad_out)
-
-
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(grad_out)
     source, blocks = _fitting(grad_out)

@@ -1,11 +1,8 @@
 """Rung 3: more products per value loaded. On a CPU, vectors of eight lanes; on a GPU, several batches per thread.
 
-All three products have one form, total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
-    forward   window of w, x = k           i counts t downwards from the end of its tile
-    grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
-    grad_w    window of k, x = grad_out    i counts the columns of w
-With i = lane + L d and j = phase + L e, one vector of the window, at phase + L (d + e), serves every pair with the same
-d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of 8 lanes.
+The three products have the form that _tiles.py describes. With i = lane + L d and j = phase + L e, one vector of the window, at
+phase + L (d + e), serves every pair with the same d + e: on a CPU, 15 vector loads and 8 broadcasts serve 64 multiply-adds of 8
+lanes.
 
 LLVM emits this code if the arrays are flat and indexed by one masked base plus constants (it then merges eight neighbouring
 loads), if accumulators are Taichi vectors, if stores go to an array of vectors, and if at most about 64 products are unrolled.
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from kernels.backends.taichi import BLOCK, INDEX, launch, share, shares, ti
 from kernels.registry import Requires
+from kernels.timex._tiles import Flat, column, read
 
 REQUIRES = Requires(packages=("taichi",), T_multiple=32)
 
@@ -29,7 +27,6 @@ THREADS, T_GROUP, B_GROUP = 32, 4, 4  # on a GPU: threads per block; time steps 
 CUDA_TILE = THREADS * T_GROUP
 Lanes = ti.types.vector(LANES, ti.f32)
 Edge = ti.types.vector(2 * LANES, ti.f32)
-Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 FlatLanes = ti.types.ndarray(dtype=Lanes, ndim=1)
 
 
@@ -37,10 +34,6 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(k)
     _launch(_forward_cpu, _forward_cuda, k.shape[0] * k.shape[1], w, k, out, *k.shape, eps, False)
     return out
-
-
-def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    return grad_w(k, grad_out), grad_k(w, grad_out)
 
 
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
@@ -173,7 +166,7 @@ def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f
         for b, d in ti.static(ti.ndrange(B_GROUP, T_GROUP)):
             t = tile * CUDA_TILE + CUDA_TILE - 1 - lane - THREADS * d
             if b_0 + b < B and t < T:
-                out[((b_0 + b) * C + c) * T + _column(t, T, backwards)] = total[b * T_GROUP + d]
+                out[((b_0 + b) * C + c) * T + column(t, T, backwards)] = total[b * T_GROUP + d]
 
 
 @ti.kernel
@@ -207,30 +200,17 @@ def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
 
 
 @ti.func
-def _column(t, T, backwards: ti.template()):
-    return T - 1 - t if ti.static(backwards) else t
-
-
-@ti.func
 def _share_window(window: ti.template(), at, lane, x: ti.template(), row, column, T):
     for d in ti.static(range(2 * T_GROUP)):
         i = lane + THREADS * d
-        window[at + i] = _read(x, row, column + i, T)
+        window[at + i] = read(x, row, column + i, T)
 
 
 @ti.func
 def _share_tile(tile: ti.template(), at, lane, x: ti.template(), row, column, T, backwards: ti.template()):
     for d in ti.static(range(T_GROUP)):
         j = lane + THREADS * d
-        tile[at + j] = _read(x, row, _column(column + j, T, backwards), T)
-
-
-@ti.func
-def _read(x: ti.template(), row, column, T):
-    value = 0.0
-    if 0 <= column < T:
-        value = x[row + column]
-    return value
+        tile[at + j] = read(x, row, column(column + j, T, backwards), T)
 
 
 @ti.func

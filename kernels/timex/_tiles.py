@@ -1,0 +1,123 @@
+"""What the Taichi rungs share: the form of the three products, and on a CPU the tiles of rungs 1 and 2.
+
+All three products are total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
+    forward   window of w, x = k           i counts t downwards from the end of its tile
+    grad_k    the same on reversed time: step t of grad_out and grad_k is column T - 1 - t
+    grad_w    window of k, x = grad_out    i counts the columns of w
+Zeros are staged for positions outside a row, so any T is legal. (Zero times infinity is NaN: a value that is not finite also
+makes other outputs of its tile NaN.)
+"""
+
+# mypy: disable-error-code="index, no-untyped-def, valid-type"
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backends.taichi import BLOCK, launch, share, shares, ti
+
+TILE = 64  # on a CPU
+Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
+Tile = ti.types.vector(TILE, ti.f32)
+Window = ti.types.vector(2 * TILE, ti.f32)
+
+
+class Products:
+    """The functions of a rung. correlate(total, window, x), a ti.func, adds a tile's products on a CPU; the kernels are a GPU's."""
+
+    def __init__(self, correlate: Any, forward_cuda: Any, grad_w_cuda: Any) -> None:
+        self._forward = _forward_kernel(correlate), forward_cuda
+        self._grad_w = _grad_w_kernel(correlate), grad_w_cuda
+
+    def forward(self, w: Tensor, k: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(k)
+        _launch(*self._forward, k.shape[0] * k.shape[1], w, k, out, *k.shape, eps, False)
+        return out
+
+    def grad_k(self, w: Tensor, grad_out: Tensor) -> Tensor:
+        grad = torch.empty_like(grad_out)
+        _launch(*self._forward, grad.shape[0] * grad.shape[1], w, grad_out, grad, *grad.shape, 0.0, True)
+        return grad
+
+    def grad_w(self, k: Tensor, grad_out: Tensor) -> Tensor:
+        grad = torch.empty_like(k[0])
+        tasks = grad.shape[0] * -(-grad.shape[1] // TILE)
+        _launch(*self._grad_w, tasks, k, grad_out, grad, *k.shape)
+        return grad
+
+
+def _launch(on_cpu: Any, on_cuda: Any, tasks: int, left: Tensor, right: Tensor, result: Tensor, *numbers: Any) -> None:
+    tensors = left.view(-1), right.view(-1), result.view(-1)
+    if left.is_cuda:
+        launch(on_cuda, *tensors, *numbers)
+    else:
+        launch(on_cpu, *tensors, *numbers, shares(tasks))
+
+
+def _forward_kernel(correlate: Any) -> Any:
+    @ti.kernel
+    def forward(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f32, backwards: ti.template(), n: int):
+        for step in range(n * BLOCK):
+            first, end = share(step, B * C, n)
+            for row in range(first, end):
+                for tile in range((T + TILE - 1) // TILE):
+                    total = Tile(eps)
+                    for u_tile in range(tile + 1):
+                        window, ks = Window(0.0), Tile(0.0)
+                        stage_window(window, w, row % C * T, T - TILE - (tile - u_tile) * TILE, T)
+                        stage_tile(ks, k, row * T, u_tile * TILE, T, backwards)
+                        correlate(total, window, ks)
+                    for i in range(ti.max(0, tile * TILE + TILE - T), TILE):
+                        t = tile * TILE + TILE - 1 - i
+                        out[row * T + column(t, T, backwards)] = total[i]
+
+    return forward
+
+
+def _grad_w_kernel(correlate: Any) -> Any:
+    @ti.kernel
+    def grad_w_kernel(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int, n: int):
+        for step in range(n * BLOCK):
+            tiles = (T + TILE - 1) // TILE
+            first, end = share(step, C * tiles, n)
+            for task in range(first, end):
+                c, i_0 = task // tiles, task % tiles * TILE
+                total = Tile(0.0)
+                for b in range(B):
+                    part = Tile(0.0)  # one batch; a sum of sums has smaller rounding errors
+                    for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
+                        t_0, row = t_tile * TILE, (b * C + c) * T
+                        window, gs = Window(0.0), Tile(0.0)
+                        stage_window(window, k, row, t_0 - (T - 1) + i_0, T)
+                        stage_tile(gs, grad_out, row, t_0, T, False)
+                        correlate(part, window, gs)
+                    total += part
+                for i in range(ti.min(TILE, T - i_0)):
+                    grad_w[c * T + i_0 + i] = total[i]
+
+    return grad_w_kernel
+
+
+@ti.func
+def column(t, T, backwards: ti.template()):
+    return T - 1 - t if ti.static(backwards) else t
+
+
+@ti.func
+def stage_window(window: ti.template(), x: ti.template(), row, at, T):
+    for j in range(ti.max(0, -at), ti.min(2 * TILE - 1, T - at)):
+        window[j] = x[row + at + j]
+
+
+@ti.func
+def stage_tile(tile: ti.template(), x: ti.template(), row, at, T, backwards: ti.template()):
+    for j in range(ti.min(TILE, T - at)):
+        tile[j] = x[row + column(at + j, T, backwards)]
+
+
+@ti.func
+def read(x: ti.template(), row, column, T):
+    value = 0.0
+    if 0 <= column < T:
+        value = x[row + column]
+    return value
