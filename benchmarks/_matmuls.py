@@ -21,7 +21,8 @@ def seconds_per_step(config: ModelConfig, vocab_size: int, B: int, T: int, devic
 
     One layer is timed and counts n_layer times; the head multiplies all B*T rows at once.
     """
-    layer, head = layer_linears(config), [(config.n_embd, vocab_size)]
+    layer = layer_linears(config)
+    head = [(config.n_embd, vocab_size)]
     seconds = (_shortest(linears, B * T, torch.device(device), dtype, calls) for linears in (layer, head))
     return config.n_layer * next(seconds) + next(seconds)
 
@@ -42,7 +43,9 @@ def _shortest(linears: list[Linear], N: int, device: torch.device, dtype: torch.
 def _products(inputs: int, outputs: int, N: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], Tensor]]:
     """The three products of a layer, into preallocated memory: a fresh result would add its page faults."""
     x, weight, grad = (torch.ones(size, device=device, dtype=dtype) for size in ((N, inputs), (outputs, inputs), (N, outputs)))
-    y, grad_x, grad_weight = torch.empty_like(grad), torch.empty_like(x), torch.empty_like(weight)
+    y = torch.empty_like(grad)
+    grad_x = torch.empty_like(x)
+    grad_weight = torch.empty_like(weight)
     yield lambda: torch.mm(x, weight.T, out=y)
     yield lambda: torch.mm(grad, weight, out=grad_x)
     yield lambda: torch.mm(grad.T, x, out=grad_weight)

@@ -88,13 +88,18 @@ class LlamaCpp:
     def __init__(self, folder, name, batches, prompt):
         import llama_cpp
 
-        self.api, self.batches, self.prompt = llama_cpp, batches, prompt
-        self.vocabulary, self.position = 256, 0
+        self.api = llama_cpp
+        self.batches = batches
+        self.prompt = prompt
+        self.vocabulary = 256
+        self.position = 0
         llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
         model = llama_cpp.llama_model_load_from_file(str(self._file(folder, name)).encode(),
                                                      llama_cpp.llama_model_default_params())
         options = llama_cpp.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch = 1 << 20, max(prompt, *batches), max(prompt, *batches)
+        options.n_ctx = 1 << 20
+        options.n_batch = max(prompt, *batches)
+        options.n_ubatch = max(prompt, *batches)
         options.n_seq_max = max(batches)
         options.n_threads = options.n_threads_batch = THREADS
         self.context = llama_cpp.llama_init_from_model(model, options)
@@ -203,7 +208,8 @@ def main(name, form, folder, batches, prompt):
 
 
 def mean_seconds(function, least):
-    calls, began = 0, time.perf_counter()
+    calls = 0
+    began = time.perf_counter()
     while calls == 0 or time.perf_counter() - began < least:
         function()
         calls += 1

@@ -14,7 +14,8 @@ from typing import Any
 
 class Answers:
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.data = tokenizer, b""
+        self.tokenizer = tokenizer
+        self.data = b""
         self.ids: list[int] = []
 
     def text(self, path: str) -> None:

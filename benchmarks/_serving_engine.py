@@ -28,7 +28,8 @@ def main() -> None:
     from rwkv.pretrained import RWKV
     from rwkv.tokenizer.tokenizers import Tokenizer
 
-    model, tokenizer = RWKV.from_pretrained(sys.argv[1], dtype=sys.argv[2]), Tokenizer.named(sys.argv[3])
+    model = RWKV.from_pretrained(sys.argv[1], dtype=sys.argv[2])
+    tokenizer = Tokenizer.named(sys.argv[3])
     for line in sys.stdin:
         texts, seconds = json.loads(line)
         engine = Engine(model, tokenizer)
@@ -37,12 +38,14 @@ def main() -> None:
         while len(engine.step()) < texts:
             pass
         start = prefill(model, torch.ones(texts, 1, dtype=torch.long))
-        decoder, tokens = decoder_of(model, start.state), torch.ones(texts, dtype=torch.long)
+        decoder = decoder_of(model, start.state)
+        tokens = torch.ones(texts, dtype=torch.long)
         rates: dict[str, list[float]] = {"engine": [], "decoder": []}
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             for name, step in (("engine", engine.step), ("decoder", partial(decoder.step, tokens))):
-                began, steps = time.perf_counter(), 0
+                began = time.perf_counter()
+                steps = 0
                 while time.perf_counter() < began + TURN_S:
                     step()
                     steps += 1

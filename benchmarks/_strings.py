@@ -12,7 +12,8 @@ def unicode_strings(count: int, seed: int = 0) -> Iterator[str]:
     """Alternates random words, characters of one script, mixtures, and a run of one character before words."""
     choose = random.Random(seed)
     for index in range(count):
-        length, script = choose.randrange(1, 60), choose.choice(RANGES)
+        length = choose.randrange(1, 60)
+        script = choose.choice(RANGES)
         words = "".join(choose.choices(LETTERS, k=length))
         mixed = _characters(choose, choose.choices(RANGES, k=length))
         yield (words, _characters(choose, [script] * length), mixed, _characters(choose, [script]) * length + words)[index % 4]

@@ -33,9 +33,11 @@ LARGE_HEAD = ModelConfig(n_layer=2, n_embd=256, ctx_len=1024), 65536
 
 
 def steps(name: str, precision: str) -> None:
-    config, vocab_size = ModelConfig(generation=name, n_layer=6, n_embd=384, ctx_len=512), VOCABULARY
+    config = ModelConfig(generation=name, n_layer=6, n_embd=384, ctx_len=512)
+    vocab_size = VOCABULARY
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
-    task, x = new_task(config, vocab_size, dtype), torch.randint(vocab_size, (B, config.ctx_len))
+    task = new_task(config, vocab_size, dtype)
+    x = torch.randint(vocab_size, (B, config.ctx_len))
     optimizer = task.configure_optimizers()["optimizer"]
     while True:
         start = time.perf_counter()
@@ -47,7 +49,8 @@ def steps(name: str, precision: str) -> None:
 
 def head(loss: str) -> None:
     config, vocab_size = LARGE_HEAD
-    task, x = new_task(config, vocab_size, torch.float32), torch.randint(vocab_size, (B, config.ctx_len))
+    task = new_task(config, vocab_size, torch.float32)
+    x = torch.randint(vocab_size, (B, config.ctx_len))
     task.optim.l2_wrap = 0.0             # the plain loss has none
     losses = {"chunked": lambda: task.loss(x, x), "whole": lambda: _whole(task.model, x)}
     task.model.hidden(x[:1, :8])[0].sum().backward()     # compiles the kernels
@@ -100,7 +103,8 @@ def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.d
 @contextmanager
 def _watched() -> Iterator[Callable[[], int]]:
     """Yields a function that returns the largest resident set so far, in bytes, sampled every millisecond."""
-    seen, done = [resident_memory()], threading.Event()
+    seen = [resident_memory()]
+    done = threading.Event()
     watcher = threading.Thread(target=lambda: [seen.append(resident_memory()) for _ in iter(lambda: done.wait(0.001), True)])
     watcher.start()
     try:

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measure(folder: Path, repeats: int) -> dict[str, float]:
-    file, packed = folder / "model.pth", folder / "packed.safetensors"
+    file = folder / "model.pth"
+    packed = folder / "packed.safetensors"
     generator = torch.Generator().manual_seed(0)
     checkpoint = checkpoint_of({name: torch.randn(shape, generator=generator) / 50
                                 for name, shape in rwkv4.shapes(SHAPE, VOCAB_SIZE).items()})

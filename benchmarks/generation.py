@@ -267,7 +267,8 @@ def _peak_mib() -> float:
 
 def _seconds(function: Callable[[], Any], least: float) -> float:
     """Mean seconds of a call, over that many seconds of calls."""
-    calls, began = 0, time.perf_counter()
+    calls = 0
+    began = time.perf_counter()
     while calls == 0 or time.perf_counter() - began < least:
         function()
         calls += 1
@@ -275,7 +276,8 @@ def _seconds(function: Callable[[], Any], least: float) -> float:
 
 
 def _decode(model: RWKV, B: int) -> Callable[[], Tensor]:
-    decoder, tokens = decoder_of(model, model.empty_state(B)), torch.arange(B)
+    decoder = decoder_of(model, model.empty_state(B))
+    tokens = torch.arange(B)
     return lambda: decoder.step(tokens)
 
 
@@ -293,7 +295,8 @@ def _products(model: nn.Module, rows: int) -> Callable[[], None]:
 
 def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
     """The same, with the head applied to the last position only."""
-    blocks, head = _products(model.blocks, rows), _product(model.head, 1)
+    blocks = _products(model.blocks, rows)
+    head = _product(model.head, 1)
 
     def multiply() -> None:
         blocks()

@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     machine = hardware.describe("cpu")
     report: dict[str, Any] = before | {"machine": machine, "commits": before.get("commits", {})}
     for name, measure in _parts(args).items():
-        report[name], report["commits"][name] = measure(), machine["commit"]
+        report[name] = measure()
+        report["commits"][name] = machine["commit"]
     publish(report, args.json)
 
 

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> None:
 def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> list[float]:
     """The mean nats per token at each position of the run, which is trained first where its folder has no losses."""
     folder = out / f"{generation}-{C}-{T}"
-    asked, losses = {"tokens": tokens, "options": options}, folder / "positions.json"
+    asked = {"tokens": tokens, "options": options}
+    losses = folder / "positions.json"
     if losses.exists():
         known = json.loads(losses.read_text(encoding="utf-8"))
         if known["asked"] != asked:
@@ -83,7 +84,8 @@ def losses_by_position(folder: Path, T: int) -> list[float]:
 
 def by_octave(losses: list[float]) -> dict[str, float]:
     """The means of positions 0, 1, 2 to 3, 4 to 7, and so on."""
-    found, first = {}, 0
+    found = {}
+    first = 0
     while first < len(losses):
         end = min(max(1, 2 * first), len(losses))
         found[str(first) if end == first + 1 else f"{first}-{end - 1}"] = mean(losses[first:end])

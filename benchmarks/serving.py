@@ -157,10 +157,13 @@ class Client:
 
     def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str | list[int] = PROMPT,
                  **more: Any) -> None:
-        self.began, self.n, self.hang_up_after = time.perf_counter(), n, hang_up_after
+        self.began = time.perf_counter()
+        self.n = n
+        self.hang_up_after = hang_up_after
         self.socket = server.connect({**stream_of(n, seed, prompt), **more})
         self.times: list[float] = []
-        self.status, self.finished = b"", False
+        self.status = b""
+        self.finished = False
 
     def read(self) -> bool:
         """Takes what has come. False where the stream is over, or the client hangs up."""
@@ -173,7 +176,8 @@ class Client:
 
 def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
     """Reads from all clients for some time; returns those that are over, whose sockets are closed."""
-    over, until = [], time.perf_counter() + seconds
+    over = []
+    until = time.perf_counter() + seconds
     while (left := until - time.perf_counter()) > 0 and selector.get_map():
         for key, _ in selector.select(left):
             if not key.data.read():
@@ -225,7 +229,9 @@ def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tu
             if read_for(selector, 0.1):
                 sys.exit(f"a stream ended early, with status {clients[0].status.decode()}")
         read_for(selector, SETTLE_S)
-        counted, cpu, began = sum(len(client.times) for client in clients), time.process_time(), time.perf_counter()
+        counted = sum(len(client.times) for client in clients)
+        cpu = time.process_time()
+        began = time.perf_counter()
         read_for(selector, seconds)
         took = time.perf_counter() - began
         events = sum(len(client.times) for client in clients) - counted

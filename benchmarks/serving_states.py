@@ -93,7 +93,8 @@ class Texts:
     """Random ids: none is the beginning of another."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._chance, self._most = random.Random(0), vocabulary - 1
+        self._chance = random.Random(0)
+        self._most = vocabulary - 1
 
     def __call__(self, n: int) -> list[int]:
         return [self._chance.randint(1, self._most - 1) for _ in range(n)]
@@ -180,7 +181,8 @@ def _table(of: str, dtype: str, lengths: list[int], ways: tuple[str, ...],
 
 
 def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    texts, chance = Texts(_vocabulary(checkpoint)), random.Random(0)
+    texts = Texts(_vocabulary(checkpoint))
+    chance = random.Random(0)
     with serving(checkpoint, dtype, f"max_rows={args.clients}", "cache_mib=64", "states_mib=64") as server:
         states = [ask(server, "/v1/states", {"prompt": texts(200)})["id"] for _ in range(STATES)]
         _run_load(server, args.clients, min(5.0, args.seconds), chance, states)      # memory and threads are as they will be
@@ -242,7 +244,8 @@ def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Ran
 def _client(server: Server, seed: int, chance: random.Random, states: list[str]) -> Client:
     n = chance.randint(8, 128)
     hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
-    kind, state = chance.random(), chance.randrange(STATES)      # drawn for both loads, which are then alike
+    kind = chance.random()               # drawn for both loads, which are then alike
+    state = chance.randrange(STATES)
     more: dict[str, Any] = {}
     if states and kind < 0.35:
         more |= {"state": states[state], "save_state": kind < 0.1}

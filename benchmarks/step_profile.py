@@ -83,8 +83,10 @@ def _precisions(args: argparse.Namespace) -> list[str]:
 def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...], steps: int) -> Report:
     """ms of each part, and the share of each kind of operation in the step, by part."""
     L, C, B, T, V = shape
-    config, dtype = ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T), dtype_for(precision)
-    task, x = new_task(config, V, dtype, OptimConfig(name=optim)), torch.randint(V, (B, T))
+    config = ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T)
+    dtype = dtype_for(precision)
+    task = new_task(config, V, dtype, OptimConfig(name=optim))
+    x = torch.randint(V, (B, T))
     optimizer = task.configure_optimizers()["optimizer"]
 
     def run(part: Part) -> None:
@@ -177,7 +179,8 @@ def kind_of(name: str) -> str:
 
 def as_text(report: Report) -> str:
     """The step as a table: a line for each part and one for all."""
-    ms, shares = report["ms"], report["shares"]
+    ms = report["ms"]
+    shares = report["shares"]
     total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}
     lines = [[part, f"{ms[part]:.2f}", *(f"{shares[part][kind]:.1%}" for kind in KINDS)] for part in PARTS]
     lines.append(["step", f"{sum(ms.values()):.2f}", *(f"{total[kind]:.1%}" for kind in KINDS)])

@@ -104,7 +104,8 @@ def _shakespeare(report: Report) -> str:
 def _head(report: Report) -> str:
     if "head" not in report:
         return ""
-    chunked, whole = report["head"]["chunked"], report["head"]["whole"]
+    chunked = report["head"]["chunked"]
+    whole = report["head"]["whole"]
     return ("Peak memory of a step with 65,536 tokens of vocabulary (2 layers, 256 wide, 4096 tokens): "
             f"{chunked['peak_mb']:.0f} MB with the chunked loss, {whole['peak_mb']:.0f} MB with all logits at once; "
             f"the gradients differ by {chunked['difference']:.0e} of the largest.")

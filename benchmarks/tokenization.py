@@ -125,7 +125,8 @@ def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
         return
     script = Path(__file__).with_name("_rwkv_tokenizer.py")
     with subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        requests, answers = process.stdin, process.stdout
+        requests = process.stdin
+        answers = process.stdout
         assert requests is not None
         assert answers is not None
 

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
     with tempfile.TemporaryDirectory() as scratch:
         for name, measure in _parts(args, Path(scratch)).items():
-            report[name], report["commits"][name] = measure(), machine["commit"]
+            report[name] = measure()
+            report["commits"][name] = machine["commit"]
             print(f"{name}: {json.dumps(report[name])}", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")

@@ -20,7 +20,8 @@ def loss(out: Tensor) -> Tensor:
 
 def err_ratio(actual: Tensor, reference: Tensor) -> float:
     """RMS(actual - reference) / RMS(reference): 0 where both are empty or zero, infinite where actual is not finite."""
-    error, size = rms(actual, reference), rms(reference, torch.zeros_like(reference))
+    error = rms(actual, reference)
+    size = rms(reference, torch.zeros_like(reference))
     return error / size if size else float("inf") if error else 0.0
 
 

@@ -58,7 +58,8 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
     `dtype` decides only what auto means. Raises UnknownKernel where the operator has no such kernel,
     ValueError for a TimeX that is unsound inside WKV, and KernelUnavailable where the kernel cannot run on `device`.
     """
-    name, device = resolve(operator, name, device, dtype), torch.device(device)
+    device = torch.device(device)
+    name = resolve(operator, name, device, dtype)
     _check_name(operator, name, device.type)
     reason = why_not(folder(operator, name), name, device.type)
     if reason:
@@ -97,7 +98,8 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
     """One line to print: the kernel that auto resolves to and, where it is not the first choice or not measured, why."""
     device = torch.device(device).type
     (first, *_), measured = rule(operator, device, dtype)
-    chosen, reason = resolve(operator, AUTO, device, dtype), why_not(folder(operator, first), first, device)
+    chosen = resolve(operator, AUTO, device, dtype)
+    reason = why_not(folder(operator, first), first, device)
     doubts = [*filter(None, [reason]), *([] if measured else [f"not measured on {device} yet"])]
     return f"{chosen} (chosen by auto{': ' if doubts else ''}{'; '.join(doubts)})"
 

@@ -65,7 +65,8 @@ class Source:
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """(name, text) of the file and of every file that it includes, directly or not, each once."""
-        waiting, seen = [self.path], {self.path}
+        waiting = [self.path]
+        seen = {self.path}
         while waiting:
             path = waiting.pop()
             text = path.read_text(encoding="utf-8")
@@ -86,7 +87,8 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
     macros = [(name, str(value)) for name, value in source.macros.items()]
     options = _core().ProgramOptions(std="c++17", arch=arch, name=source.path.name, include_path=str(source.path.parent),
                                      define_macro=macros or None, ptxas_options=["-v"])
-    text, report = source.path.read_text(encoding="utf-8"), io.StringIO()
+    text = source.path.read_text(encoding="utf-8")
+    report = io.StringIO()
     with _compiler_errors(source, arch):
         program = _core().Program(text, "c++", options)
         return bytes(program.compile("cubin", logs=report).code), report.getvalue()
@@ -138,7 +140,8 @@ def _allow_shared(kernel: Any, device: int, shared: int) -> None:
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    handle, gpu = driver.CUkernel(int(kernel.handle)), driver.CUdevice(device)
+    handle = driver.CUkernel(int(kernel.handle))
+    gpu = driver.CUdevice(device)
     _, before = driver.cuKernelGetAttribute(attribute, handle, gpu)
     (error,) = driver.cuKernelSetAttribute(attribute, max(shared, before), handle, gpu)
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -199,7 +202,8 @@ def _read(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError:
         return None
-    digest, cubin = content[:32], content[32:]
+    digest = content[:32]
+    cubin = content[32:]
     return cubin if hashlib.sha256(cubin).digest() == digest else None
 
 

@@ -108,7 +108,8 @@ _lock = threading.RLock()  # held by the one thread that compiles or launches
 
 def launch(kernel: Callable[..., None], *args: Any) -> None:
     """Runs `kernel(*args)` on the device of its first argument, in order with torch's current stream."""
-    device, numel = args[0].device, max(arg.numel() for arg in args if isinstance(arg, Tensor))
+    device = args[0].device
+    numel = max(arg.numel() for arg in args if isinstance(arg, Tensor))
     if numel >= NUMEL_MAX:
         raise KernelUnavailable(f"Taichi kernels index with 32 bits, and a tensor of {numel} elements is over their "
                                 f"limit of {NUMEL_MAX}: use a smaller batch, or another kernel")
@@ -187,7 +188,9 @@ def _fixed(annotation: Any) -> bool:
 
 def _array(tensor: Tensor, annotation: Any) -> Any:
     """A numpy array for Taichi's own call, of vectors where the annotation has vectors; a third faster than a tensor."""
-    tensor, lanes = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor, _lanes(annotation)
+    lanes = _lanes(annotation)
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
     return (tensor.view(-1, lanes) if lanes else tensor).numpy()
 
 
@@ -253,7 +256,8 @@ def _ensure(device: torch.device) -> None:
     if ti.lang.impl.get_runtime().default_fp != ti.f32:
         raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels need: call "
                                 "ti.init without default_fp, and without TI_DEFAULT_FP, or use another kernel")
-    _started_in, _ensured = os.getpid(), (ti.lang.impl.get_runtime().prog, device)
+    _started_in = os.getpid()
+    _ensured = (ti.lang.impl.get_runtime().prog, device)
     _let_forks_end()
 
 
@@ -325,7 +329,8 @@ def _in_stream_order(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or torch.cuda.current_stream() == torch.cuda.default_stream():
         yield
         return
-    current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    current = torch.cuda.current_stream()
+    default = torch.cuda.default_stream()
     default.wait_stream(current)
     yield
     current.wait_stream(default)

@@ -30,7 +30,7 @@ import torch
 
 from kernels.arguments import Parser, above_zero, any_sizes, path_of
 from kernels.bench import plot
-from kernels.bench.case import BenchCase, Costs, Pass, Shape, case_of
+from kernels.bench.case import BenchCase, Pass, Shape, case_of
 from kernels.bench.launches import launches
 from kernels.bench.peak_memory import extra_bytes
 from kernels.bench.results import exit_status, output_file, save
@@ -140,16 +140,15 @@ def _why_not(case: BenchCase, name: str, named: bool) -> str | None:
     if reason or named:
         return reason
     try:
-        reason = _too_much(case.estimate(name), MAX_EXTRA_GB[case.device])
+        costs = case.estimate(name)
     except Exception:                    # verification raises it again and reports it
         return None
-    return f"{name} takes over {reason} at this shape; --only '{name}' measures it" if reason else None
-
-
-def _too_much(costs: Costs, largest_gb: float) -> str | None:
+    largest_gb = MAX_EXTRA_GB[case.device]
     if costs.seconds > MAX_SECONDS:
-        return f"{MAX_SECONDS} s forward and backward"
-    return f"{largest_gb} GB beside inputs and outputs" if costs.peak_extra > 1e9 * largest_gb else None
+        reason = f"{MAX_SECONDS} s forward and backward"
+    elif costs.peak_extra > 1e9 * largest_gb:
+        reason = f"{largest_gb} GB beside inputs and outputs"
+    return f"{name} takes over {reason} at this shape; --only '{name}' measures it" if reason else None
 
 
 def _verify(case: BenchCase, names: list[str]) -> tuple[dict[str, float], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What the benchmark needs of an operator: BenchCase, which kernels/bench/OP.py implements as its class Case.
+"""What the benchmark needs of an operator: BenchCase, of which the class Case in kernels/bench/OP.py is a subclass.
 
 Where channels do not depend on each other, the inputs repeat every DISTINCT of them. The float64 reference is then computed for
 DISTINCT channels only, and every element of an implementation's results, at the full shape, is compared with it.
@@ -6,14 +6,15 @@ DISTINCT is odd so that a kernel which mixes up the channels of its tiles is cau
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kernels import compare
+from kernels import compare, registry
 from kernels.bench import timing
 from kernels.bench.peak_memory import extra_bytes
 
@@ -43,53 +44,58 @@ class Costs:
     peak_extra: float
 
     def times(self, size: float, work: float | None = None) -> "Costs":
-        """The costs of `size` times the memory and `work` (by default `size`) times the time."""
+        """Scaled: the memory by `size`, the time by `work` (by default `size`)."""
         return Costs(self.seconds * (work or size), self.peak_extra * size)
 
 
-class BenchCase(Protocol):
+class BenchCase(ABC):
     """An operator at one shape, constructed as Case(*sizes, device, dtype).
 
-    AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default shapes by device; the
-    first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device; may be empty.
-    LAUNCHES: whether launches are counted (launches.py).  baseline: the name that all others are compared with.
+    op: the operator.  AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default
+    shapes by device; the first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device; may be
+    empty.  LAUNCHES: whether launches are counted (launches.py).  baseline: the name that all others are compared with.
+    numbers(*sizes): how many numbers the inputs, the results and their gradients have; all are in memory at once.
     """
 
+    op: ClassVar[str]
     AXES: ClassVar[tuple[str, ...]]
     DTYPES: ClassVar[tuple[str, ...]]
     SHAPES: ClassVar[Mapping[str, tuple[Shape, ...]]]
     SWEEP: ClassVar[Mapping[str, Shape]]
-    LAUNCHES: ClassVar[bool]
-    baseline: ClassVar[str]
+    LAUNCHES: ClassVar[bool] = False
+    numbers: ClassVar[Callable[..., int]]
+    baseline: str
     device: str
 
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        """Everything that can be timed, including what cannot run here."""
-
-    @staticmethod
-    def numbers(*shape: int) -> int:
-        """How many numbers the inputs, the results and their gradients have: all are in memory at once."""
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All implementations, whether or not they can run here."""
+        return registry.names(cls.op)
 
     @property
+    @abstractmethod
     def sequence(self) -> Tensor:
         """The tensor whose copy is the unit of time."""
 
     def why_not(self, name: str) -> str | None:
         """Why `name` cannot be timed here at this shape; None if it can."""
+        return registry.why_not(self.op, name, self.device)
 
+    @abstractmethod
     def estimate(self, name: str) -> Costs:
         """The costs of all passes, extrapolated from a small part of the work."""
 
+    @abstractmethod
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
         """The err_ratio of each result, and a sentence for each result that exceeds its tolerance."""
 
+    @abstractmethod
     def passes(self, name: str) -> list[Pass]:
         """What to time: "forward" first, then "backward" if there is one."""
 
 
 def case_of(op: str) -> Any:
-    """The class kernels.bench.OP.Case of an operator, a BenchCase."""
+    """The BenchCase of an operator, a class."""
     return importlib.import_module(f"kernels.bench.{op}").Case
 
 

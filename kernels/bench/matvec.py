@@ -5,31 +5,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import compare, registry
-from kernels.bench.case import Costs, Pass, costs
+from kernels import compare
+from kernels.bench.case import BenchCase, Costs, Pass, costs
 from kernels.matvec import FORMS, Int8, MatVec, cases
-from kernels.registry import why_not
 
 
-class Case:
+class Case(BenchCase):
     """W (N,K) in the form --dtype, times R rows of x."""
 
+    op = "matvec"
     AXES = ("N", "K", "R")
     DTYPES = tuple(FORMS)
-    SHAPES, SWEEP = cases.BENCH_SHAPES, {"cpu": (), "cuda": ()}
-    LAUNCHES = False
+    SHAPES = cases.BENCH_SHAPES
+    SWEEP = cases.SWEEP
     baseline = "torch_linear"
 
     def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.form = device, str(dtype).removeprefix("torch.")
+        self.device = device
+        self.form = str(dtype).removeprefix("torch.")
         if self.form == Int8.form:
             self.baseline = "fbgemm"
         self.x, self.packed = cases.inputs(R, N, K, self.form, device=device)
         self.reference = cases.expected(self.x, self.packed)
-
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        return registry.names("matvec")
 
     @staticmethod
     def numbers(N: int, K: int, R: int) -> int:
@@ -40,7 +37,7 @@ class Case:
         return self.packed.weight
 
     def why_not(self, name: str) -> str | None:
-        reason = why_not("matvec", name, self.device)
+        reason = super().why_not(name)
         if reason is None and self.form not in MatVec(name).requires.forms:
             reason = f"{name} has no product in {self.form}"
         return reason
@@ -54,5 +51,6 @@ class Case:
 
     def passes(self, name: str) -> list[Pass]:
         """The product as a decoder calls it, with what can be prepared done. The least traffic is one read of the weights."""
-        product, x = MatVec(name).bind(self.packed), self.x.unsqueeze(0)
+        product = MatVec(name).bind(self.packed)
+        x = self.x.unsqueeze(0)
         return [Pass("forward", lambda: product(x), 0, self.packed.nbytes(), reads=True)]

@@ -5,30 +5,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import registry
-from kernels.bench.case import Costs, Pass, costs
+from kernels.bench.case import BenchCase, Costs, Pass, costs
 from kernels.pad import BrickPadding, cases
-from kernels.registry import why_not
 
 
-class Case:
+class Case(BenchCase):
     """N tiles (h,w), each course shifted by `offset` pixels, padded by pad_x columns and pad_y rows on each side."""
 
+    op = "pad"
     AXES = ("N", "h", "w", "offset", "pad_x", "pad_y")
     DTYPES = ("float32", "uint8")
-    SHAPES, SWEEP = cases.BENCH_SHAPES, cases.SWEEP
+    SHAPES = cases.BENCH_SHAPES
+    SWEEP = cases.SWEEP
     LAUNCHES = True
     baseline = "torch_index"
 
     def __init__(self, N: int, h: int, w: int, offset: int, pad_x: int, pad_y: int, device: str,
                  dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.offset, self.padding = device, offset, (pad_x, pad_y)
+        self.device = device
+        self.offset = offset
+        self.padding = (pad_x, pad_y)
         self.tile = cases.tile((N, h, w), dtype, device)
         self.reference = cases.one_line(self.tile, offset, pad_y, pad_x, h + 2 * pad_y, w + 2 * pad_x)
-
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        return registry.names("pad")
 
     @staticmethod
     def numbers(N: int, h: int, w: int, offset: int, pad_x: int, pad_y: int) -> int:
@@ -39,12 +37,11 @@ class Case:
         """The output."""
         return self.reference
 
-    def why_not(self, name: str) -> str | None:
-        return why_not("pad", name, self.device)
-
     def estimate(self, name: str) -> Costs:
         """From an eighth of the rows; for `formula`, which takes microseconds per pixel, from a 512th."""
-        pad, (pad_x, pad_y), (height, width) = BrickPadding(name), self.padding, self.reference.shape[-2:]
+        pad = BrickPadding(name)
+        pad_x, pad_y = self.padding
+        height, width = self.reference.shape[-2:]
         rows = -(-height // (512 if name == "formula" else 8))
         return costs(lambda: pad.wall(self.tile, self.offset, pad_y, pad_x, rows, width), self.device).times(height / rows)
 

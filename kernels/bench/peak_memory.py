@@ -50,7 +50,8 @@ def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
 
 def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
     """(address, bytes) of each allocation, and of each release with negative bytes, in the order of time."""
-    found, nodes = [], list(tree)
+    found = []
+    nodes = list(tree)
     while nodes:
         node = nodes.pop()
         nodes += node.children

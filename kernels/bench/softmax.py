@@ -3,31 +3,29 @@
 import torch
 from torch import Tensor
 
-from kernels import compare, registry
-from kernels.bench.case import DISTINCT, Costs, Pass, costs, errors_of_repeated, repeated
-from kernels.registry import why_not
+from kernels import compare
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
 from kernels.softmax import Softmax, cases
 
 
-class Case:
-    """x (rows, columns); the members are those of BenchCase (case.py)."""
+class Case(BenchCase):
+    """x (rows, columns)."""
 
+    op = "softmax"
     AXES = ("rows", "columns")
     DTYPES = ("float32", "bfloat16", "float16")
-    SHAPES, SWEEP = cases.BENCH_SHAPES, cases.SWEEP
-    LAUNCHES = False
+    SHAPES = cases.BENCH_SHAPES
+    SWEEP = cases.SWEEP
     baseline = "torch_native"
 
     def __init__(self, rows: int, columns: int, device: str, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype, self.rows = device, dtype, rows
+        self.device = device
+        self.dtype = dtype
+        self.rows = rows
         distinct = cases.inputs(min(rows, DISTINCT), columns, dtype=dtype, device=device)
         self.x = repeated(distinct, rows, 0).requires_grad_()
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = cases.results(Softmax("formula"), distinct.double())
-
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        return registry.names("softmax")
 
     @staticmethod
     def numbers(rows: int, columns: int) -> int:
@@ -37,12 +35,10 @@ class Case:
     def sequence(self) -> Tensor:
         return self.x.detach()
 
-    def why_not(self, name: str) -> str | None:
-        return why_not("softmax", name, self.device)
-
     def estimate(self, name: str) -> Costs:
         """From a sixteenth of the rows."""
-        softmax, few = Softmax(name), self.sequence[::16]
+        softmax = Softmax(name)
+        few = self.sequence[::16]
         return costs(lambda: softmax.backward(softmax.forward(few), few), self.device).times(self.rows / len(few))
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
@@ -51,7 +47,9 @@ class Case:
 
     def passes(self, name: str) -> list[Pass]:
         """forward, and backward alone, on a graph that is kept."""
-        softmax, x, grad_y = Softmax(name), self.x, self.grad_y
+        softmax = Softmax(name)
+        x = self.x
+        grad_y = self.grad_y
         y = softmax(x)
         return [Pass("forward", lambda: softmax(x), 0, 2 * x.nbytes),
                 Pass("backward", lambda: torch.autograd.grad(y, x, grad_y, retain_graph=True), 0, 3 * x.nbytes)]

@@ -61,7 +61,8 @@ def scan_table(measured: dict[str, Any]) -> str:
     speed_of = [f"x {measured['baseline']}"] if baseline else []
     rows = [["", "forward ms", "backward ms", *columns.values(), "largest error", *speed_of]]
     for name, parts in results.items():
-        forward, backward = parts["forward"], parts["backward"]
+        forward = parts["forward"]
+        backward = parts["backward"]
         pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in columns)
         speed = [_short(baseline / _both(parts))] if baseline else []
         rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, f"{forward['err_ratio']:.0e}", *speed])

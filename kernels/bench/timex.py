@@ -5,32 +5,32 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import compare, registry
-from kernels.bench.case import DISTINCT, Costs, Pass, costs, errors_of_repeated, repeated
-from kernels.registry import load, why_not
+from kernels import compare
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
+from kernels.registry import load
 from kernels.timex import TimeX, cases
 
 
-class Case:
-    """w (C,T) and k (B,C,T); the members are those of BenchCase (case.py)."""
+class Case(BenchCase):
+    """w (C,T) and k (B,C,T)."""
 
+    op = "timex"
     AXES = ("B", "C", "T")
     DTYPES = ("float32", "bfloat16")
-    SHAPES, SWEEP = cases.BENCH_SHAPES, cases.SWEEP
-    LAUNCHES = False
+    SHAPES = cases.BENCH_SHAPES
+    SWEEP = cases.SWEEP
     baseline = "conv1d"
 
     def __init__(self, B: int, C: int, T: int, device: str, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype, self.shape = device, dtype, (B, C, T)
+        self.device = device
+        self.dtype = dtype
+        self.shape = (B, C, T)
         w, k = cases.inputs(B, min(C, DISTINCT), T, dtype, device)
         self.narrow = w, k
-        self.w, self.k = repeated(w, C, 0).requires_grad_(), repeated(k, C, 1).requires_grad_()
+        self.w = repeated(w, C, 0).requires_grad_()
+        self.k = repeated(k, C, 1).requires_grad_()
         self.grad_out = torch.randn_like(self.sequence)
         self.reference = cases.results(TimeX("formula"), w.double(), k.double())
-
-    @staticmethod
-    def names() -> tuple[str, ...]:
-        return registry.names("timex")
 
     @staticmethod
     def numbers(B: int, C: int, T: int) -> int:
@@ -41,13 +41,14 @@ class Case:
         return self.k.detach()
 
     def why_not(self, name: str) -> str | None:
-        reason = why_not("timex", name, self.device)
+        reason = super().why_not(name)
         T_max = None if reason else TimeX(name).requires.T_max
         return f"{name} takes T up to {T_max}" if T_max is not None and self.shape[2] > T_max else reason
 
     def estimate(self, name: str) -> Costs:
         """From DISTINCT channels."""
-        timex, (w, k) = TimeX(name), self.narrow
+        timex = TimeX(name)
+        w, k = self.narrow
         few = costs(lambda: (timex.forward(w, k), timex.backward(w, k, k)), self.device)
         return few.times(self.shape[1] / w.shape[0])
 
@@ -57,7 +58,10 @@ class Case:
 
     def passes(self, name: str) -> list[Pass]:
         """forward and backward as a user calls them; grad_w and grad_k alone if the implementation has these functions."""
-        timex, w, k, grad_out = TimeX(name), self.w, self.k, self.grad_out
+        timex = TimeX(name)
+        w = self.w
+        k = self.k
+        grad_out = self.grad_out
         out = timex(w, k)
         flop = cases.flop(*self.shape)
         return [Pass("forward", lambda: timex(w, k), flop, w.nbytes + 2 * k.nbytes),

@@ -65,7 +65,8 @@ def _seconds_cpu(function: Callable[[], Any], repeats: int) -> float:
 
 
 def _seconds_cuda(function: Callable[[], Any], repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     for _ in range(repeats):

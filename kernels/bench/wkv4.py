@@ -1,33 +1,31 @@
 """WKV at one shape, from an empty state: what the benchmark verifies and times."""
 
-from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.case import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
 from kernels.registry import why_not
 from kernels.select import folder, select, selectable
 from kernels.wkv4 import WKV4, cases
 
 
-def _sizes(shapes: Mapping[str, Iterable[Shape]]) -> dict[str, tuple[Shape, ...]]:
-    """The operator's (B,T,C) in the benchmark's order B,C,T."""
-    return {device: tuple((B, C, T) for B, T, C in some) for device, some in shapes.items()}
-
-
-class Case:
+class Case(BenchCase):
     """k and v (B,T,C), with sizes given as B,C,T like TimeX's; parameters and state are always float32."""
 
+    op = "wkv4"
     AXES = ("B", "C", "T")
     DTYPES = ("float32", "bfloat16")
-    SHAPES, SWEEP = _sizes(cases.BENCH_SHAPES), cases.SWEEP
-    LAUNCHES = False
+    SHAPES: ClassVar = {device: tuple((B, C, T) for B, T, C in some) for device, some in cases.BENCH_SHAPES.items()}
+    SWEEP = cases.SWEEP
     baseline = "conv1d in one block"
 
     def __init__(self, B: int, C: int, T: int, device: str, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype, self.T = device, dtype, T
+        self.device = device
+        self.dtype = dtype
+        self.T = T
         time_decay, time_first, k, v, _ = cases.inputs(B, T, min(C, DISTINCT), device=device)
         narrow = time_decay, time_first, k.to(dtype), v.to(dtype)
         time_decay, time_first, k, v = (repeated(tensor, C, -1).requires_grad_() for tensor in narrow)
@@ -35,10 +33,10 @@ class Case:
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = cases.results(WKV4("reference"), cases.double((*narrow, None)))
 
-    @staticmethod
-    def names() -> tuple[str, ...]:
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
         """The names that `select` takes; a TimeX stands for the convolution form with it inside."""
-        return (Case.baseline, *selectable("wkv4"))
+        return (cls.baseline, *selectable("wkv4"))
 
     @staticmethod
     def numbers(B: int, C: int, T: int) -> int:
@@ -58,7 +56,9 @@ class Case:
         time_decay, time_first, *sequences = self.inputs
         k, v = (sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
                 for sequence in sequences)
-        wkv, leaves, grad_y = self._operator(name, block=steps), (time_decay, time_first, k, v), torch.ones_like(k)
+        wkv = self._operator(name, block=steps)
+        leaves = (time_decay, time_first, k, v)
+        grad_y = torch.ones_like(k)
         few = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
         return few.times(8, work=64 if name == self.baseline else 8)
 

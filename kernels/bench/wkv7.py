@@ -1,13 +1,13 @@
 """WKV-7 at one shape: what the benchmark verifies, from a state, and what it times, from the empty one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels import compare
-from kernels.bench.case import DISTINCT, Costs, Pass, Shape, costs, errors_of_repeated, repeated
-from kernels.registry import why_not
+from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
 from kernels.select import select, selectable
 from kernels.wkv7 import WKV7, cases
 
@@ -16,25 +16,23 @@ PIECE = 512                  # steps that the float64 reference takes at a time:
 FORWARD, BACKWARD = 10, 32   # operations for each step and number of the state: 5 multiply-adds, 16 with G taken both ways
 
 
-def _sizes(shapes: Mapping[str, Iterable[Shape]]) -> dict[str, tuple[Shape, ...]]:
-    """The operator's (B,T,H,N) in the benchmark's order B,H,N,T."""
-    return {device: tuple((B, H, N, T) for B, T, H, N in some) for device, some in shapes.items()}
-
-
-class Case:
+class Case(BenchCase):
     """Sequences (B,T,H,N), with sizes given as B,H,N,T because a sweep is over the last; log_w and state are always float32.
 
     No head depends on another: DISTINCT of them are repeated over the batch and its heads.
     """
 
+    op = "wkv7"
     AXES = ("B", "H", "N", "T")
     DTYPES = ("float32", "bfloat16")
-    SHAPES, SWEEP = _sizes(cases.BENCH_SHAPES), cases.SWEEP
-    LAUNCHES = False
+    SHAPES: ClassVar = {device: tuple((B, H, N, T) for B, T, H, N in some) for device, some in cases.BENCH_SHAPES.items()}
+    SWEEP = cases.SWEEP
     baseline = "reference"
 
     def __init__(self, B: int, H: int, N: int, T: int, device: str, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype, self.T = device, dtype, T
+        self.device = device
+        self.dtype = dtype
+        self.T = T
         *sequences, state = cases.inputs(1, T, min(B * H, DISTINCT), N, dtype=dtype, device=device)
         all_heads = [repeated(sequence[0], B * H, 1).view(T, B, H, N).transpose(0, 1).contiguous() for sequence in sequences]
         all_heads.append(repeated(state[0], B * H, 0).view(B, H, N, N))
@@ -42,8 +40,8 @@ class Case:
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = _by_head(cases.results(_reference_in_pieces, cases.double((*sequences, state))))
 
-    @staticmethod
-    def names() -> tuple[str, ...]:
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
         return tuple(selectable("wkv7"))
 
     @staticmethod
@@ -54,15 +52,13 @@ class Case:
     def sequence(self) -> Tensor:
         return self.inputs[3].detach()
 
-    def why_not(self, name: str) -> str | None:
-        return why_not("wkv7", name, self.device)
-
     def estimate(self, name: str) -> Costs:
         """From a few steps: time and memory grow in proportion to T, also those of the reference, which keeps all states."""
         steps = min(self.T, ESTIMATED_STEPS)
         leaves = [sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
                   for sequence in self.inputs[:6]]
-        wkv, grad_y = select("wkv7", name, self.device), torch.ones_like(leaves[3])
+        wkv = select("wkv7", name, self.device)
+        grad_y = torch.ones_like(leaves[3])
         few = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
         return few.times(self.T / steps)
 
@@ -73,9 +69,11 @@ class Case:
 
     def passes(self, name: str) -> list[Pass]:
         """forward, and backward alone, on a graph that is kept."""
-        wkv, sequences = select("wkv7", name, self.device), self.inputs[:6]
+        wkv = select("wkv7", name, self.device)
+        sequences = self.inputs[:6]
         y, state = wkv(*sequences)
-        read, work = sum(sequence.nbytes for sequence in sequences), self.T * state.numel()
+        read = sum(sequence.nbytes for sequence in sequences)
+        work = self.T * state.numel()
         return [Pass("forward", lambda: wkv(*sequences), FORWARD * work, read + y.nbytes + state.nbytes),
                 Pass("backward", lambda: torch.autograd.grad(y, sequences, self.grad_y, retain_graph=True),
                      BACKWARD * work, 2 * read + y.nbytes)]
@@ -89,7 +87,8 @@ def _by_head(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _reference_in_pieces(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     *sequences, state = inputs
-    reference, ys = WKV7("reference"), []
+    reference = WKV7("reference")
+    ys = []
     for r, log_w, k, v, a, b in zip(*(sequence.split(PIECE, 1) for sequence in sequences), strict=True):
         y, state = reference(r, log_w, k, v, a, b, state)
         ys.append(y)

@@ -13,7 +13,8 @@ OF_TOKEN, OF_BLOCK, OF_BIAS = 12, 16, 4  # bytes of scratch: an entry of a list;
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
-    (rows, V), n = logits.shape, len(bias.ids)
+    rows, V = logits.shape
+    n = len(bias.ids)
     usable = logits.stride(1) == 1 and (n == 0 or rows == 1 or logits.stride(0) >= V)    # in C a bias is added in place
     logits = logits if usable else logits.contiguous()
     uniform = uniform.double().contiguous()

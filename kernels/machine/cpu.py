@@ -18,7 +18,8 @@ def multiplies(dtype: torch.dtype) -> bool:
     supported = getattr(torch.cpu, INSTRUCTIONS.get(dtype, ""), None)
     if supported is not None and supported():
         return True
-    return torch.backends.mkldnn.is_available() and any(_capabilities().get(name) for name in CAPABILITIES.get(dtype, ()))
+    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return torch.backends.mkldnn.is_available() and any(found.get(name) for name in CAPABILITIES.get(dtype, ()))
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
@@ -32,8 +33,3 @@ def why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
         return None
     name = str(dtype).removeprefix("torch.")
     return f"this CPU has no instructions for products of {name}, and takes up to hundreds of times as long for them as float32"
-
-
-def _capabilities() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return found

@@ -54,7 +54,8 @@ def free_bytes(device: str) -> int | None:
 def matmul(device: str) -> tuple[Callable[[], Any], int]:
     """A float32 matrix product (no TF32), and its floating-point operations."""
     n = MATMUL_N[device]
-    left, right = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+    left = torch.randn(n, n, device=device)
+    right = torch.randn(n, n, device=device)
     out = torch.empty_like(left)
 
     def multiply() -> None:

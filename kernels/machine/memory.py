@@ -33,9 +33,11 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mounts, files = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], CGROUP_V2
+            mounts = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+            files = CGROUP_V2
         elif "memory" in controllers.split(","):
-            mounts, files = ["sys/fs/cgroup/memory"], CGROUP_V1
+            mounts = ["sys/fs/cgroup/memory"]
+            files = CGROUP_V1
         else:
             continue
         for mount in (root / mount for mount in mounts):
@@ -47,7 +49,8 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
     """The limit less the usage, if there is a limit; pages of files that are not in use can be reclaimed."""
-    limits, usages = _lines(folder / limit), _lines(folder / usage)
+    limits = _lines(folder / limit)
+    usages = _lines(folder / usage)
     if limits and usages and limits[0].isdigit():
         reclaimable = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == cache)
         yield max(0, int(limits[0]) - int(usages[0]) + reclaimable)

@@ -182,7 +182,8 @@ class Int4(Packed):
 
     def groups(self) -> Groups:
         """One group after the other: q (N,K/32,16) uint8, two in a byte, scale and shift (N,K/32); K/32 is rounded up."""
-        words, G = self.weight.transpose(2, 3).flatten(1, 2), -(-self.K // GROUP)
+        words = self.weight.transpose(2, 3).flatten(1, 2)
+        G = -(-self.K // GROUP)
         return words[:, :G].contiguous().view(torch.uint8), self.scale[:, :G], self.shift[:, :G]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -237,7 +238,8 @@ class MatVec(Operator):
 
         It takes their inputs (n,R,K), one for each weight, R >= 1, and returns n outputs (R,N) in the dtype of the inputs.
         """
-        product, rounded = self._implementation.bind(weights), weights[0].rounded
+        product = self._implementation.bind(weights)
+        rounded = weights[0].rounded
         in_float64 = torch.float64 in self.requires.dtypes
 
         def bound(x: Tensor) -> list[Tensor]:

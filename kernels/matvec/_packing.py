@@ -21,7 +21,8 @@ Groups = tuple[Tensor, Tensor, Tensor]
 def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """q (N,K) int8 and scale (N,) float32: W is q times scale, |q| <= 127."""
     N, K = weight.shape
-    q, scale = torch.empty(N, K, dtype=torch.int8), torch.empty(N, dtype=torch.float32)
+    q = torch.empty(N, K, dtype=torch.int8)
+    scale = torch.empty(N, dtype=torch.float32)
     exact = _for_c(weight)
     if exact is not None:
         native.run(f"matvec_int8_{native.FORMS[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
@@ -45,8 +46,10 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
     W is q scale + shift, 0 <= q <= 15. Of the shares of a group's range in SHRUNK, the one with the least squared error.
     symmetric: shift is -8 scale.
     """
-    N, G = len(weight), -(-weight.shape[1] // GROUP)
-    q, scale = torch.empty(N, G, GROUP // 2, dtype=torch.uint8), torch.empty(N, G, dtype=torch.bfloat16)
+    N = len(weight)
+    G = -(-weight.shape[1] // GROUP)
+    q = torch.empty(N, G, GROUP // 2, dtype=torch.uint8)
+    scale = torch.empty(N, G, dtype=torch.bfloat16)
     shift = torch.empty_like(scale)
     exact = _for_c(weight)
     if exact is not None:
@@ -66,7 +69,8 @@ def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
         high = groups.abs().amax(2)
         low = -high
     else:
-        low, high = groups.amin(2), groups.amax(2)
+        low = groups.amin(2)
+        high = groups.amax(2)
     least = torch.full_like(low, torch.inf)
     best_scale = best_shift = torch.full_like(low, torch.nan)        # which stays where W is not finite
     for share in SHRUNK:
@@ -76,7 +80,8 @@ def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
         error = shifted.addcmul_(q, scale.unsqueeze(2), value=-1).square_().sum(2)
         better = error < least
         least = torch.where(better, error, least)
-        best_scale, best_shift = torch.where(better, scale, best_scale), torch.where(better, shift, best_shift)
+        best_scale = torch.where(better, scale, best_scale)
+        best_shift = torch.where(better, shift, best_shift)
     q = _steps(groups, best_scale, best_shift)[0].to(torch.uint8)
     return q[:, :, :GROUP // 2] | q[:, :, GROUP // 2:] << 4, best_scale.bfloat16(), best_shift.bfloat16()
 

@@ -23,7 +23,8 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
     """In C for int4."""
     if not isinstance(packed, Int4):
         return packed.dense(dtype)
-    N, K = len(packed.weight), _width(packed)
+    N = len(packed.weight)
+    K = _width(packed)
     weight, scale, shift = packed.map(Tensor.contiguous)
     matrix = torch.empty(N, K, dtype=dtype)
     native.run("matvec_unpack", native.threads_for(N), N, K, dtype == torch.bfloat16, weight, scale, shift, matrix)
@@ -31,7 +32,8 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
-    N, K = len(packed.weight), _width(packed)
+    N = len(packed.weight)
+    K = _width(packed)
     weight, scale, shift = (*packed, None, None)[:3]
     offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
@@ -54,8 +56,10 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     if isinstance(packed, Int8):
         return x, (x + packed.rounding.offset).to(torch.uint8)
     if isinstance(packed, Int4):
-        R, K = len(x), _width(packed)
-        floats, whole = x.new_empty(R, K // BLOCK * 2 * TOGETHER), x.new_empty(R, K, dtype=torch.uint8)
+        R = len(x)
+        K = _width(packed)
+        floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
+        whole = x.new_empty(R, K, dtype=torch.uint8)
         native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), whole, floats)
         return floats, whole
     return x, x

@@ -13,10 +13,7 @@ REQUIRES = Requires(devices=("cpu",), forms=("int8",), fbgemm=True)
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
-    products = [_product(packed) for packed in weights if isinstance(packed, Int8)]
+    products = [partial(fbgemm.product, step=1.0, offset=packed.rounding.offset,
+                        weight=fbgemm.ordered(packed.weight, packed.scale))
+                for packed in weights if isinstance(packed, Int8)]
     return lambda x: [product(rows) for product, rows in zip(products, x.unbind(), strict=True)]
-
-
-def _product(packed: Int8) -> Callable[[Tensor], Tensor]:
-    weight = fbgemm.ordered(packed.weight, packed.scale)
-    return partial(fbgemm.product, step=1.0, offset=packed.rounding.offset, weight=weight)

@@ -91,7 +91,8 @@ def _function(name: str, of_level: str) -> Callable[[Any, int], None]:
     except AttributeError:               # an author's, who has written the C and not built it
         raise LookupError(f"the C library has no function {name} for {of_level}: name it ENTRY({name}) in a file in a csrc "
                           "folder, and run make native") from None
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64), None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    function.restype = None
     return function
 
 

@@ -80,7 +80,9 @@ class BrickPad:
     """
 
     def __init__(self, tile: Tensor | None, offset: int, padding: Padding | None = None, kernel: str = "torch_strips") -> None:
-        self.tile, self.offset, self.padding = tile, offset, None if padding is None else sides(padding)
+        self.tile = tile
+        self.offset = offset
+        self.padding = None if padding is None else sides(padding)
         self._pad = BrickPadding(kernel)
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -88,7 +90,8 @@ class BrickPad:
         left, top, right, bottom = sides((tile.shape[-1], tile.shape[-2])) if self.padding is None else self.padding
         if self.tile is None:
             return self._pad(image, self.offset, (left, top, right, bottom))
-        (height, width), leading = image.shape[-2:], image.shape[:-2]
+        height, width = image.shape[-2:]
+        leading = image.shape[:-2]
         wall = self._pad.wall(tile, self.offset, top, left, top + height + bottom, left + width + right)
         if wall.shape[:-2] != leading:
             wall = wall.expand(*leading, -1, -1).clone()

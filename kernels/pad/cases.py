@@ -42,5 +42,6 @@ def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str
 def one_line(tile: Tensor, offset: int, top: int, left: int, height: int, width: int) -> Tensor:
     """The formula as one gather, for shapes where formula.py would take minutes: tests hold the two to each other."""
     h, w = tile.shape[-2:]
-    y, x = torch.arange(height, device=tile.device)[:, None] - top, torch.arange(width, device=tile.device) - left
+    y = torch.arange(height, device=tile.device)[:, None] - top
+    x = torch.arange(width, device=tile.device) - left
     return tile[..., y % h, (x + offset * (y // h)) % w]

@@ -40,7 +40,9 @@ def origin(h: int, w: int, offset: int, top: int, left: int) -> tuple[int, int, 
 
 
 def _on_cpu(tile: Tensor, out: Tensor, first: tuple[int, int, int]) -> None:
-    (N, h, w), (_, height, width), lanes = tile.shape, out.shape, VECTOR // tile.itemsize
+    N, h, w = tile.shape
+    _, height, width = out.shape
+    lanes = VECTOR // tile.itemsize
     period = _period(h, w, height, width, lanes)
     wide = tile if period == w else tile.new_empty(N, h, period)
     flat = out.view(-1)
@@ -58,7 +60,8 @@ def _period(h: int, w: int, height: int, width: int, lanes: int) -> int:
 
 @cache
 def _rows_cpu(dtype: torch.dtype) -> Any:
-    lanes, Flat = VECTOR // dtype.itemsize, ti.types.ndarray(dtype=PIXELS[dtype], ndim=1)
+    lanes = VECTOR // dtype.itemsize
+    Flat = ti.types.ndarray(dtype=PIXELS[dtype], ndim=1)
     Lanes = ti.types.vector(lanes, PIXELS[dtype])
 
     @ti.kernel
@@ -70,7 +73,8 @@ def _rows_cpu(dtype: torch.dtype) -> Any:
             first, end = share(step, rows, n)
             for row in range(first, end):
                 tile_row, column = _start(row, h, w, height, row_0, column_0, offset)
-                at, stop = row * width, row * width + width
+                at = row * width
+                stop = row * width + width
                 while at < stop:
                     run_end = ti.min(at + period - column, stop)
                     shift = tile_row * period + column - at  # from an output pixel to its source
@@ -84,7 +88,8 @@ def _rows_cpu(dtype: torch.dtype) -> Any:
                         vectors[vector] = Lanes([wide[base + lane] for lane in ti.static(range(lanes))])
                     for i in range(rest, run_end):
                         out[i] = wide[i + shift]
-                    at, column = run_end, 0
+                    at = run_end
+                    column = 0
 
     return rows_cpu
 

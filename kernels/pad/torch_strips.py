@@ -16,7 +16,9 @@ def forward(tile: Tensor, offset: int, top: int, left: int, height: int, width: 
     strip = tile.repeat(1, 1, width // w + 2)
     out = tile.new_empty(N, height, width)
     for course in range(-top // h, (height - 1 - top) // h + 1):
-        start, y = (course * offset - left) % w, course * h + top        # y: the course's first row, perhaps above the output
-        first, end = max(y, 0), min(y + h, height)
+        start = (course * offset - left) % w
+        y = course * h + top             # the course's first row, perhaps above the output
+        first = max(y, 0)
+        end = min(y + h, height)
         out[:, first:end] = strip[:, first - y:end - y, start:start + width]
     return out

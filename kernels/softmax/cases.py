@@ -24,15 +24,19 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """(11,M): what a user meets sooner or later, each at a column of its own; M >= 8."""
-    inf, huge, x = float("inf"), torch.finfo(dtype).max, inputs(11, M, dtype=dtype)
+    inf = float("inf")
+    huge = torch.finfo(dtype).max
+    x = inputs(11, M, dtype=dtype)
     x[0] = -inf
     x[1, 1:] = -inf                          # one that is left, the first and the last
     x[2, :-1] = -inf
     x[3, ::2] = -inf
     x[4, M // 2] = inf
     x[5, -1] = float("nan")
-    x[6, 0], x[6, -1] = float("nan"), inf
-    x[7, M // 3], x[7, M // 2] = huge, -huge
+    x[6, 0] = float("nan")
+    x[6, -1] = inf
+    x[7, M // 3] = huge
+    x[7, M // 2] = -huge
     x[8] = -huge
     x[9] = huge
     x[10] += 1e4

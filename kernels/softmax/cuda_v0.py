@@ -26,7 +26,8 @@ def backward(y: Tensor, grad_y: Tensor) -> Tensor:
 
 
 def _launch(kernel: str, *inputs: Tensor) -> Tensor:
-    (N, M), result = inputs[0].shape, empty_like(inputs[0])
+    N, M = inputs[0].shape
+    result = empty_like(inputs[0])
     rows, threads = (ROWS, WARP) if M <= SHORT else (1, _threads(M))
     SOURCE.launch(kernel, -(-N // rows), (threads, rows), *map(aligned, inputs), result, N, M)
     return result

@@ -48,7 +48,8 @@ def _whole_vectors(rows: Tensor, padding: float) -> Tensor:
     if M % LANES == 0 and rows.data_ptr() % ALIGNMENT == 0:
         return rows
     padded = rows.new_empty(N, M + -M % LANES)
-    padded[:, :M], padded[:, M:] = rows, padding
+    padded[:, :M] = rows
+    padded[:, M:] = padding
     return padded
 
 
@@ -163,7 +164,8 @@ def _forward_cuda(x: Flat, y: Flat, N: int, M: int):
     ti.loop_config(block_dim=THREADS)
     for thread in range(N * THREADS):
         parts = ti.simt.block.SharedArray(THREADS, ti.f32)
-        row, i = thread // THREADS * M, thread % THREADS
+        row = thread // THREADS * M
+        i = thread % THREADS
         largest = -ti.math.inf
         for j in range((M - i + THREADS - 1) // THREADS):
             largest = ti.max(largest, x[row + i + j * THREADS])
@@ -183,7 +185,8 @@ def _backward_cuda(y: Flat, grad_y: Flat, grad_x: Flat, N: int, M: int):
     ti.loop_config(block_dim=THREADS)
     for thread in range(N * THREADS):
         parts = ti.simt.block.SharedArray(THREADS, ti.f32)
-        row, i = thread // THREADS * M, thread % THREADS
+        row = thread // THREADS * M
+        i = thread % THREADS
         dot = 0.0
         for j in range((M - i + THREADS - 1) // THREADS):
             dot += y[row + i + j * THREADS] * grad_y[row + i + j * THREADS]

@@ -30,7 +30,8 @@ def backward(y: Tensor, grad_y: Tensor) -> Tensor:
 
 
 def _launch(in_one_piece, in_blocks, *inputs: Tensor) -> Tensor:
-    (N, M), result = inputs[0].shape, torch.empty_like(inputs[0])
+    N, M = inputs[0].shape
+    result = torch.empty_like(inputs[0])
     kernel, block = (in_one_piece, triton.next_power_of_2(M)) if M <= LONGEST else (in_blocks, BLOCK)
     with torch.cuda.device_of(result):
         kernel[(N,)](*inputs, result, M, block, num_warps=min(16, max(1, block // PER_WARP)))
@@ -39,7 +40,8 @@ def _launch(in_one_piece, in_blocks, *inputs: Tensor) -> Tensor:
 
 @triton.jit
 def _softmax(x, y, M, BLOCK: tl.constexpr):
-    start, i = tl.program_id(0).to(tl.int64) * M, tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * M
+    i = tl.arange(0, BLOCK)
     values = tl.load(x + start + i, mask=i < M, other=-float("inf")).to(tl.float32)
     numerator = tl.exp(values - tl.max(values, 0))
     tl.store(y + start + i, numerator / tl.sum(numerator, 0), mask=i < M)
@@ -48,8 +50,10 @@ def _softmax(x, y, M, BLOCK: tl.constexpr):
 @triton.jit
 def _softmax_in_blocks(x, y, M, BLOCK: tl.constexpr):
     """Maxima start at LOWEST instead of -inf, so that e^(-inf - maximum) is 0 and a row of -inf alone ends as 0/0."""
-    start, i = tl.program_id(0).to(tl.int64) * M, tl.arange(0, BLOCK)
-    largest, total = tl.full([BLOCK], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    start = tl.program_id(0).to(tl.int64) * M
+    i = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, M, BLOCK):
         values = tl.load(x + start + first + i, mask=first + i < M, other=-float("inf")).to(tl.float32)
         now = tl.maximum(largest, values)
@@ -64,7 +68,8 @@ def _softmax_in_blocks(x, y, M, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(y, grad_y, grad_x, M, BLOCK: tl.constexpr):
-    start, i = tl.program_id(0).to(tl.int64) * M, tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * M
+    i = tl.arange(0, BLOCK)
     share = tl.load(y + start + i, mask=i < M, other=0.0).to(tl.float32)
     grad = tl.load(grad_y + start + i, mask=i < M, other=0.0).to(tl.float32)
     tl.store(grad_x + start + i, share * (grad - tl.sum(share * grad, 0)), mask=i < M)
@@ -72,7 +77,8 @@ def _gradient(y, grad_y, grad_x, M, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient_in_blocks(y, grad_y, grad_x, M, BLOCK: tl.constexpr):
-    start, i = tl.program_id(0).to(tl.int64) * M, tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * M
+    i = tl.arange(0, BLOCK)
     products = tl.zeros([BLOCK], tl.float32)
     for first in range(0, M, BLOCK):
         share = tl.load(y + start + first + i, mask=first + i < M, other=0.0).to(tl.float32)

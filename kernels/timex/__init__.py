@@ -63,7 +63,8 @@ class TimeX(Operator):
         if w.device != k.device:
             raise ValueError(f"TimeX expects w and k on one device, got {w.device} and {k.device}")
         self.check_dtype(w.dtype, k.dtype)
-        T, T_max = k.shape[-1], self.requires.T_max
+        T = k.shape[-1]
+        T_max = self.requires.T_max
         if T_max is not None and T > T_max:
             raise ValueError(f"{self.name} takes T up to {T_max}, got T = {T}: use another implementation")
         self.check_device(k.device)

@@ -23,7 +23,7 @@ Window = ti.types.vector(2 * TILE, ti.f32)
 
 
 class Products:
-    """The functions of a rung. correlate(total, window, x), a ti.func, adds a tile's products on a CPU; the kernels are a GPU's."""
+    """The functions of a rung. correlate(total, window, x), a ti.func, adds a tile's products on a CPU."""
 
     def __init__(self, correlate: Any, forward_cuda: Any, grad_w_cuda: Any) -> None:
         self._forward = _forward_kernel(correlate), forward_cuda
@@ -63,7 +63,8 @@ def _forward_kernel(correlate: Any) -> Any:
                 for tile in range((T + TILE - 1) // TILE):
                     total = Tile(eps)
                     for u_tile in range(tile + 1):
-                        window, ks = Window(0.0), Tile(0.0)
+                        window = Window(0.0)
+                        ks = Tile(0.0)
                         stage_window(window, w, row % C * T, T - TILE - (tile - u_tile) * TILE, T)
                         stage_tile(ks, k, row * T, u_tile * TILE, T, backwards)
                         correlate(total, window, ks)
@@ -81,13 +82,16 @@ def _grad_w_kernel(correlate: Any) -> Any:
             tiles = (T + TILE - 1) // TILE
             first, end = share(step, C * tiles, n)
             for task in range(first, end):
-                c, i_0 = task // tiles, task % tiles * TILE
+                c = task // tiles
+                i_0 = task % tiles * TILE
                 total = Tile(0.0)
                 for b in range(B):
                     part = Tile(0.0)  # one batch; a sum of sums has smaller rounding errors
                     for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
-                        t_0, row = t_tile * TILE, (b * C + c) * T
-                        window, gs = Window(0.0), Tile(0.0)
+                        t_0 = t_tile * TILE
+                        row = (b * C + c) * T
+                        window = Window(0.0)
+                        gs = Tile(0.0)
                         stage_window(window, k, row, t_0 - (T - 1) + i_0, T)
                         stage_tile(gs, grad_out, row, t_0, T, False)
                         correlate(part, window, gs)

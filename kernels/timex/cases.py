@@ -30,7 +30,8 @@ def flop(B: int, C: int, T: int) -> int:
 
 def results(timex: TimeX, w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
     """out (B,C,T), and the gradients grad_w (C,T) and grad_k (B,C,T) of loss(out)."""
-    w, k = w.detach().requires_grad_(), k.detach().requires_grad_()
+    w = w.detach().requires_grad_()
+    k = k.detach().requires_grad_()
     out = timex(w, k, eps)
     grad_w, grad_k = torch.autograd.grad(loss(out), (w, k))
     return {"out": out.detach(), "grad_w": grad_w, "grad_k": grad_k}

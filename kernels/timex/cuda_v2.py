@@ -21,14 +21,18 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    (B, C, T), grad, threads = k.shape, torch.empty_like(k[0]), _threads(k.shape[-1])
+    B, C, T = k.shape
+    grad = torch.empty_like(k[0])
+    threads = _threads(k.shape[-1])
     tile = threads * T_GROUP
     SOURCE.launch("grad_w", C * -(-T // tile), threads, aligned(k), aligned(grad_out), grad, B, C, T)
     return grad
 
 
 def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
-    (B, C, T), out, threads = k.shape, torch.empty_like(k), _threads(k.shape[-1])
+    B, C, T = k.shape
+    out = torch.empty_like(k)
+    threads = _threads(k.shape[-1])
     tile = threads * T_GROUP
     SOURCE.launch(kernel, B * C * -(-T // tile), threads, aligned(w), aligned(k), out, B, C, T, *eps)
     return out

@@ -22,7 +22,8 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    (B, C, T), grad = k.shape, torch.empty_like(k[0])
+    B, C, T = k.shape
+    grad = torch.empty_like(k[0])
     b_lanes, t_lanes = _block(B, T)
     tile = t_lanes * T_GROUP
     SOURCE.launch("grad_w", C * -(-T // tile), (b_lanes, t_lanes), aligned(k), aligned(grad_out), grad, B, C, T,
@@ -31,9 +32,11 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
-    (B, C, T), out = k.shape, torch.empty_like(k)
+    B, C, T = k.shape
+    out = torch.empty_like(k)
     b_lanes, t_lanes = _block(-(-B // B_GROUP), T)
-    rows, tile = b_lanes * B_GROUP, t_lanes * T_GROUP
+    rows = b_lanes * B_GROUP
+    tile = t_lanes * T_GROUP
     SOURCE.launch(kernel, -(-B // rows) * C * -(-T // tile), (b_lanes, t_lanes), aligned(w), aligned(k), out, B, C, T, *eps,
                   shared=4 * (tile + STEP + rows * STRIDE))
     return out

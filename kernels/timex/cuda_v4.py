@@ -35,7 +35,8 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
-    (_B, C, T), grad = k.shape, torch.empty_like(k[0])
+    _B, C, T = k.shape
+    grad = torch.empty_like(k[0])
     tiles = -(-T // TILE)
     sums = k.new_empty(C, tiles, 2 * TILE)
     SOURCE.launch("grad_w_tiles", C * tiles, THREADS, aligned(k), aligned(grad_out), sums, *k.shape)

@@ -20,14 +20,17 @@ BLOCK = {"cpu": 2**18, "cuda": 2**26}    # elements of k per transform: on a CPU
 
 
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
-    out, N = torch.empty_like(k), padded_length(k.shape[-1])
+    out = torch.empty_like(k)
+    N = padded_length(k.shape[-1])
     for rows in _blocks(k):
         out[:, rows] = _causal(_spectrum(k[:, rows], N) * _spectrum(w[rows].flip(-1), N), N, like=k)
     return out.add_(eps) if eps else out
 
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    grad_w, grad_k, N = torch.empty_like(w), torch.empty_like(k), padded_length(k.shape[-1])
+    grad_w = torch.empty_like(w)
+    grad_k = torch.empty_like(k)
+    N = padded_length(k.shape[-1])
     for rows in _blocks(k):
         lag, inputs, outputs = (_spectrum(part, N) for part in (w[rows].flip(-1), k[:, rows], grad_out[:, rows]))
         grad_k[:, rows] = _causal(outputs * lag.conj(), N, like=k)

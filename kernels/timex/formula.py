@@ -21,7 +21,8 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     T = k.shape[-1]
-    grad_w, grad_k = torch.zeros_like(w), torch.zeros_like(k)
+    grad_w = torch.zeros_like(w)
+    grad_k = torch.zeros_like(k)
     for n in range(T):
         grad_k[:, :, :T - n] += w[:, T - 1 - n, None] * grad_out[:, :, n:]
         grad_w[:, T - 1 - n] = (grad_out[:, :, n:] * k[:, :, :T - n]).sum(dim=(0, 2))

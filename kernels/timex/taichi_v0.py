@@ -23,7 +23,8 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def backward(w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
-    grad_w, grad_k = torch.empty_like(w), torch.empty_like(k)
+    grad_w = torch.empty_like(w)
+    grad_k = torch.empty_like(k)
     launch(_grad_k, w, grad_out, grad_k)
     launch(_grad_w, k, grad_out, grad_w)
     return grad_w, grad_k

@@ -24,7 +24,8 @@ def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f
     tiles = (T + TILE - 1) // TILE
     ti.loop_config(block_dim=TILE)
     for thread in range(B * C * tiles * TILE):
-        window, ks = ti.simt.block.SharedArray(2 * TILE, ti.f32), ti.simt.block.SharedArray(TILE, ti.f32)
+        window = ti.simt.block.SharedArray(2 * TILE, ti.f32)
+        ks = ti.simt.block.SharedArray(TILE, ti.f32)
         row, tile, i = thread // TILE // tiles, thread // TILE % tiles, thread % TILE
         total = eps
         for u_tile in range(tile + 1):
@@ -41,12 +42,16 @@ def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
     tiles = (T + TILE - 1) // TILE
     ti.loop_config(block_dim=TILE)
     for thread in range(C * tiles * TILE):
-        window, gs = ti.simt.block.SharedArray(2 * TILE, ti.f32), ti.simt.block.SharedArray(TILE, ti.f32)
-        c, i_0, i = thread // TILE // tiles, thread // TILE % tiles * TILE, thread % TILE
+        window = ti.simt.block.SharedArray(2 * TILE, ti.f32)
+        gs = ti.simt.block.SharedArray(TILE, ti.f32)
+        c = thread // TILE // tiles
+        i_0 = thread // TILE % tiles * TILE
+        i = thread % TILE
         total = 0.0
         for b in range(B):
             for t_tile in range(ti.max(0, T - TILE - i_0) // TILE, tiles):
-                t_0, row = t_tile * TILE, (b * C + c) * T
+                t_0 = t_tile * TILE
+                row = (b * C + c) * T
                 _share_window(window, i, k, row, t_0 - (T - 1) + i_0, T)
                 _share_tile(gs, i, grad_out, row, t_0, T, False)
                 total += _dot(window, gs, i)

@@ -31,7 +31,8 @@ def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f
     tiles = (T + CUDA_TILE - 1) // CUDA_TILE
     ti.loop_config(block_dim=THREADS)
     for thread in range(B * C * tiles * THREADS):
-        window, ks = ti.simt.block.SharedArray(2 * CUDA_TILE, ti.f32), ti.simt.block.SharedArray(CUDA_TILE, ti.f32)
+        window = ti.simt.block.SharedArray(2 * CUDA_TILE, ti.f32)
+        ks = ti.simt.block.SharedArray(CUDA_TILE, ti.f32)
         row, tile, lane = thread // THREADS // tiles, thread // THREADS % tiles, thread % THREADS
         total = [eps for _ in ti.static(range(T_GROUP))]
         for u_tile in range(tile + 1):
@@ -49,12 +50,16 @@ def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
     tiles = (T + CUDA_TILE - 1) // CUDA_TILE
     ti.loop_config(block_dim=THREADS)
     for thread in range(C * tiles * THREADS):
-        window, gs = ti.simt.block.SharedArray(2 * CUDA_TILE, ti.f32), ti.simt.block.SharedArray(CUDA_TILE, ti.f32)
-        c, i_0, lane = thread // THREADS // tiles, thread // THREADS % tiles * CUDA_TILE, thread % THREADS
+        window = ti.simt.block.SharedArray(2 * CUDA_TILE, ti.f32)
+        gs = ti.simt.block.SharedArray(CUDA_TILE, ti.f32)
+        c = thread // THREADS // tiles
+        i_0 = thread // THREADS % tiles * CUDA_TILE
+        lane = thread % THREADS
         total = [0.0 for _ in ti.static(range(T_GROUP))]
         for b in range(B):
             for t_tile in range(ti.max(0, T - CUDA_TILE - i_0) // CUDA_TILE, tiles):
-                t_0, row = t_tile * CUDA_TILE, (b * C + c) * T
+                t_0 = t_tile * CUDA_TILE
+                row = (b * C + c) * T
                 _share_window(window, lane, k, row, t_0 - (T - 1) + i_0, T)
                 _share_tile(gs, lane, grad_out, row, t_0, T, False)
                 _add_dots(total, window, gs, lane)

@@ -37,7 +37,8 @@ def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
-    (B, C, T), grad = grad_out.shape, torch.empty_like(grad_out)
+    B, C, T = grad_out.shape
+    grad = torch.empty_like(grad_out)
     _launch(_forward_cpu, _forward_cuda, B * C, w, grad_out, grad, B, C, T, 0.0, True)
     return grad
 
@@ -53,11 +54,11 @@ def _tile(k: Tensor) -> int:
 
 
 def _launch(on_cpu: Any, on_cuda: Any, tasks: int, left: Tensor, right: Tensor, result: Tensor, *numbers: Any) -> None:
-    left, right = left.view(-1), right.view(-1)
+    inputs = left.view(-1), right.view(-1)
     if left.is_cuda:
-        launch(on_cuda, left, right, result.view(-1), *numbers)
+        launch(on_cuda, *inputs, result.view(-1), *numbers)
     else:
-        launch(on_cpu, left, right, result.view(-1, LANES), *numbers, shares(tasks), _tile(result) // LANES)
+        launch(on_cpu, *inputs, result.view(-1, LANES), *numbers, shares(tasks), _tile(result) // LANES)
 
 
 @ti.kernel
@@ -97,7 +98,8 @@ def _grad_w_cpu(k: Flat, grad_out: Flat, grad_w: FlatLanes, B: int, C: int, T: i
             _store(grad_w, task * LANES * N, [Lanes(0.0) for _ in ti.static(range(N))], N)
         for b in range(B):  # outermost, so that memory is read in order
             for task in range(first, end):
-                row, tile = (b * C + task // tiles) * T, task % tiles
+                row = (b * C + task // tiles) * T
+                tile = task % tiles
                 t_0 = row + (tiles - 1 - tile) * LANES * N
                 _copy(head, LANES, k, row)
                 total = [Lanes(0.0) for _ in ti.static(range(N))]
@@ -118,7 +120,8 @@ def _add(total: ti.template(), window: ti.template(), at, x: ti.template(), x_at
          low: ti.template(), high: ti.template(), N: ti.template()):
     """total[d] += window[at + 8 (d + e) .. + 8] * x[x_at + stride * e] for all d, e with low <= d + e < high."""
     lowest = ti.static(min(0, stride * (N - 1)))
-    base, x_base = (at + LANES * low) & INDEX, (x_at + lowest) & INDEX
+    base = (at + LANES * low) & INDEX
+    x_base = (x_at + lowest) & INDEX
     xs = [x[x_base + (stride * e - lowest)] for e in ti.static(range(N))]
     for de in ti.static(range(low, high)):
         values = Lanes([window[base + (LANES * (de - low) + lane)] for lane in ti.static(range(LANES))])
@@ -155,7 +158,9 @@ def _forward_cuda(w: Flat, k: Flat, out: Flat, B: int, C: int, T: int, eps: ti.f
         window = ti.simt.block.SharedArray(2 * CUDA_TILE, ti.f32)
         ks = ti.simt.block.SharedArray(B_GROUP * CUDA_TILE, ti.f32)
         block, lane = thread // THREADS, thread % THREADS
-        b_0, c, tile = block // tiles // C * B_GROUP, block // tiles % C, block % tiles
+        b_0 = block // tiles // C * B_GROUP
+        c = block // tiles % C
+        tile = block % tiles
         total = [eps for _ in ti.static(range(B_GROUP * T_GROUP))]
         for u_tile in range(tile + 1):
             _share_window(window, 0, lane, w, c * T, T - CUDA_TILE - (tile - u_tile) * CUDA_TILE, T)
@@ -177,11 +182,13 @@ def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
         window = ti.simt.block.SharedArray(B_GROUP * 2 * CUDA_TILE, ti.f32)
         gs = ti.simt.block.SharedArray(B_GROUP * CUDA_TILE, ti.f32)
         block, warp, lane = thread // THREADS // B_GROUP, thread // THREADS % B_GROUP, thread % THREADS
-        c, i_0 = block // tiles, block % tiles * CUDA_TILE
+        c = block // tiles
+        i_0 = block % tiles * CUDA_TILE
         total = [0.0 for _ in ti.static(range(T_GROUP))]
         for b_group in range((B + B_GROUP - 1) // B_GROUP):
             b = b_group * B_GROUP + warp
-            row, size = (b * C + c) * T, T if b < B else 0
+            row = (b * C + c) * T
+            size = T if b < B else 0
             for t_tile in range(ti.max(0, T - CUDA_TILE - i_0) // CUDA_TILE, tiles):
                 t_0 = t_tile * CUDA_TILE
                 _share_window(window, warp * 2 * CUDA_TILE, lane, k, row, t_0 - (T - 1) + i_0, size)

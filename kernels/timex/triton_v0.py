@@ -39,7 +39,8 @@ def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
 
 def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     """Each lag is the sum of two diagonals: i >= j at its own distance between tiles, and i < j at the next distance."""
-    (B, C, T), sums = k.shape, k.new_empty(2, *k.shape[1:])
+    B, C, T = k.shape
+    sums = k.new_empty(2, *k.shape[1:])
     with torch.cuda.device_of(k):
         _correlate[(T // TILE * C,)](k, grad_out, sums, B, C, T, TILE, DEPTH_OF_ROWS, num_warps=4, **OPTIONS)
     by_lag, next_lag = sums
@@ -48,7 +49,8 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _convolution(w: Tensor, x: Tensor, eps: float, backwards: bool) -> Tensor:
-    (B, C, T), out = x.shape, torch.empty_like(x)
+    B, C, T = x.shape
+    out = torch.empty_like(x)
     rows = T // TILE * B
     per_block = next((size for size in WARPS if size >= rows), max(WARPS))
     with torch.cuda.device_of(x):
@@ -61,11 +63,14 @@ def _convolution(w: Tensor, x: Tensor, eps: float, backwards: bool) -> Tensor:
 def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
               DEPTH: tl.constexpr):
     """For one channel and ROWS rows; shift: from output tile to x, in steps; i, j: steps of the output tile and of x."""
-    rows, i, j = T // TILE * B, tl.arange(0, TILE), tl.arange(0, DEPTH)
+    rows = T // TILE * B
+    i = tl.arange(0, TILE)
+    j = tl.arange(0, DEPTH)
     blocks = tl.cdiv(rows, ROWS)
     c, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     block = block if BACKWARDS else blocks - 1 - block           # the longest sums first
-    first, last = block * ROWS // B * TILE, tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
+    first = block * ROWS // B * TILE
+    last = tl.minimum(block * ROWS + ROWS - 1, rows - 1) // B * TILE
     row = block * ROWS + tl.arange(0, ROWS)
     t = tl.minimum(row, rows - 1) // B * TILE
     start = ((tl.minimum(row, rows - 1) % B).to(tl.int64) * C + c) * T + t
@@ -73,9 +78,13 @@ def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constex
     total = tl.zeros([ROWS, TILE], tl.float32)
     for shift in range(0 if BACKWARDS else DEPTH - TILE, T - first if BACKWARDS else last + 1, DEPTH):
         if BACKWARDS:
-            at, seen, lag = start + shift, t + shift < T, shift + j[:, None] - i[None, :]
+            at = start + shift
+            seen = t + shift < T
+            lag = shift + j[:, None] - i[None, :]
         else:
-            at, seen, lag = start - shift, t >= shift, shift + i[None, :] - j[:, None]
+            at = start - shift
+            seen = t >= shift
+            lag = shift + i[None, :] - j[:, None]
         xs = tl.load(x + at[:, None] + j[None, :], mask=seen[:, None], other=0.0)
         toeplitz = tl.load(lag_0 - lag, mask=lag >= 0, other=0.0)
         total += tl.dot(xs, toeplitz, input_precision="tf32x3")
@@ -85,15 +94,20 @@ def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constex
 @triton.jit
 def _correlate(k, grad_out, sums, B, C, T, TILE: tl.constexpr, DEPTH: tl.constexpr):
     """For one channel and one distance between the tiles of grad_out and of k; i, j: steps of the two tiles."""
-    tiles, i = T // TILE, tl.arange(0, TILE)
+    tiles = T // TILE
+    i = tl.arange(0, TILE)
     c, distance = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     rows = (tiles - distance) * B
     total = tl.zeros([TILE, TILE], tl.float32)
-    batch, row = tiles.to(tl.int64) * C, tl.arange(0, DEPTH)
-    b, at = row % B, row % B * batch + c.to(tl.int64) * tiles + row // B         # at, in tiles: where a row's k begins
-    onwards, around = DEPTH % B * batch + DEPTH // B, 1 - B * batch
+    batch = tiles.to(tl.int64) * C
+    row = tl.arange(0, DEPTH)
+    b = row % B
+    at = row % B * batch + c.to(tl.int64) * tiles + row // B         # where a row's k begins, in tiles
+    onwards = DEPTH % B * batch + DEPTH // B
+    around = 1 - B * batch
     for first in range(0, rows, DEPTH):
-        here, seen = (at * TILE)[:, None] + i[None, :], (first + row < rows)[:, None]
+        here = (at * TILE)[:, None] + i[None, :]
+        seen = (first + row < rows)[:, None]
         ks = tl.load(k + here, mask=seen, other=0.0)
         gs = tl.load(grad_out + distance * TILE + here, mask=seen, other=0.0)
         total += tl.dot(tl.trans(gs), ks, input_precision="tf32x3")

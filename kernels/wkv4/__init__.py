@@ -111,20 +111,25 @@ class WKV4(Operator):
              state: WKVState) -> tuple[Tensor, WKVState]:
         """One time step, k and v (B,C): the same torch formula for every implementation, for decoding without a kernel."""
         a, b, p = state
-        dtype, k, v, w = k.dtype, k.to(a.dtype), v.to(a.dtype), decay_exponent(time_decay.to(a.dtype))
+        dtype = k.dtype
+        w = decay_exponent(time_decay.to(a.dtype))
+        k = k.to(a.dtype)
+        v = v.to(a.dtype)
         here = time_first.to(a.dtype) + k
         top = torch.maximum(p, here)
-        past, now = torch.exp(p - top), torch.exp(here - top)
+        past = torch.exp(p - top)
+        now = torch.exp(here - top)
         y = (past * a + now * v) / (past * b + now)
         decayed = p + w
         p = torch.maximum(decayed, k)
-        past, now = torch.exp(decayed - p), torch.exp(k - p)
+        past = torch.exp(decayed - p)
+        now = torch.exp(k - p)
         return y.to(dtype), WKVState(past * a + now * v, past * b + now, p)
 
 
-def decay_exponent(time_decay: Tensor) -> Tensor:
+def decay_exponent(time_decay: Tensor, fastest: float = FASTEST_DECAY) -> Tensor:       # TorchScript reads no global
     """w = -exp(time_decay), finite for any finite time_decay."""
-    return -torch.exp(time_decay.clamp(max=FASTEST_DECAY))
+    return -torch.exp(time_decay.clamp(max=fastest))
 
 
 def _compute_dtype(k: Tensor) -> torch.dtype:

@@ -25,7 +25,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     chunks = (k.shape[1] + CHUNK - 1) // CHUNK
     scratch_size = (CHUNK * SAVED + chunks * KEPT) * LANES
     scratch = a.new_empty(_threads(k) * scratch_size)
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
     of_rows = torch.empty_like(a), torch.empty_like(a), torch.empty_like(a), torch.empty_like(b)
     _run("backward", k, scratch_size, scratch, time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, None,
          grad_k, grad_v, *of_rows)

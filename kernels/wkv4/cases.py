@@ -26,7 +26,8 @@ def inputs(B: int, T: int, C: int, spread: float = 1.0, with_state: bool = True,
 
     time_decay = -5 + 8 * torch.rand(C, generator=generator, dtype=torch.float64)
     time_first = -1.2 + 0.5 * normal(C)
-    k, v = spread * normal(B, T, C), normal(B, T, C)
+    k = spread * normal(B, T, C)
+    v = normal(B, T, C)
     state = WKVState(normal(B, C), 0.5 + normal(B, C).abs(), spread * normal(B, C)) if with_state else WKVState.empty(B, C)
     time_decay, time_first, k, v = (tensor.to(device, dtype) for tensor in (time_decay, time_first, k, v))
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -41,11 +42,16 @@ def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, 
 
     The gradients are those of time_decay, time_first, k, v and, with a state, of its a and b.
     """
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in _differentiable(inputs).items()}
-    state = None if inputs[4] is None else WKVState(leaves["a"], leaves["b"], inputs[4].p)
+    *tensors, state = inputs
+    leaves = {name: tensor.detach().requires_grad_()
+              for name, tensor in zip(WKV4.gradients, (*tensors, *([] if state is None else state[:2])), strict=False)}
+    if state is not None:
+        state = WKVState(leaves["a"], leaves["b"], state.p)
     y, outgoing = wkv(leaves["time_decay"], leaves["time_first"], leaves["k"], leaves["v"], state)
-    ratio, size = outgoing.a / outgoing.b, outgoing.p + outgoing.b.log()
-    on_y, on_state = loss(y), ratio.tanh().sum() + size.sin().sum()
+    ratio = outgoing.a / outgoing.b
+    size = outgoing.p + outgoing.b.log()
+    on_y = loss(y)
+    on_state = ratio.tanh().sum() + size.sin().sum()
     total = {"y": on_y, "state": on_state, "y and state": on_y + on_state}[of]
     grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
     found = {"y": y, "a/b": ratio, LOG_SIZE: size}
@@ -57,7 +63,7 @@ def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """For k and v of `dtype`; in half precision y, grad_y and the gradient are each rounded, the state is not."""
     allowed = TOLERANCE
     rounding = 3 * ROUNDING.get(dtype, 0.0)
-    gradients = [f"grad {name}" for name in ("time_decay", "time_first", "k", "v", "a", "b")]
+    gradients = [f"grad {name}" for name in WKV4.gradients]
     return {"y": max(allowed["y"], rounding), "a/b": allowed["state"], LOG_SIZE: allowed["state"],
             **dict.fromkeys(gradients, max(allowed["gradient"], rounding))}
 
@@ -67,9 +73,3 @@ def double(inputs: WKVInputs) -> WKVInputs:
     time_decay, time_first, k, v, state = inputs
     wide = None if state is None else WKVState(*(part.double() for part in state))
     return time_decay.double(), time_first.double(), k.double(), v.double(), wide
-
-
-def _differentiable(inputs: WKVInputs) -> dict[str, Tensor]:
-    time_decay, time_first, k, v, state = inputs
-    tensors = {"time_decay": time_decay, "time_first": time_first, "k": k, "v": v}
-    return tensors if state is None else tensors | {"a": state.a, "b": state.b}

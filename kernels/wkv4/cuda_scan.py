@@ -25,7 +25,8 @@ SOURCE = Source(__file__, "csrc/scan.cu", WARPS=WARPS, STEPS=STEPS)
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
             a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    y, after = torch.empty_like(v), _empty_like(a, b, p)
+    y = torch.empty_like(v)
+    after = _empty_like(a, b, p)
     _launch("scan_forward", k, time_decay, time_first, k, v, a, b, p, y, *after)
     return y, *after
 

@@ -13,8 +13,9 @@ REQUIRES = Requires(dtypes=(torch.float32, torch.float64))
 
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
-            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    w, y = decay_exponent(time_decay), torch.empty_like(v)
+            a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    w = decay_exponent(time_decay)
+    y = torch.empty_like(v)
     for t in range(k.shape[1]):
         past, now, _ = _shares(p, time_first + k[:, t])
         y[:, t] = (past * a + now * v[:, t]) / (past * b + now)
@@ -23,13 +24,18 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
 
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
-             y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    w, states = decay_exponent(time_decay), [(a, b, p)]
+             y: Tensor, grad_y: Tensor, grad_a: Tensor,
+             grad_b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    w = decay_exponent(time_decay)
+    states = [(a, b, p)]
     for t in range(k.shape[1] - 1):
-        states.append(_advance(w, k[:, t], v[:, t], *states[-1]))
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    grad_w, grad_u = torch.zeros_like(a), torch.zeros_like(a)
-    for t in reversed(range(k.shape[1])):                # grad_a, grad_b: for the state after step t, at its scale
+        a, b, p = _advance(w, k[:, t], v[:, t], a, b, p)
+        states.append((a, b, p))
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    grad_w = torch.zeros_like(a)
+    grad_u = torch.zeros_like(a)
+    for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: for the state after step t, at its scale
         a, b, p = states[t]
         past, now, _ = _shares(p, time_first + k[:, t])
         grad_num = grad_y[:, t] / (past * b + now)

@@ -47,8 +47,11 @@ Backward = ti.types.ndarray(dtype=ti.types.vector(BACKWARD, ti.f32), ndim=1)
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
             a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    C, (k, v) = k.shape[-1], (_rows(tensor, FORWARD) for tensor in (k, v))
-    y, state = torch.empty_like(k), time_decay.new_empty(3, len(k), k.shape[-1])
+    C = k.shape[-1]
+    k = _rows(k, FORWARD)
+    v = _rows(v, FORWARD)
+    y = torch.empty_like(k)
+    state = time_decay.new_empty(3, len(k), k.shape[-1])
     kernels = (_forward_cuda,) if k.is_cuda else _forward_kernels(k.dtype)
     _launch(kernels, FORWARD, k.shape, (time_decay, time_first, a, b, p), k, v, y, state)
     return cut(y, C), *(cut(part, C).clone() for part in state)
@@ -56,9 +59,13 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
              y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    C, (k, v, grad_y) = k.shape[-1], (_rows(tensor, BACKWARD) for tensor in (k, v, grad_y))
-    (B, T, channels), floats = k.shape, time_decay.new_empty
-    grad_k, grad_v, grads = torch.empty_like(k), torch.empty_like(v), floats(4, B, channels)
+    C = k.shape[-1]
+    k, v, grad_y = (_rows(tensor, BACKWARD) for tensor in (k, v, grad_y))
+    B, T, channels = k.shape
+    floats = time_decay.new_empty
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    grads = floats(4, B, channels)
     states = floats((T + CHUNK - 1) // CHUNK * 3 * B * channels)
     at_once = B * C if k.is_cuda else shares(B * channels // BACKWARD) * BACKWARD
     kernels = (_backward_cuda,) if k.is_cuda else _backward_kernels(k.dtype)
@@ -79,7 +86,8 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
     """kernels: on a CPU the one for a single thread and the one for several; on a GPU one."""
-    (B, T, C), packed = shape, torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # faster as one argument
+    B, T, C = shape
+    packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # faster as one argument
     if packed.is_cuda:
         launch(*kernels, packed, *(tensor.view(-1) for tensor in tensors), B, T, C)
     elif shape.numel() <= SERIAL:
@@ -156,7 +164,8 @@ def _forward_row(row, read: ti.template(), write: ti.template(), small: ti.templ
         for t in range(j * CHUNK, ti.min(T, (j + 1) * CHUNK)):
             i = (row // C * T + t) * C + row % C
             m, n = _exp(read(k[i]))
-            v_t, now = read(v[i]), bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
+            v_t = read(v[i])
+            now = bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
             y[i] = write((a + now * v_t) / (b + now))
             kept, new, P_next = _shares(decay, shift, m, n, P)
             a, b, P = kept * a + new * v_t, kept * b + new, P_next
@@ -181,11 +190,14 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             a, b, P = kept * a + new * read(v[i]), kept * b + new, P_next
         a, b, P = _settled(drift, j, a, b, P)
     _save(states, 3 * last * R + row, R, [a, b, by_lane(ti.bit_cast, P, ti.f32)])
-    grad_a, grad_b = small[2 * C + 3 * R + row], small[2 * C + 4 * R + row]
-    grad_w, grad_u = 0.0 * w, 0.0 * w
+    grad_a = small[2 * C + 3 * R + row]
+    grad_b = small[2 * C + 4 * R + row]
+    grad_w = 0.0 * w
+    grad_u = 0.0 * w
     for from_last in range(last + 1):
         j = last - from_last
-        length, first = ti.min(CHUNK, T - j * CHUNK), (row // C * T + j * CHUNK) * C + row % C
+        length = ti.min(CHUNK, T - j * CHUNK)
+        first = (row // C * T + j * CHUNK) * C + row % C
         a, b, bits = [states[(3 * j + s) * R + row] for s in ti.static(range(3))]
         P = by_lane(ti.bit_cast, bits, ti.i32)
         for t in range(length):
@@ -196,11 +208,14 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             a, b, P = kept * a + new * read(v[first + t * C]), kept * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
         scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 unless in the last chunk, without an `if`
-        grad_a, grad_b = scale * grad_a, scale * grad_b
+        grad_a = scale * grad_a
+        grad_b = scale * grad_b
         for back in range(1, length + 1):
-            i, o = first + (length - back) * C, at + (length - back) * SAVED * stride
+            i = first + (length - back) * C
+            o = at + (length - back) * SAVED * stride
             a_t, b_t, now, kept, new = [scratch[o + s * stride] for s in ti.static(range(SAVED))]
-            v_t, over = read(v[i]), 1.0 / (b_t + now)
+            v_t = read(v[i])
+            over = 1.0 / (b_t + now)
             grad_num = over * read(grad_y[i])
             grad_here = now * grad_num * (over * (v_t * b_t - a_t))  # v - y; exact where this step dominates y
             grad_k[i] = write(grad_here + new * (grad_a * v_t + grad_b))
@@ -224,7 +239,8 @@ def _weights(time_decay, time_first):
     w = 0.0 - m * _pow2(ti.max(n, -127))
     decay, shift = _exp(w)
     high = decay > ROOT_2
-    shift, decay = ti.select(high, shift + 1, shift), ti.select(high, 0.5 * decay, decay)
+    shift = ti.select(high, shift + 1, shift)
+    decay = ti.select(high, 0.5 * decay, decay)
     drift = CHUNK * (w * LOG2_E - by_lane(ti.cast, shift, ti.f32))
     bonus, bonus_shift = _exp(time_first)
     return w, decay, ti.select(time_decay > LOST, LOST_SHIFT, shift), drift, bonus, bonus_shift

@@ -75,7 +75,8 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Ten
         return outputs
     spoilt = ~((k < math.inf) & v.isfinite())
     after = spoilt.cumsum(1, dtype=torch.int32) > 0
-    k, v = k.masked_fill(spoilt, EMPTY), v.masked_fill(spoilt, 0.0)
+    k = k.masked_fill(spoilt, EMPTY)
+    v = v.masked_fill(spoilt, 0.0)
     y, *state = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     return y.masked_fill(after, math.nan), *(part.masked_fill(after[:, -1], math.nan) for part in state)
 
@@ -94,11 +95,14 @@ def _forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
              y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor,
              timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    segments, states = _segments(k.shape[1], block), [(a, b, p)]
+    segments = _segments(k.shape[1], block)
+    states = [(a, b, p)]
     for start, stop, N in segments[:-1]:
         states.append(_blocks(_weights(time_decay, time_first, N), k[:, start:stop], v[:, start:stop], *states[-1])[1])
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    grad_decay, grad_first = torch.zeros_like(time_decay), torch.zeros_like(time_first)
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    grad_decay = torch.zeros_like(time_decay)
+    grad_first = torch.zeros_like(time_first)
     for (start, stop, N), state in zip(reversed(segments), reversed(states), strict=True):
         span = slice(start, stop)
         weights = _weights(time_decay, time_first, N)
@@ -121,7 +125,8 @@ def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
     """All weights are divided by e^max(u,0): the quotient is the same, and e^u stays finite."""
     w = decay_exponent(time_decay)
     steps = torch.arange(N, device=w.device, dtype=w.dtype)
-    powers, scale = torch.exp(w[:, None] * steps), torch.exp(-time_first.clamp(min=0))[:, None]
+    powers = torch.exp(w[:, None] * steps)
+    scale = torch.exp(-time_first.clamp(min=0))[:, None]
     now = torch.exp(time_first.clamp(max=0))[:, None]
     return Weights(w, torch.cat((powers[:, :-1].flip(-1) * scale, now), dim=1), powers * scale, powers.flip(-1), steps)
 
@@ -129,16 +134,21 @@ def _weights(time_decay: Tensor, time_first: Tensor, N: int) -> Weights:
 def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
             p: Tensor) -> tuple[Block, tuple[Tensor, Tensor, Tensor]]:
     N = weights.lag.shape[1]
-    k, v = _by_block(k, N), _by_block(v, N)
+    k = _by_block(k, N)
+    v = _by_block(v, N)
     m = k.amax(-1).clamp(min=EMPTY)
     x = torch.exp(k - m[..., None])
-    own_a, own_b = _weighted_sum(x * v, weights.decay_out), _weighted_sum(x, weights.decay_out)
+    own_a = _weighted_sum(x * v, weights.decay_out)
+    own_b = _weighted_sum(x, weights.decay_out)
     columns = []
     for j in range(k.shape[1]):
-        s, p_out = torch.maximum(m[:, j], p), torch.maximum(m[:, j], p + N * weights.w)
-        kept, added = torch.exp(p + N * weights.w - p_out), torch.exp(m[:, j] - p_out)
+        s = torch.maximum(m[:, j], p)
+        p_out = torch.maximum(m[:, j], p + N * weights.w)
+        kept = torch.exp(p + N * weights.w - p_out)
+        added = torch.exp(m[:, j] - p_out)
         seen = ~(kept * b + added * own_b[:, j] <= LOST)       # or NaN
-        kept, added = kept * seen, added * seen
+        kept = kept * seen
+        added = added * seen
         columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, kept, added))
         a, b, p = kept * a + added * own_a[:, j], kept * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)
     return Block(x, v, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True))), (a, b, p)
@@ -155,7 +165,8 @@ def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Ten
 
 def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor,
                      timex: str) -> tuple[Tensor, ...]:
-    x, v = blocks.x, blocks.v
+    x = blocks.x
+    v = blocks.v
     den = _sums(weights, blocks, timex, (x, blocks.b))[0]
     lost = den <= LOST
     grad_num = torch.where(lost, 0.0, grad_y / den)
@@ -170,7 +181,8 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     local_b = blocks.past * _weighted_sum(grad_den, weights.decay_in)
     grad_kept, to_a, to_b, grad_a, grad_b = _backward_states(blocks, local_a, local_b, grad_a, grad_b)
 
-    grad_xv, grad_x = grad_xv + to_a[..., None] * weights.decay_out, grad_x + to_b[..., None] * weights.decay_out
+    grad_xv = grad_xv + to_a[..., None] * weights.decay_out
+    grad_x = grad_x + to_b[..., None] * weights.decay_out
     grad_out = _sum_rows(to_a[..., None] * x * v + to_b[..., None] * x)
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
@@ -182,10 +194,14 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
 
 def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
     """From the outgoing state's gradient to the incoming one's; also the gradients of each block's own sums and of e^(Nw)."""
-    to_a, to_b, grad_kept = torch.empty_like(local_a), torch.empty_like(local_b), torch.zeros_like(grad_a[0])
+    to_a = torch.empty_like(local_a)
+    to_b = torch.empty_like(local_b)
+    grad_kept = torch.zeros_like(grad_a[0])
     for j in reversed(range(local_a.shape[1])):
-        kept, added = blocks.kept[:, j], blocks.added[:, j]
-        to_a[:, j], to_b[:, j] = grad_a * added, grad_b * added
+        kept = blocks.kept[:, j]
+        added = blocks.added[:, j]
+        to_a[:, j] = grad_a * added
+        to_b[:, j] = grad_b * added
         grad_kept += (kept * (grad_a * blocks.a[:, j] + grad_b * blocks.b[:, j])).sum(0)
         grad_a, grad_b = grad_a * kept + local_a[:, j], grad_b * kept + local_b[:, j]
     return grad_kept, to_a, to_b, grad_a, grad_b

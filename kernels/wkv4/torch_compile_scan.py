@@ -26,7 +26,9 @@ LOG2_E = 1 / math.log(2)
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
             a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    weights, state, y = _weights(time_decay, time_first), [a.double(), b.double(), p.double() * LOG2_E], torch.empty_like(v)
+    weights = _weights(time_decay, time_first)
+    state = [a.double(), b.double(), p.double() * LOG2_E]
+    y = torch.empty_like(v)
     for span in _spans(k):
         y[:, span], *state = _run(_forward, weights, state, k[:, span], v[:, span])
     a, b, p = (part.to(k.dtype) for part in (*state[:2], state[2] / LOG2_E))
@@ -35,11 +37,13 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
              y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    weights, spans = _weights(time_decay, time_first), _spans(k)
+    weights = _weights(time_decay, time_first)
+    spans = _spans(k)
     states = [[a.double(), b.double(), p.double() * LOG2_E]]
     for span in spans[:-1]:
         states.append(_run(_forward, weights, states[-1], k[:, span], v[:, span])[1:])
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
     grads = [grad_a.double(), grad_b.double(), torch.zeros_like(states[0][0]), torch.zeros_like(states[0][0])]
     for span, state in zip(reversed(spans), reversed(states), strict=True):
         rows = (tensor[:, span] for tensor in (k, v, y, grad_y))

@@ -71,9 +71,11 @@ class Step(NamedTuple):
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
             a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    state, y = _enter(a, b, p)[0], torch.empty_like(v)
+    state = _enter(a, b, p)[0]
+    y = torch.empty_like(v)
     for span, S in _segments(k):
-        weights, chunks = _weights(time_decay, time_first, S), _chunks(k[:, span], v[:, span], S)
+        weights = _weights(time_decay, time_first, S)
+        chunks = _chunks(k[:, span], v[:, span], S)
         before, state = _states(weights, chunks, state)
         _average(weights, chunks, before, _steps(y[:, span], S))
     scale, p = _leave(state.P)
@@ -82,15 +84,21 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
              y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    (state, entered), segments, parts = _enter(a, b, p), _segments(k), []
+    state, entered = _enter(a, b, p)
+    segments = _segments(k)
+    parts = []
     for span, S in segments:
-        weights, chunks = _weights(time_decay, time_first, S), _chunks(k[:, span], v[:, span], S)
+        weights = _weights(time_decay, time_first, S)
+        chunks = _chunks(k[:, span], v[:, span], S)
         before, state = _states(weights, chunks, state)
         parts.append((weights, chunks, before, state))
     scale, _ = _leave(state.P)
-    grad_a, grad_b = scale * grad_a, scale * grad_b
-    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    grad_w, grad_u = torch.zeros_like(time_decay), torch.zeros_like(time_first)
+    grad_a = scale * grad_a
+    grad_b = scale * grad_b
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
+    grad_w = torch.zeros_like(time_decay)
+    grad_u = torch.zeros_like(time_first)
     for (span, S), part in zip(reversed(segments), reversed(parts), strict=True):
         rows = [_steps(tensor[:, span], S) for tensor in (y, grad_y, grad_k, grad_v)]
         by_w, by_u, grad_a, grad_b = _backward_chunks(*part, rows, grad_a, grad_b)
@@ -120,7 +128,8 @@ def _chunks(k: Tensor, v: Tensor, S: int) -> Chunks:
 
 
 def _weights(time_decay: Tensor, time_first: Tensor, S: int) -> Weights:
-    w, dtype = decay_exponent(time_decay.double()), time_decay.dtype
+    w = decay_exponent(time_decay.double())
+    dtype = time_decay.dtype
     m, n = _exp_of(torch.arange(S + 1, device=w.device)[:, None] * w, dtype)
     lags = [*zip(m, n, strict=True)]
     return Weights(lags[1], lags[S], lags[S - 1::-1], _exp_of(time_first.double(), dtype))
@@ -170,7 +179,8 @@ def _own_sums(weights: Weights, chunks: Chunks) -> State:
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
         P = torch.maximum(P, n + shift, out=P)
-    a, b = torch.zeros_like(P), torch.zeros_like(P)
+    a = torch.zeros_like(P)
+    b = torch.zeros_like(P)
     for m, n, v, (decay, shift) in zip(*chunks, weights.lags, strict=True):
         share = (n - P).add_(shift).exp2_().mul_(m).mul_(decay)
         a.addcmul_(share, v)
@@ -209,9 +219,12 @@ def _average(weights: Weights, chunks: Chunks, state: State, ys: tuple[Tensor, .
 
 def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: State, rows: list[tuple[Tensor, ...]],
                      grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    (ys, grad_ys, grad_ks, grad_vs), state, steps = rows, before, []
+    ys, grad_ys, grad_ks, grad_vs = rows
+    state = before
+    steps = []
     for m, n, v, y, grad_y in zip(*chunks, ys, grad_ys, strict=True):
-        now, shares = _share_now(weights.first, state.P, m, n), _shares(weights.decay, state.P, m, n)
+        now = _share_now(weights.first, state.P, m, n)
+        shares = _shares(weights.decay, state.P, m, n)
         over = 1 / (state.b + now)
         grad_num = grad_y * over
         gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y; exact where this step dominates y
@@ -224,20 +237,24 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
 
 def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Any, ...]:
     """The gradients of the state after each chunk and before the first, from that of the state after the last chunk."""
-    own_a, own_b, kept = torch.zeros_like(rescaled), torch.zeros_like(rescaled), torch.ones_like(rescaled)
+    own_a = torch.zeros_like(rescaled)
+    own_b = torch.zeros_like(rescaled)
+    kept = torch.ones_like(rescaled)
     for step in reversed(steps):
         own_a, own_b = torch.addcmul(step.grad_num, own_a, step.kept), torch.addcmul(-step.grad_den, own_b, step.kept)
         kept = kept * step.kept
     after = []
     for a, b, k, scale in reversed([*zip(*(part.unbind(1) for part in (own_a, own_b, kept, rescaled)), strict=True)]):
         after.append((grad_a * scale, grad_b * scale))
-        grad_a, grad_b = a + k * after[-1][0], b + k * after[-1][1]
+        grad_a = a + k * after[-1][0]
+        grad_b = b + k * after[-1][1]
     return tuple(torch.stack(part, dim=1) for part in zip(*reversed(after), strict=True)), grad_a, grad_b
 
 
 def _gradients_of_steps(steps: list[Step], grad_ks: tuple[Tensor, ...], grad_vs: tuple[Tensor, ...],
                         grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, Tensor]:
-    grad_w, grad_u = torch.zeros_like(grad_a), torch.zeros_like(grad_a)
+    grad_w = torch.zeros_like(grad_a)
+    grad_u = torch.zeros_like(grad_a)
     for step, grad_k, grad_v in reversed([*zip(steps, grad_ks, grad_vs, strict=True)]):
         grad_here = step.grad_now * step.gain
         torch.addcmul(grad_here, step.new, torch.addcmul(grad_b, grad_a, step.v), out=grad_k)

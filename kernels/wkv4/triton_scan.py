@@ -40,7 +40,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
             a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, ...]:
-    (B, T, C), y, state = k.shape, torch.empty_like(v), [torch.empty_like(a) for _ in range(3)]
+    B, T, C = k.shape
+    y = torch.empty_like(v)
+    state = [torch.empty_like(a) for _ in range(3)]
     with torch.cuda.device_of(k):
         _forward[(B * triton.cdiv(C, CHANNELS),)](time_decay, time_first, k, v, a, b, p, y, *state, T, C,
                                                   _width(C), STEPS, CHUNKS, CHANNELS, **OPTIONS)
@@ -49,7 +51,9 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
              y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    (B, T, C), grad_k, grad_v = k.shape, torch.empty_like(k), torch.empty_like(v)
+    B, T, C = k.shape
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
     states = a.new_empty(B, triton.cdiv(T, STEPS * CHUNKS), 3, C)
     grads = [torch.empty_like(a) for _ in range(4)]
     with torch.cuda.device_of(k):
@@ -74,7 +78,8 @@ def _forward(time_decay, time_first, k, v, a, b, p, y, a_out, b_out, p_out, T, C
     a, b, P, _entered = _enter(a + here, b + here, p + here, c < C)
     for j in range(tl.cdiv(T, CHUNKS * S)):
         start, at, step = _tile(j, batch, c, T, C, S, CHUNKS)
-        ks, vs = _load(k, start, at, step, c, T, C, S), _load(v, start, at, step, c, T, C, S)
+        ks = _load(k, start, at, step, c, T, C, S)
+        vs = _load(v, start, at, step, c, T, C, S)
         ms, ns = _exps(ks, step, T, S)
         a_s, b_s, P_s, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         for s in tl.static_range(S):
@@ -102,13 +107,15 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         tl.store(states + 3 * j * C + C, b, mask=c < C)
         tl.store(states + 3 * j * C + 2 * C, P.to(tl.float32, bitcast=True), mask=c < C)
         start, at, step = _tile(j, batch, c, T, C, S, CHUNKS)
-        ks, vs = _load(k, start, at, step, c, T, C, S), _load(v, start, at, step, c, T, C, S)
+        ks = _load(k, start, at, step, c, T, C, S)
+        vs = _load(v, start, at, step, c, T, C, S)
         ms, ns = _exps(ks, step, T, S)
         _a, _b, _P, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
     scale, _p = _leave(P, w, T, S * CHUNKS)
     grad_a = scale * tl.load(grad_a + here, mask=c < C, other=0.0)
     grad_b = scale * tl.load(grad_b + here, mask=c < C, other=0.0)
-    grad_w, grad_u = tl.zeros([CHUNKS, CHANNELS], tl.float32), tl.zeros([CHUNKS, CHANNELS], tl.float32)
+    grad_w = tl.zeros([CHUNKS, CHANNELS], tl.float32)
+    grad_u = tl.zeros([CHUNKS, CHANNELS], tl.float32)
     tl.debug_barrier()                                           # before the stored states are loaded
     for back in range(tiles):
         j = tiles - 1 - back
@@ -116,7 +123,8 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         b = tl.load(states + 3 * j * C + C, mask=c < C, other=0.0)
         P = tl.load(states + 3 * j * C + 2 * C, mask=c < C, other=0.0).to(tl.int32, bitcast=True)
         start, at, step = _tile(j, batch, c, T, C, S, CHUNKS)
-        ks, vs = _load(k, start, at, step, c, T, C, S), _load(v, start, at, step, c, T, C, S)
+        ks = _load(k, start, at, step, c, T, C, S)
+        vs = _load(v, start, at, step, c, T, C, S)
         gs = _load(grad_y, start, at, step, c, T, C, S)
         ms, ns = _exps(ks, step, T, S)
         a_s, b_s, P_s, P_after, _a, _b, _P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
@@ -180,7 +188,8 @@ def _load(x, start, at, step, c, T, C, S: tl.constexpr):
 @triton.jit
 def _exps(ks, step, T, S: tl.constexpr):
     """e^k = m 2^n at each step, and m = 0 after T."""
-    ms, ns = (), ()
+    ms = ()
+    ns = ()
     for s in tl.static_range(S):
         m, n = _exp(ks[s])
         ms += (tl.where(step + s < T, m, 0.0),)
@@ -195,7 +204,8 @@ def _weights(time_decay, time_first, live, S: tl.constexpr, CHUNKS: tl.constexpr
     w = -m * _pow2(tl.maximum(n, -127))
     power = tl.floor(tl.fma(w, LOG2_E, 0.5))
     drift = tl.fma(w, LOG2_E_LOW, tl.fma(w, LOG2_E, -power))
-    w, left = (w, tl.exp2(drift), power.to(tl.int32), drift), S * (CHUNKS - _row(CHUNKS))
+    w = (w, tl.exp2(drift), power.to(tl.int32), drift)
+    left = S * (CHUNKS - _row(CHUNKS))
     return w, _exp(tl.load(time_first, mask=live, other=0.0)), (_span(w, S * CHUNKS), _span(w, left), _span(w, left - S))
 
 
@@ -210,7 +220,8 @@ def _span(w, lag):
 @triton.jit
 def _enter(a, b, p, live):
     """The incoming state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
-    a, b = tl.load(a, mask=live, other=0.0), tl.load(b, mask=live, other=0.0)
+    a = tl.load(a, mask=live, other=0.0)
+    b = tl.load(b, mask=live, other=0.0)
     m, P = _exp(tl.load(p, mask=live, other=0.0))
     n = _clip((b.to(tl.int32, bitcast=True) >> 23) - 127, -126, 126)
     scale = m * _pow2(-n)
@@ -234,14 +245,20 @@ def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.
     m_before, n_before, _drift = spans[1]
     m_after, n_after, _drift = spans[2]
     settled = (tl.floor((j + 1) * drift) - tl.floor(j * drift)).to(tl.int32)    # the power of a tile's mantissa
-    decay, P = m_tile * _pow2(-settled), P + n_tile + settled
-    a_own, b_own, P_own = m_after * a_own, m_after * b_own, tl.where(seen, P_own + n_after, NEVER)       # at the tile's end
-    nothing, never = tl.zeros_like(a_own), tl.zeros_like(P_own) + NEVER
+    decay = m_tile * _pow2(-settled)
+    P = P + n_tile + settled
+    a_own = m_after * a_own                                      # at the tile's end
+    b_own = m_after * b_own
+    P_own = tl.where(seen, P_own + n_after, NEVER)
+    nothing = tl.zeros_like(a_own)
+    never = tl.zeros_like(P_own) + NEVER
     a_own, b_own, P_own, a_0, b_0, P_0 = tl.associative_scan((a_own, b_own, P_own, nothing, nothing, never), 0, _accumulate)
     a_own, b_own, P_own = _join(a_own, b_own, P_own, decay * a, decay * b, P)
     a_0, b_0, P_0 = _join(a_0, b_0, P_0, decay * a, decay * b, P)
-    over, end = 1 / m_before, _row(CHUNKS) == CHUNKS - 1
-    a, b = tl.sum(tl.where(end, a_own, 0.0), 0, keep_dims=True), tl.sum(tl.where(end, b_own, 0.0), 0, keep_dims=True)
+    over = 1 / m_before
+    end = _row(CHUNKS) == CHUNKS - 1
+    a = tl.sum(tl.where(end, a_own, 0.0), 0, keep_dims=True)
+    b = tl.sum(tl.where(end, b_own, 0.0), 0, keep_dims=True)
     P = tl.max(tl.where(end, P_own, NEVER), 0, keep_dims=True)
     return over * a_0, over * b_0, P_0 - n_before, P_own - n_after, a, b, P
 
@@ -260,7 +277,8 @@ def _own_sums(ms, ns, vs, w, S: tl.constexpr):
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):
         P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
-    a, b = tl.zeros_like(vs[0]), tl.zeros_like(vs[0])
+    a = tl.zeros_like(vs[0])
+    b = tl.zeros_like(vs[0])
     for s in tl.static_range(S):
         share = ms[s] * _pow2(tl.maximum(ns[s] + (S - 1 - s) * w[2] - P, -127))
         a, b = w[1] * a + share * vs[s], w[1] * b + share
@@ -271,7 +289,8 @@ def _own_sums(ms, ns, vs, w, S: tl.constexpr):
 def _join(a_0, b_0, P_0, a_1, b_1, P_1):
     """The sum of two states."""
     P = tl.maximum(P_0, P_1)
-    of_0, of_1 = _pow2(tl.maximum(P_0 - P, -127)), _pow2(tl.maximum(P_1 - P, -127))
+    of_0 = _pow2(tl.maximum(P_0 - P, -127))
+    of_1 = _pow2(tl.maximum(P_1 - P, -127))
     return of_0 * a_0 + of_1 * a_1, of_0 * b_0 + of_1 * b_1, P
 
 
@@ -287,12 +306,15 @@ def _shares(m, n, P, w, bonus):
 @triton.jit
 def _gradients_of_states(steps, rescaled, kept, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
     """The gradients of the state after each chunk and of the state before the tile, from that of the state after the tile."""
-    a, b = tl.zeros_like(rescaled), tl.zeros_like(rescaled)
+    a = tl.zeros_like(rescaled)
+    b = tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):
         a, b = steps[s][4] + steps[s][2] * a, steps[s][5] + steps[s][2] * b
     nothing = tl.zeros_like(a)
     a, b, kept, a_1, b_1, kept_1 = tl.associative_scan((a, b, kept, nothing, nothing, nothing + 1), 0, _reach, reverse=True)
-    a_1, b_1, start = a_1 + kept_1 * grad_a, b_1 + kept_1 * grad_b, _row(CHUNKS) == 0
+    a_1 = a_1 + kept_1 * grad_a
+    b_1 = b_1 + kept_1 * grad_b
+    start = _row(CHUNKS) == 0
     grad_a = tl.sum(tl.where(start, settled * (a + kept * grad_a), 0.0), 0, keep_dims=True)
     grad_b = tl.sum(tl.where(start, settled * (b + kept * grad_b), 0.0), 0, keep_dims=True)
     return rescaled * a_1, rescaled * b_1, grad_a, grad_b
@@ -301,7 +323,9 @@ def _gradients_of_states(steps, rescaled, kept, settled, grad_a, grad_b, S: tl.c
 @triton.jit
 def _reach(a_1, b_1, kept_1, a_1x, b_1x, kept_1x, a_0, b_0, kept_0, a_0x, b_0x, kept_0x):
     """The state's gradient through two runs of chunks, the later one given first; with _x, without the first chunk."""
-    a, b, kept = a_0 + kept_0 * a_1, b_0 + kept_0 * b_1, kept_0 * kept_1
+    a = a_0 + kept_0 * a_1
+    b = b_0 + kept_0 * b_1
+    kept = kept_0 * kept_1
     return a, b, kept, a_0x + kept_0x * a_1, b_0x + kept_0x * b_1, kept_0x * kept_1
 
 

@@ -100,7 +100,8 @@ class WKV7(Operator):
         return found
 
     def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
-        names, v = self._names[:SEQUENCES], sequences[3]
+        names = self._names[:SEQUENCES]
+        v = sequences[3]
         if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, sequences, strict=True))
             raise ValueError(f"WKV7 expects r, log_w, k, v, a and b of one shape (B,T,H,N), got {shapes}")

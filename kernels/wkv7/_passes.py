@@ -52,7 +52,8 @@ def forward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor
             *kept: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
-    y, after = torch.empty_like(v), torch.empty_like(state)
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     (sa,) = kept or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
     launch(_forward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
@@ -162,7 +163,8 @@ def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
                 for x in range(M):
                     for j in range(M * LANES):
                         m = matrix + x * M * LANES + j
-                        a_0, w_0 = flat[columns * LANES + j], flat[(columns + M) * LANES + j]
+                        a_0 = flat[columns * LANES + j]
+                        w_0 = flat[(columns + M) * LANES + j]
                         scratch[m] = w_0 * scratch[m] + a_0 * scratch[gsa + x]
                 store_turned(grad_state, flat, matrix * LANES, head, M)
                 # of each chunk states: grad_r, grad_a; and keys: grad_k, grad_b, grad_log_w
@@ -222,8 +224,12 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, r: ti.t
             i = at + (t_0 + s) * H * M + x
             more = ti.min(T - 1 - t_0 - s, 1)
             following = i + more * H * M
-            b_t, k_t, r_t, a_next = read(b[i]), read(k[i]), read(r[i]), read(a[following])
-            w, w_next = exp(log_w[i]), exp(log_w[following] * ti.cast(more, ti.f32))
+            b_t = read(b[i])
+            k_t = read(k[i])
+            r_t = read(r[i])
+            a_next = read(a[following])
+            w = exp(log_w[i])
+            w_next = exp(log_w[following] * ti.cast(more, ti.f32))
             o = columns + (s * M + x) * 6
             scratch[o] = b_t
             scratch[o + 1] = k_t
@@ -240,7 +246,10 @@ def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.templa
     for s in range(steps):
         for x in range(M):
             i = at + (t_0 + s) * H * M + x
-            sa_t, v_t, gy_t, gsa_next = sa[i], read(v[i]), read(grad_y[i]), scratch[gsa + (t_0 + s + 1) * M + x]
+            sa_t = sa[i]
+            v_t = read(v[i])
+            gy_t = read(grad_y[i])
+            gsa_next = scratch[gsa + (t_0 + s + 1) * M + x]
             o = rows + (s * M + x) * 6
             scratch[o] = sa_t
             scratch[o + 1] = v_t

@@ -18,7 +18,8 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *kept: Tensor) -> tuple[Tensor, Tensor]:
     N = v.shape[-1]
-    y, after = torch.empty_like(v), torch.empty_like(state)
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     (sa,) = kept or (None,)
     _run("forward", (N + CHUNK * STAGED + 1) * N, r, log_w, k, v, a, b, state, sa, y, after)
     return y, after

@@ -30,9 +30,12 @@ def inputs(B: int, T: int, H: int, N: int, log_w: float | None = None, dtype: to
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    r, k, v = normal(B, T, H, N) / max(N, 1) ** 0.5, normal(B, T, H, N) / max(N, 1) ** 0.5, normal(B, T, H, N)
+    r = normal(B, T, H, N) / max(N, 1) ** 0.5
+    k = normal(B, T, H, N) / max(N, 1) ** 0.5
+    v = normal(B, T, H, N)
     decay = FASTEST * torch.sigmoid(2 * normal(B, T, H, N) - 2)
-    kk, rate = normalize(normal(B, T, H, N), dim=-1), torch.sigmoid(normal(B, T, H, N))
+    kk = normalize(normal(B, T, H, N), dim=-1)
+    rate = torch.sigmoid(normal(B, T, H, N))
     decay = decay if log_w is None else torch.full_like(decay, log_w)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sequences = [tensor.to(device, wide if tensor is decay else dtype) for tensor in (r, decay, k, v, -kk, kk * rate)]

@@ -19,7 +19,9 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *states: Tensor) -> tuple[Tensor, Tensor]:
-    (B, T, H, N), y, after = v.shape, torch.empty_like(v), torch.empty_like(state)
+    B, T, H, N = v.shape
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     _source(v).launch("forward_keeping" if states else "forward", -(-B * H * N // THREADS), THREADS,
                       r, log_w, k, v, a, b, state, y, after, *states, B * H, T, H, N)
     return y, after
@@ -30,7 +32,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     B, T, H, N = v.shape
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b)]
     grad_state = grad_state.clone()
-    history, sums = state.new_empty(B, H, CHUNK + 1, N, N), state.new_empty(B, H, 2, N)
+    history = state.new_empty(B, H, CHUNK + 1, N, N)
+    sums = state.new_empty(B, H, 2, N)
     _source(v).launch("backward", B * H, min(N, THREADS), r, log_w, k, v, a, b, states, grad_y, *grads, grad_state,
                       history, sums, T, H, N)
     return *grads, grad_state

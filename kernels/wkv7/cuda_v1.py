@@ -19,7 +19,9 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *sa_and_states: Tensor) -> tuple[Tensor, Tensor]:
-    (B, T, H, N), y, after = v.shape, torch.empty_like(v), torch.empty_like(state)
+    B, T, H, N = v.shape
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     _source(v).launch("forward_keeping" if sa_and_states else "forward", B * H, N, r, log_w, k, v, a, b, state, y, after,
                       *sa_and_states, T, H)
     return y, after

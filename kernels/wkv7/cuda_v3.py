@@ -27,7 +27,9 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *sa_and_states: Tensor) -> tuple[Tensor, Tensor]:
-    (B, T, H, N), y, after = v.shape, torch.empty_like(v), torch.empty_like(state)
+    B, T, H, N = v.shape
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     _source(v).launch("forward_keeping" if sa_and_states else "forward", B * H, N // ROWS * LANES,
                       r, log_w, k, v, a, b, aligned(state), y, after, *sa_and_states, T, H)
     return y, after
@@ -38,8 +40,10 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     B, T, H, N = v.shape
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_state_before = grads
-    gsa, Gs = torch.empty_like(sa), torch.empty_like(states)
-    source, threads = _source(v), N // ROWS * LANES
+    gsa = torch.empty_like(sa)
+    Gs = torch.empty_like(states)
+    source = _source(v)
+    threads = N // ROWS * LANES
     source.launch("backward_rows", B * H, threads, r, log_w, k, a, b, grad_y, aligned(grad_state), grad_v, gsa, Gs,
                   grad_state_before, T, H)
     count = B * H * -(-T // CHUNK)

@@ -24,13 +24,16 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 
 def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
-    T, states = v.shape[1], [state]
+    T = v.shape[1]
+    states = [state]
     for t in range(T):
         states.append(_advance(log_w[:, t], k[:, t], v[:, t], a[:, t], b[:, t], states[-1]))
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b = (torch.empty_like(v) for _ in range(6))
     G = grad_state
     for t in reversed(range(T)):
-        before, after, w = states[t], states[t + 1], log_w[:, t].exp()
+        before = states[t]
+        after = states[t + 1]
+        w = log_w[:, t].exp()
         grad_r[:, t] = _times(after.mT, grad_y[:, t])
         G = G + _outer(grad_y[:, t], r[:, t])
         grad_v[:, t] = _times(G, k[:, t])

@@ -33,7 +33,8 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *kept: Tensor) -> tuple[Tensor, Tensor]:
-    y, after = torch.empty_like(v), state.clone()
+    y = torch.empty_like(v)
+    after = state.clone()
     sa, states = kept or (state.new_empty(1), state.new_empty(1))
     _launch(_forward, v.shape, r, log_w, k, v, a, b, y, after, sa, states, len(kept))
     return y, after
@@ -44,7 +45,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     B, _, H, N = v.shape
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, gsa = (torch.empty_like(v) for _ in range(7))
     _launch(_rows, v.shape, r, log_w, k, a, b, grad_y, grad_state.clone(), grad_v, gsa)
-    G, history = grad_state.clone(), state.new_empty(CHUNK + 1, B, H, N, N)
+    G = grad_state.clone()
+    history = state.new_empty(CHUNK + 1, B, H, N, N)
     _launch(_columns, v.shape, r, log_w, k, v, a, b, sa, states, grad_y, gsa, G, history,
             grad_r, grad_log_w, grad_k, grad_a, grad_b)
     return grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, G
@@ -82,7 +84,8 @@ def _rows(r: Flat, log_w: Flat, k: Flat, a: Flat, b: Flat, grad_y: Flat, G: Flat
     for row in range(B * H * N):
         for from_last in range(T):
             at = _vector(row // N, T - 1 - from_last, T, H, N)
-            gv_i, gsa_i = 0.0, 0.0
+            gv_i = 0.0
+            gsa_i = 0.0
             for j in range(N):
                 G[row * N + j] += grad_y[at + row % N] * r[at + j]
                 gv_i += G[row * N + j] * k[at + j]
@@ -102,20 +105,29 @@ def _columns(r: Flat, log_w: Flat, k: Flat, v: Flat, a: Flat, b: Flat, sa: Flat,
         chunks = (T + CHUNK - 1) // CHUNK
         for chunk_from_last in range(chunks):
             chunk = chunks - 1 - chunk_from_last
-            first, steps = chunk * CHUNK, ti.min(CHUNK, T - chunk * CHUNK)
+            first = chunk * CHUNK
+            steps = ti.min(CHUNK, T - chunk * CHUNK)
             for i in range(N):
                 history[(head * N + i) * N + j] = states[((chunk * B * H + head) * N + i) * N + j]
             for s in range(steps):
                 at = _vector(head, first + s, T, H, N)
-                w, b_j, k_j = ti.exp(log_w[at + j]), b[at + j], k[at + j]
+                w = ti.exp(log_w[at + j])
+                b_j = b[at + j]
+                k_j = k[at + j]
                 for i in range(N):
                     before = ((s * B * H + head) * N + i) * N + j
                     history[before + B * H * N * N] = history[before] * w + sa[at + i] * b_j + v[at + i] * k_j
             for from_last in range(steps):
                 s = steps - 1 - from_last
                 at = _vector(head, first + s, T, H, N)
-                w, r_j, a_j = ti.exp(log_w[at + j]), r[at + j], a[at + j]
-                gr, gl, gk, ga, gb = 0.0, 0.0, 0.0, 0.0, 0.0
+                w = ti.exp(log_w[at + j])
+                r_j = r[at + j]
+                a_j = a[at + j]
+                gr = 0.0
+                gl = 0.0
+                gk = 0.0
+                ga = 0.0
+                gb = 0.0
                 for i in range(N):
                     before = ((s * B * H + head) * N + i) * N + j
                     g = G[(head * N + i) * N + j] + grad_y[at + i] * r_j
@@ -125,7 +137,11 @@ def _columns(r: Flat, log_w: Flat, k: Flat, v: Flat, a: Flat, b: Flat, sa: Flat,
                     gl += g * history[before]
                     ga += history[before] * gsa[at + i]
                     G[(head * N + i) * N + j] = g * w + gsa[at + i] * a_j
-                grad_r[at + j], grad_log_w[at + j], grad_k[at + j], grad_a[at + j], grad_b[at + j] = gr, w * gl, gk, ga, gb
+                grad_r[at + j] = gr
+                grad_log_w[at + j] = w * gl
+                grad_k[at + j] = gk
+                grad_a[at + j] = ga
+                grad_b[at + j] = gb
 
 
 @ti.func

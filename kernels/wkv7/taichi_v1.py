@@ -29,7 +29,9 @@ def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vec
             m = block * LANES + lane
             old = scratch[before + m] * (w if ti.static(along_j) else flat[o + order[4] * LANES])
             scratch[after + m] = old + p * flat[o + order[0] * LANES] + q * flat[o + order[1] * LANES]
-    of_u, of_v, of_other = 0.0 * p, 0.0 * p, 0.0 * p
+    of_u = 0.0 * p
+    of_v = 0.0 * p
+    of_other = 0.0 * p
     for block in range(M):
         for lane in range(LANES):
             of_u += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[2]) * LANES + lane]

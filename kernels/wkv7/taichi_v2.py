@@ -24,7 +24,9 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
     and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the first
     vectors come first.
     """
-    of_u, of_v, of_other = 0.0 * p, 0.0 * p, 0.0 * p
+    of_u = 0.0 * p
+    of_v = 0.0 * p
+    of_other = 0.0 * p
     for block in range(M):
         for group in range(LANES // GROUP):
             o = (vectors * LANES + block * 6 * LANES + group * GROUP) & INDEX

@@ -46,7 +46,8 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
             *kept: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
-    y, after = torch.empty_like(v), torch.empty_like(state)
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     (sa,) = kept or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
     launch(_forward_kernel(v.dtype), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch, scratch,
@@ -209,7 +210,9 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
     Returns its products with u and v and, if beside, of each lane the sum of products with the matrix at `other`. x, y, u, v:
     the four at `vectors` of scratch, in `order`; each M vectors long, and of each the first vectors come first.
     """
-    of_u, of_v, of_other = 0.0 * p, 0.0 * p, 0.0 * p
+    of_u = 0.0 * p
+    of_v = 0.0 * p
+    of_other = 0.0 * p
     for block in range(M):
         for group in range(LANES // GROUP):
             o = (vectors * LANES + block * 4 * LANES + group * GROUP) & INDEX
@@ -240,7 +243,10 @@ def _stage_columns(read: ti.template(), scratch: ti.template(), columns, decay, 
             more = ti.min(T - 1 - t_0 - s, 1)
             w = w * exp(log_w[i])
             over = 1.0 / w
-            b_t, k_t, r_t, a_next = read(b[i]), read(k[i]), read(r[i]), read(a[i + more * H * M])
+            b_t = read(b[i])
+            k_t = read(k[i])
+            r_t = read(r[i])
+            a_next = read(a[i + more * H * M])
             o = columns + (s * M + x) * 4
             scratch[o] = b_t * over
             scratch[o + 1] = k_t * over
@@ -257,7 +263,10 @@ def _stage_rows(read: ti.template(), scratch: ti.template(), rows, sa: ti.templa
     for s in range(steps):
         for x in range(M):
             i = at + (t_0 + s) * H * M + x
-            sa_t, v_t, gy_t, gsa_next = sa[i], read(v[i]), read(grad_y[i]), scratch[gsa + (t_0 + s + 1) * M + x]
+            sa_t = sa[i]
+            v_t = read(v[i])
+            gy_t = read(grad_y[i])
+            gsa_next = scratch[gsa + (t_0 + s + 1) * M + x]
             o = rows + (s * M + x) * 4
             scratch[o] = sa_t
             scratch[o + 1] = v_t

@@ -78,7 +78,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _forward(sequences: Sequences, state: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    y, after = torch.empty_like(sequences[3]), state.flatten(0, 1)
+    y = torch.empty_like(sequences[3])
+    after = state.flatten(0, 1)
     for i, (steps, c) in enumerate(_segments(*y.shape)):
         if kept is not None:
             kept[i] = after
@@ -131,7 +132,8 @@ def _chunks(sequences: Sequences) -> Chunks:
 def _too_late(c: int, device: torch.device) -> Tensor:
     """Where products are 0: the key's step is that of a or after it, or after that of r. (2c,2c), bool."""
     step = torch.arange(c, device=device)
-    of_a, of_r = step[:, None] <= step, step[:, None] < step
+    of_a = step[:, None] <= step
+    of_r = step[:, None] < step
     return torch.cat((of_a, of_r)).repeat(1, 2)
 
 
@@ -144,7 +146,8 @@ def _inverse(aa: Tensor) -> Tensor:
 def _states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk, (n*B*H,N,N), and the one after the last; fills in sa."""
     W, queries, keys, values, products, inverse = chunks
-    c, n = W.shape[1], len(W) // len(state)
+    c = W.shape[1]
+    n = len(W) // len(state)
     from_v = torch.bmm(products[:, :c, c:], values[:, c:])
     before = state.new_empty(len(W), *state.shape[1:])
     parts = (part.chunk(n) for part in (W, queries, keys, values, inverse, from_v, before))
@@ -160,11 +163,13 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
     chunks = _chunks(sequences)
     states, _ = _states(chunks, before)
     grads = chunks.values.new_empty(chunks.values.shape)
-    c, shape = grad_y.shape[3], grad_y.shape
+    c = grad_y.shape[3]
+    shape = grad_y.shape
     grads.view(*shape[:3], 2 * c, -1)[..., c:, :] = grad_y
     grad_sums, grad_state = _grad_states(chunks, grads, grad_state)
     W, queries, keys, values, products, _ = chunks
-    grad_queries, grad_keys = torch.bmm(grads, states), torch.bmm(values, grad_sums)
+    grad_queries = torch.bmm(grads, states)
+    grad_keys = torch.bmm(values, grad_sums)
     grad_products = torch.bmm(grads, values.mT).masked_fill_(_too_late(c, grads.device), 0)
     grad_log_w = _at_the_ends(queries * grad_queries, keys * grad_keys).add_((states * grad_sums).sum(-2, keepdim=True))
     grad_log_w += _within(grad_products, queries, keys)
@@ -178,7 +183,8 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
 def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of S + values^T keys (n*B*H,N,N), and of the first state. Fills in grads' first rows."""
     W, queries, keys, _, products, inverse = chunks
-    c, n = W.shape[1], len(W) // len(grad_state)
+    c = W.shape[1]
+    n = len(W) // len(grad_state)
     from_y = torch.bmm(products[:, c:, :c].mT, grads[:, c:])
     grad_sums = W.new_empty(len(W), *grad_state.shape[1:])
     parts = (part.chunk(n) for part in (W, queries, keys, inverse, from_y, grads, grad_sums))
@@ -204,17 +210,20 @@ def _at_the_ends(of_queries: Tensor, of_keys: Tensor) -> Tensor:
 def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """What steps s and u of the same chunk, s < t <= u, give to the gradient of log_w at t: (n*B*H,c,N)."""
     c = keys.shape[1] // 2
-    of_k, of_b = grad_products[:, :, c:], grad_products[:, :, :c]
+    of_k = grad_products[:, :, c:]
+    of_b = grad_products[:, :, :c]
     columns = _by_step(of_b.mT, of_k.mT).mT              # the two of each step side by side
     products = _by_step(columns[:, 1:c], columns[:, c:])
-    queries, keys = _by_step(queries[:, 1:c], queries[:, c:]), _by_step(keys[:, :c], keys[:, c:])
+    queries = _by_step(queries[:, 1:c], queries[:, c:])
+    keys = _by_step(keys[:, :c], keys[:, c:])
     found = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
     _add_within_blocks(products, queries, keys, found)
     half = BLOCK
     while half < c:
         after, before = (window.repeat_interleave(2, 1) for window in _windows(half, found))
         for middle in range(half, c, 2 * half):
-            s, u = slice(2 * (middle - half), 2 * middle), slice(2 * middle, 2 * (middle + half))
+            s = slice(2 * (middle - half), 2 * middle)
+            u = slice(2 * middle, 2 * (middle + half))
             found[:, middle:middle + half] += after @ torch.bmm(products[:, u, s], keys[:, s]).mul_(queries[:, u])
             found[:, middle - half:middle] += before @ torch.bmm(products[:, u, s].mT, queries[:, u]).mul_(keys[:, s])
         half *= 2

@@ -31,7 +31,8 @@ def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *sa_and_states: Tensor) -> tuple[Tensor, Tensor]:
-    y, after = torch.empty_like(v), torch.empty_like(state)
+    y = torch.empty_like(v)
+    after = torch.empty_like(state)
     B, _, H, _ = v.shape
     _launch(_recurrence, v, B * H, r, log_w, k, v, a, b, state, y, after, *(sa_and_states or (after, after)),
             bool(sa_and_states))
@@ -42,8 +43,10 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
              sa: Tensor, states: Tensor, grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     grads = [torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state)]
     grad_r, grad_log_w, grad_k, grad_v, grad_a, grad_b, grad_state_before = grads
-    gsa, Gs = torch.empty_like(sa), torch.empty_like(states)
-    (B, H, chunks, N, _), shares = states.shape, triton.cdiv(v.shape[-1], SHARE)
+    gsa = torch.empty_like(sa)
+    Gs = torch.empty_like(states)
+    B, H, chunks, N, _ = states.shape
+    shares = triton.cdiv(v.shape[-1], SHARE)
     blocks = min(B * H * chunks, max(1, PROGRAMS // shares))
     starts = state.new_empty(blocks, triton.cdiv(CHUNK, GROUP), N, N)
     _launch(_rows, v, B * H, r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa, Gs, grad_state_before)
@@ -64,9 +67,12 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
 def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl.constexpr, T, H, N,
              CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    i, j = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    in_i, in_j = i < N, j < N
-    at, inside = head * N * N + i * N + j, in_i & in_j
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, COLUMNS)[None, :]
+    in_i = i < N
+    in_j = j < N
+    at = head * N * N + i * N + j
+    inside = in_i & in_j
     kept_at = head * tl.cdiv(T, CHUNK) * N * N + i * N + j
     x = (head // H * T * H + head % H) * N
     S = tl.load(state + at, mask=inside, other=0.0)
@@ -92,9 +98,12 @@ def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl
 def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_state_before, T, H, N,
           CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    i, j = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    in_i, in_j = i < N, j < N
-    at, inside = head * N * N + i * N + j, in_i & in_j
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, COLUMNS)[None, :]
+    in_i = i < N
+    in_j = j < N
+    at = head * N * N + i * N + j
+    inside = in_i & in_j
     kept_at = head * tl.cdiv(T, CHUNK) * N * N + i * N + j
     x = ((head // H * T + T - 1) * H + head % H) * N
     G = tl.load(grad_state + at, mask=inside, other=0.0)
@@ -123,13 +132,16 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
     """A program takes its columns of chunks, one after the other. count: of all chunks."""
     GROUP: tl.constexpr = 4
     chunks = tl.cdiv(T, CHUNK)
-    i, j = tl.arange(0, ROWS)[:, None], tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    in_i, in_j = i < N, j < N
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    in_i = i < N
+    in_j = j < N
     inside = in_i & in_j
     start = starts + tl.program_id(0).to(tl.int64) * tl.cdiv(CHUNK, GROUP) * N * N + i * N + j
     index = tl.program_id(0).to(tl.int64)
     while index < count:
-        head, first = index // chunks, (index % chunks).to(tl.int32) * CHUNK
+        head = index // chunks
+        first = (index % chunks).to(tl.int32) * CHUNK
         steps = tl.minimum(T - first, CHUNK)
         at = index * N * N + i * N + j
         x = ((head // H * T + first) * H + head % H) * N
@@ -169,7 +181,8 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
     """The step that lies at x; where N is 0, no step."""
-    in_i, in_j = i < N, j < N
+    in_i = i < N
+    in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
     b_j = tl.load(b + x + j, mask=in_j, other=0.0).to(tl.float32)
     v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
@@ -181,15 +194,18 @@ def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
 @triton.jit
 def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
     """G of step s, which lies at x, from that of the next one; G of the chunk's last step as it is. S: the state before."""
-    N_next, N_here = tl.where(s + 1 < steps, N, 0), tl.where(s < steps, N, 0)
-    in_i, in_j = i < N_next, j < N_next
+    N_next = tl.where(s + 1 < steps, N, 0)
+    N_here = tl.where(s < steps, N, 0)
+    in_i = i < N_next
+    in_j = j < N_next
     w_next = tl.exp(tl.load(log_w + x + stride + j, mask=in_j, other=0.0))
     a_next = tl.load(a + x + stride + j, mask=in_j, other=0.0).to(tl.float32)
     gsa_next = tl.load(gsa + x + stride + i, mask=in_i, other=0.0)
     r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
     gy = tl.load(grad_y + x + i, mask=in_i, other=0.0).to(tl.float32)
     G = G * w_next + gsa_next * a_next + gy * r_j
-    in_i, in_j = i < N_here, j < N_here
+    in_i = i < N_here
+    in_j = j < N_here
     v_i = tl.load(v + x + i, mask=in_i, other=0.0).to(tl.float32)
     sa_i = tl.load(sa + x + i, mask=in_i, other=0.0)
     w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
