@@ -23,7 +23,6 @@ from kernels.machine.memory import resident_memory
 from kernels.select import AUTO, select
 from rwkv.config import ModelConfig, OptimConfig
 from rwkv.model.base import generation
-from rwkv.model.loss import head_loss
 from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
@@ -43,7 +42,7 @@ def steps(name: str, precision: str) -> None:
         start = time.perf_counter()
         training_step(task, optimizer, x, dtype)
         bare = time.perf_counter() - start
-        matmuls = seconds_per_step(config, vocab_size, B, config.ctx_len, dtype=dtype, calls=1)
+        matmuls = seconds_per_step(config, vocab_size, B, config.ctx_len, dtype)
         print(json.dumps({"bare": 1000 * bare, "matmuls": 1000 * matmuls}), flush=True)
 
 
@@ -63,12 +62,9 @@ def head(loss: str) -> None:
     gradients = [parameter.grad.clone() for parameter in task.parameters()]
     task.zero_grad(set_to_none=True)
     next(other for name, other in losses.items() if name != loss)().backward()
-    print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": _difference(gradients, task)}))
-
-
-def _difference(gradients: list[Tensor], task: LanguageModel) -> float:
-    return max(float((one - other.grad).abs().max() / other.grad.abs().max())
-               for one, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
+    difference = max(float((one - other.grad).abs().max() / other.grad.abs().max())
+                     for one, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
+    print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": difference}))
 
 
 def _whole(model: RWKV, x: Tensor) -> Tensor:
@@ -91,7 +87,7 @@ def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.d
         with part("forward"):
             hidden = task.model.forward_features(x)
         with part("loss"):
-            loss = head_loss(hidden.flatten(0, 1), task.model.head.weight, x.flatten(), task.optim.l2_wrap)
+            loss = task._head_loss(hidden, x)
     with part("backward"):
         loss.backward()
     with part("optimiser"):

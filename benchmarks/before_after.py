@@ -51,14 +51,10 @@ def table(report: dict[str, Any]) -> str:
 
 def _measure(pythons: list[str], folders: list[Path], arguments: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        before, after = (stack.enter_context(_started(python, folder, arguments))
+        before, after = (stack.enter_context(subprocess.Popen([python, str(JOB), *arguments], cwd=folder, text=True,
+                                                              stdin=subprocess.PIPE, stdout=subprocess.PIPE))
                          for python, folder in zip(pythons, folders, strict=True))
         return [{"dtype": arguments[1], "rows": n} | _in_turns(before, after, n, args.turns) for n in args.rows]
-
-
-def _started(python: str, folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([python, str(JOB), *arguments], cwd=folder, text=True, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE)
 
 
 def _in_turns(before: subprocess.Popen[str], after: subprocess.Popen[str], rows: int, turns: int) -> dict[str, Any]:

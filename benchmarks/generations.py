@@ -129,15 +129,11 @@ def _steps(steps: int) -> list[str]:
 
 def _ms(out_dir: Path) -> float:
     """The median milliseconds of a step of the run in out_dir."""
-    return median(1000 * _tokens(out_dir) / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"])
-
-
-def _tokens(out_dir: Path) -> int:
-    """The tokens of a step of the run."""
     import yaml
 
     config = yaml.safe_load((out_dir / "config.yaml").read_text(encoding="utf-8"))
-    return int(config["data"]["batch_size"]) * int(config["model"]["ctx_len"])
+    tokens = config["data"]["batch_size"] * config["model"]["ctx_len"]
+    return median(1000 * tokens / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"])
 
 
 def _end(run: list[dict[str, str]]) -> dict[str, float]:

@@ -22,7 +22,6 @@ from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.model.base import n_parameters
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, computed_in, tokenizer_of
-from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -33,17 +32,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     read_text(args.text)                 # what is refused is so before anything is measured
     for path in args.checkpoints:
-        _require_kept(tokenizer_of(read_checkpoint(path)), args.text)
+        _, lost = count_tokens(tokenizer_of(read_checkpoint(path)), args.text)
+        if lost.too_much:
+            raise UserError(f"{lost.describe(str(args.text))}: bits per byte would leave that out; name a text that it keeps")
     rows = [row for path in args.checkpoints for row in _rows(read_checkpoint(path), args.text)]
     report = {"machine": hardware.describe("cpu"), "rows": rows}
     print(tables.quality(report, aligned), flush=True)
     publish(report, args.json)
-
-
-def _require_kept(tokenizer: Tokenizer, text: Path) -> None:
-    _, lost = count_tokens(tokenizer, text)
-    if lost.too_much:
-        raise UserError(f"{lost.describe(str(text))}: bits per byte would leave that out; name a text that it keeps")
 
 
 def _rows(checkpoint: Checkpoint, text: Path) -> list[dict[str, Any]]:

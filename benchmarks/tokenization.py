@@ -51,7 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         checks = {**_check_world(ours["world"], peer, args.strings), **_check_json(ours, libraries, args.strings)}
         samples = interleaved(_work(ours, libraries, peer, text), "cpu")
     tokens = {name: len(tokenizer.encode(text)) for name, tokenizer in ours.items()}
-    report = {"machine": hardware.describe("cpu"), "versions": _versions(version),
+    versions = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
+    if version:
+        versions["rwkv"] = version
+    report = {"machine": hardware.describe("cpu"), "versions": versions,
               "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
               "mb_per_s": _speeds(samples, size)}
     print(tables.tokenization(report, aligned), flush=True)
@@ -142,11 +145,6 @@ def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
 def _stdlib() -> str:
     documents = read_stdlib(Path(sysconfig.get_path("stdlib")), 0.5)
     return "\n".join([*documents.val, *documents.train])[:STDLIB_CHARACTERS]
-
-
-def _versions(rwkv: str | None) -> dict[str, str]:
-    found = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
-    return found | ({"rwkv": rwkv} if rwkv else {})
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -166,11 +166,8 @@ def metrics(out_dir: Path) -> list[dict[str, str]]:
 
 def _middle_of_three(*arguments: str) -> Any:
     """The run with the median peak of three: a process may need a fifth more memory than another."""
-    return sorted((_job(*arguments) for _ in range(3)), key=lambda found: float(found["peak_mb"]))[1]
-
-
-def _job(*arguments: str) -> Any:
-    return json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1])
+    runs = [json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1]) for _ in range(3)]
+    return sorted(runs, key=lambda found: float(found["peak_mb"]))[1]
 
 
 def _job_command(*arguments: str) -> list[str]:

@@ -17,7 +17,6 @@ from kernels.backends.taichi import ti
 LOG2_E = 1.4426950408889634
 EXP2 = (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443,
         0.00015403530393381606)          # of 2^f, |f| <= 1/2, to 1e-8
-LEAST = -80.0                            # e^x of a smaller x is computed as e^-80
 
 
 class Stored(NamedTuple):
@@ -75,7 +74,7 @@ by_lane.__module__ = ti.lang.__name__    # Taichi warns of what is not its own
 
 @ti.func
 def exp(x):
-    """e^x for LEAST <= x <= 0, to 2 units in the last place; Taichi's own is a call for each element."""
+    """e^x for -80 <= x <= 0, to 2 units in the last place; Taichi's own is a call for each element."""
     z = x * LOG2_E
     power = ti.floor(z + 0.5)
     f = z - power
@@ -83,23 +82,3 @@ def exp(x):
     for c in ti.static(EXP2[-2::-1]):
         m = m * f + c
     return m * by_lane(ti.bit_cast, (by_lane(ti.cast, power, ti.i32) + 127) << 23, ti.f32)
-
-
-@ti.func
-def exp_of_any(x):
-    """The same for any x <= 0."""
-    return exp(ti.select(x < LEAST, LEAST, x))
-
-
-@ti.func
-def sigmoid(x):
-    e = exp_of_any(ti.min(x, 0.0 - x))
-    return ti.select(x < 0.0, e, 1.0) / (1.0 + e)
-
-
-@ti.func
-def tanh(x):
-    """To 1e-7, not relative to x."""
-    e = exp_of_any(2.0 * ti.min(x, 0.0 - x))
-    size = (1.0 - e) / (1.0 + e)
-    return ti.select(x < 0.0, 0.0 - size, size)

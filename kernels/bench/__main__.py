@@ -1,12 +1,14 @@
 """python -m kernels.bench OP: verifies each implementation of an operator (timex, wkv4, wkv7, matvec, softmax, pad), then
 times it. A wrong implementation is not timed, and the exit status is 1.
 
-    --device cpu|cuda  --dtype NAME  --only NAME,...  --seconds S
+    --dtype NAME          of the inputs, by default float32
     --shape SIZES ...     B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax;
                           N,h,w,offset,pad_x,pad_y for pad
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
+    --only NAME,...       these implementations and the baseline; python -m kernels lists them
+    --seconds S           for each pass of each implementation
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
-    --plot FOLDER         draw the result (kernels/bench/plot.py), with a sweep because a curve needs more than one point
+    --plot FOLDER         draw the result with matplotlib, and a sweep because a curve needs more than one point
 
 Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
 (case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
@@ -40,16 +42,12 @@ from kernels.machine import hardware
 from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import operators
 
-MATMUL = ("machine", "matrix product")
-COPY = ("machine", "copy")
-READ = ("machine", "read")
-COPY_ONE = ("machine", "copy of one tensor")
 MAX_SECONDS = 6                          # a slower or larger implementation is measured only if --only names it
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 UNSTEADY = "?"
 MAX_SPREAD = 0.25                        # of times whose ratios are shown
-RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}      # and what each compares with
-LIMITS = {"matmul": MATMUL, "copy": COPY, "read": READ, "copy_one": COPY_ONE}
+RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}      # to these limits of the machine
+LIMIT = "limit"                          # before the name of one, where a pass has the implementation's
 COLUMNS = {                              # of a result: heading and format
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
@@ -104,7 +102,7 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     results = [_result(key, passes[key], samples, limits, case.baseline)
                | {"launches": counts[key], "extra_mb": peak_extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
     return {"shape": dict(zip(case.AXES, shape, strict=True)), "baseline": case.baseline, "limits": limits,
-            "spread": {name: spread(samples[key]) for name, key in LIMITS.items()}, "results": results,
+            "spread": {name: spread(samples[LIMIT, name]) for name in RATIOS.values()}, "results": results,
             "skipped": skipped, "wrong": wrong}
 
 
@@ -172,16 +170,16 @@ def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
            budget_s: float) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
     """Seconds of every pass, and the machine's limits measured in turns with them."""
     matmul, flop = hardware.matmul(device)
-    copy, size = hardware.copy(device)
-    read, read_size = hardware.read(device)
+    copy, copied = hardware.copy(device)
+    read, was_read = hardware.read(device)
     source = case.sequence
     target = source.clone()
-    work = {MATMUL: matmul, COPY: copy, READ: read, COPY_ONE: lambda: target.copy_(source),
-            **{key: passes[key].run for key in passes}}
+    limits = {"matmul": matmul, "copy": copy, "read": read, "copy_one": lambda: target.copy_(source)}
+    work = {(LIMIT, name): run for name, run in limits.items()} | {key: one.run for key, one in passes.items()}
     samples = interleaved(work, device, budget_s)
-    return samples, {"matmul_gflops": flop / median(samples[MATMUL]) / 1e9, "copy_gbs": size / median(samples[COPY]) / 1e9,
-                     "read_gbs": read_size / median(samples[READ]) / 1e9,
-                     "copy_one_ms": median(samples[COPY_ONE]) * 1e3}
+    seconds = {name: median(samples[LIMIT, name]) for name in limits}
+    return samples, {"matmul_gflops": flop / seconds["matmul"] / 1e9, "copy_gbs": copied / seconds["copy"] / 1e9,
+                     "read_gbs": was_read / seconds["read"] / 1e9, "copy_one_ms": seconds["copy_one"] * 1e3}
 
 
 def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], list[float]], limits: dict[str, float],
@@ -236,20 +234,16 @@ def _sweep(args: argparse.Namespace, case: type[BenchCase]) -> list[Shape]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser("kernels.bench", "Verify and time the kernels.")
+    parser = Parser("kernels.bench", __doc__)
     parser.add_argument("op", choices=operators())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", metavar="NAME", help="of the inputs; default: float32")
-    parser.add_argument("--shape", type=any_sizes, nargs="+", metavar="SIZES",
-                        help="B,C,T for timex and wkv4; B,H,N,T for wkv7; N,K,R for matvec; rows,columns for softmax; "
-                             "N,h,w,offset,pad_x,pad_y for pad")
-    parser.add_argument("--sweep", type=any_sizes, nargs="?", const=(), metavar="SIZE,...",
-                        help="the first shape with these last sizes as well")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...",
-                        help="these and the baseline; python -m kernels lists the names")
-    parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S", help="time spent on each pass of each kernel")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result here as well")
-    parser.add_argument("--plot", type=path_of, metavar="FOLDER", help="draw the result; needs matplotlib")
+    parser.add_argument("--dtype", metavar="NAME")
+    parser.add_argument("--shape", type=any_sizes, nargs="+", metavar="SIZES")
+    parser.add_argument("--sweep", type=any_sizes, nargs="?", const=(), metavar="SIZE,...")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="NAME,...")
+    parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
+    parser.add_argument("--plot", type=path_of, metavar="FOLDER")
     args = parser.parse_args(argv)
     case = case_of(args.op)
     args.dtype = args.dtype or case.DTYPES[0]

@@ -7,8 +7,8 @@ log.txt (all output), figures if matplotlib is installed, and for each operator 
 benchmarks/results/OP-cuda.json, they appear in the README's tables.
 Exit status: 0 all parts are ok, 1 a part failed, 2 no CUDA device.
 
---device cpu tries the same on a CPU, --shape with small benchmarks of timex and wkv4. --only tests,bench-timex,train runs some
-of the parts; summary.json keeps the others' earlier results, so that several short calls add up to one.
+--device cpu tries the same on a CPU. --only tests,bench-timex,train runs some of the parts; summary.json keeps the others'
+earlier results, so that several short calls add up to one.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import torch
 
 from kernels.arguments import path_of
 from kernels.bench import plot
-from kernels.bench.case import case_of
 from kernels.bench.results import exit_status
 from kernels.bench.text import aligned
 from kernels.machine import hardware
@@ -35,7 +34,7 @@ from kernels.select import folder, selectable
 
 TAIL_LINES = 20
 MODELS = {"wkv4": "tiny", "wkv7": "rwkv7_tiny"}          # the model that trains with each kernel of the operator
-OVER_TIME = ("B", "C", "T")
+STEPS = 20                               # of each training run
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     args.out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, (args.out_dir / "log.txt").open("a", encoding="utf-8") as log:
-        every = list(parts(args.device, args.out_dir, Path(scratch), args.steps, args.shape))
+        every = list(parts(args.device, args.out_dir, Path(scratch)))
         unknown = [name for name in args.only if not any(_asked(part.name, [name]) for part in every)]
         if unknown:
             print(f"gpu-check has no part {unknown[0]!r}; there are: {', '.join(part.name for part in every)}")
@@ -77,18 +76,17 @@ def main(argv: list[str] | None = None) -> int:
     return report(outcomes, args.device, args.out_dir)
 
 
-def parts(device: str, out_dir: Path, scratch: Path, steps: int, shape: str | None = None) -> Iterator[Part]:
+def parts(device: str, out_dir: Path, scratch: Path) -> Iterator[Part]:
     """All parts; each runs in a process of its own, because Taichi has one arch per process and a kernel may crash it."""
     python = sys.executable
     results = out_dir.absolute()
     tests = [python, "-m", "pytest", "tests/kernels", "--device", device, "-m", "not soak or implementation"]
     yield Part("tests", [*tests, "-W", "default"], 560)          # other versions of torch may warn where ours does not
     for op in operators():
-        small = ["--shape", shape] if shape and case_of(op).AXES == OVER_TIME else []
-        bench = [python, "-m", "kernels.bench", op, "--device", device, *(small or ["--sweep"])]
+        bench = [python, "-m", "kernels.bench", op, "--device", device, "--sweep"]
         figures = ["--plot", str(results)] if plot.available() else []
         yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json", *figures], 560)
-    run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": steps,
+    run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": STEPS,
            "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,
            "data.cache_dir": scratch / "cache"}
     for operator, model in MODELS.items():
@@ -147,8 +145,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
                         help="tests, bench, bench-OP, train, train-MODEL, train-MODEL-NAME")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each training run")
-    parser.add_argument("--shape", metavar="B,C,T", help="only this shape of timex and wkv4, for a trial")
     return parser.parse_args(argv)
 
 

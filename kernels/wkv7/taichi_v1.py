@@ -17,12 +17,7 @@ REQUIRES = _passes.REQUIRES
 @ti.func
 def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
-    """Adds p x + q y to w times the matrix at `before`, of which each vector is a column, and puts the sum at `after`.
-
-    Returns its products with u and v and, if beside, of each lane the sum of products with the matrix at `other`. x, y, u, v,
-    and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the first
-    vectors come first.
-    """
+    """The step that _passes.py describes."""
     for block in range(M):
         for lane in range(LANES):
             o = (vectors * LANES + block * 6 * LANES + lane) & INDEX
@@ -45,4 +40,5 @@ def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 kept = _passes.kept
-forward, backward = partial(_passes.forward, _step), partial(_passes.backward, _step)
+forward = partial(_passes.forward, _step)
+backward = partial(_passes.backward, _step)

@@ -18,12 +18,7 @@ GROUP = 2  # columns of which a pass loads all before it stores any: Taichi relo
 @ti.func
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
-    """Adds p x + q y to w times the matrix at `before`, of which each vector is a column, and puts the sum at `after`.
-
-    Returns its products with u and v and, if beside, of each lane the sum of products with the matrix at `other`. x, y, u, v,
-    and w unless the lanes are along j: those at `vectors` of scratch, in `order`; each M vectors long, and of each the first
-    vectors come first.
-    """
+    """The step that _passes.py describes."""
     of_u = 0.0 * p
     of_v = 0.0 * p
     of_other = 0.0 * p
@@ -48,4 +43,5 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 kept = _passes.kept
-forward, backward = partial(_passes.forward, _pass), partial(_passes.backward, _pass)
+forward = partial(_passes.forward, _pass)
+backward = partial(_passes.backward, _pass)

@@ -437,7 +437,7 @@ def test_gpu_check_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gpu_check_has_a_part_for_everything(tmp_path: Path) -> None:
-    parts = {part.name: part.command for part in gpu_check.parts("cpu", tmp_path, tmp_path, 5)}
+    parts = {part.name: part.command for part in gpu_check.parts("cpu", tmp_path, tmp_path)}
     benchmarks = {f"bench-{op}" for op in registry.operators()}
     assert {"tests", "train-tiny-conv1d", "train-tiny-reference", "train-rwkv7_tiny-torch_chunk", *benchmarks} <= set(parts)
     assert (ROOT / parts["tests"][3]).is_dir()
