@@ -1,4 +1,4 @@
-"""What rungs 1 and 2 in Taichi share: four passes over a matrix, with the step as an argument (taichi_v1, taichi_v2).
+"""What rungs 1 to 3 in Taichi share: four passes over a matrix, with the step as an argument (taichi_v1, v2, v3).
 
     forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
     rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
@@ -25,7 +25,7 @@ beside, of each lane the sum of products with the matrix at `other`. x, y, u, v,
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +43,23 @@ Vectors = ti.types.ndarray(dtype=ti.types.vector(LANES, ti.f32), ndim=1)
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
+class Rung(NamedTuple):
+    """step and stage: ti.funcs; stage(read, scratch, columns, ...) makes six vectors ready for each step of a chunk.
+
+    outside: the decay is taken out of the matrix, which is then multiplied by it once for each chunk (taichi_v3).
+    """
+
+    step: Any
+    stage: Any = None
+    outside: bool = False
+
+
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """sa."""
     return ((B, T, H, N),)
 
 
-def forward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
+def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
             *kept: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
@@ -56,19 +67,19 @@ def forward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor
     after = torch.empty_like(state)
     (sa,) = kept or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
-    launch(_forward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
+    launch(_forward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
            scratch, B, T, H, N // LANES, n, len(kept))
     return y, after
 
 
-def backward(step: Any, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
+def backward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, sa: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     B, T, H, N = v.shape
     n = shares(B * H)
     grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
     chunks = (T + CHUNK - 1) // CHUNK
     scratch = state.new_empty(n * ((1 + chunks) * N * N + (1 + CHUNK) * LANES * N + (12 * CHUNK + 1 + T) * N))
-    launch(_backward_kernel(v.dtype, step), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1), *grads[:6],
+    launch(_backward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1), *grads[:6],
            grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
     return grads
 
@@ -78,9 +89,12 @@ def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 @cache
-def _forward_kernel(dtype: torch.dtype, update: Any) -> Any:
+def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
     """With r, k, v, a, b and y of dtype. M: vectors in a head."""
     Rows, read, write = stored(dtype, LANES)
+    update = rung.step
+    stage = rung.stage or _stage_columns
+    outside = rung.outside
 
     @ti.kernel
     def forward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Flat, y: Rows, after: Flat,
@@ -99,27 +113,32 @@ def _forward_kernel(dtype: torch.dtype, update: Any) -> Any:
                     scratch[sa + x] = product(scratch, flat, S + x * M * LANES, columns, M)
                 for c in range((T + CHUNK - 1) // CHUNK):
                     steps = ti.min(CHUNK, T - c * CHUNK)
-                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, c * CHUNK, steps, T, H, M)
+                    stage(read, scratch, columns, r, log_w, k, a, b, at, c * CHUNK, steps, T, H, M)
                     for x in range(M):
+                        strip = S + x * M * LANES
                         sa_t = scratch[sa + x]
                         for s in range(steps):
                             i = at + (c * CHUNK + s) * H * M + x
                             for _ in range(keep):
                                 sa_kept[i] = sa_t
-                            strip = S + x * M * LANES
                             y_t, sa_t, _other = update(scratch, flat, strip, strip, strip, columns + s * 6 * M, M,
                                                        sa_t, read(v[i]), sa_t, FORWARDS, False, False)
                             y[i] = write(y_t)
                         scratch[sa + x] = sa_t
+                        if ti.static(outside):
+                            _decay(scratch, flat, strip, columns, steps, M)
                 store_turned(after, flat, S * LANES, head, M)
 
     return forward
 
 
 @cache
-def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
+def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
     """With r, k, v, a, b, grad_y and their gradients of dtype. M: vectors in a head."""
     Rows, read, write = stored(dtype, LANES)
+    update = rung.step
+    stage = rung.stage or _stage_columns
+    outside = rung.outside
 
     @ti.kernel
     def backward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Vectors, sa: Vectors, grad_y: Rows,
@@ -146,13 +165,15 @@ def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
                     t_0 = c * CHUNK
                     steps = ti.min(CHUNK, T - t_0)
                     turn(flat, (kept + c * M * M * LANES) * LANES, matrix * LANES, M)
-                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
+                    stage(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
                     for x in range(M):
+                        strip = matrix + x * M * LANES
+                        if ti.static(outside):
+                            _decay(scratch, flat, strip, columns, steps, M)
                         gsa_t = scratch[gsa + (t_0 + steps) * M + x]
                         for s_from_last in range(steps):
                             s = steps - 1 - s_from_last
                             i = at + (t_0 + s) * H * M + x
-                            strip = matrix + x * M * LANES
                             gv_t, gsa_t, _other = update(scratch, flat, strip, strip, strip, columns + s * 6 * M, M,
                                                          gsa_t, read(grad_y[i]), gsa_t, BACKWARDS, False, False)
                             grad_v[i] = write(gv_t)
@@ -165,7 +186,7 @@ def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
                         m = matrix + x * M * LANES + j
                         a_0 = flat[columns * LANES + j]
                         w_0 = flat[(columns + M) * LANES + j]
-                        scratch[m] = w_0 * scratch[m] + a_0 * scratch[gsa + x]
+                        scratch[m] = (scratch[m] if ti.static(outside) else w_0 * scratch[m]) + a_0 * scratch[gsa + x]
                 store_turned(grad_state, flat, matrix * LANES, head, M)
                 # of each chunk states: grad_r, grad_a; and keys: grad_k, grad_b, grad_log_w
                 for x in range(M):
@@ -175,7 +196,7 @@ def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
                 for c in range(chunks):
                     t_0 = c * CHUNK
                     steps = ti.min(CHUNK, T - t_0)
-                    _stage_columns(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
+                    stage(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
                     _stage_rows(read, scratch, rows, sa, v, grad_y, gsa, at, t_0, steps, H, M)
                     for x in range(M):
                         for s in range(steps):
@@ -185,23 +206,26 @@ def _backward_kernel(dtype: torch.dtype, update: Any) -> Any:
                             after = history + s * M * LANES
                             gr_t, ga_next, _other = update(scratch, flat, before, after, before, rows + s * 6 * M, M,
                                                            scratch[o], scratch[o + 1], scratch[o + 4], FORWARDS, True, False)
-                            grad_r[i] = write(gr_t)
+                            grad_r[i] = write(scratch[o + 4] * gr_t if ti.static(outside) else gr_t)
                             for _ in range(ti.min(T - 1 - t_0 - s, 1)):
-                                grad_a[i + H * M] = write(ga_next)
+                                grad_a[i + H * M] = write(scratch[o + 4] * ga_next if ti.static(outside) else ga_next)
+                        w_last = scratch[columns + ((steps - 1) * M + x) * 6 + 4]
                         for i in range(M * LANES):
-                            scratch[G + i] = scratch[kept + (c * M + x) * M * LANES + i]
+                            G_i = scratch[kept + (c * M + x) * M * LANES + i]
+                            scratch[G + i] = G_i * w_last if ti.static(outside) else G_i
                         for s_from_last in range(steps):
                             s = steps - 1 - s_from_last
                             i = at + (t_0 + s) * H * M + x
                             o = columns + (s * M + x) * 6
                             before = strip_before(s, matrix + x * M * LANES, history, M)
-                            gk_t, gb_t, gw_t = update(scratch, flat, G, G, before, rows + s * 6 * M, M,
+                            gk_t, gb_t, g_t = update(scratch, flat, G, G, before, rows + s * 6 * M, M,
                                                       scratch[o + 3], scratch[o + 2], scratch[o + 5], BACKWARDS, True, True)
-                            grad_log_w[i] = scratch[o + 4] * gw_t
-                            grad_k[i] = write(gk_t)
-                            grad_b[i] = write(gb_t)
+                            grad_log_w[i] = g_t if ti.static(outside) else scratch[o + 4] * g_t
+                            grad_k[i] = write(scratch[o + 5] * gk_t if ti.static(outside) else gk_t)
+                            grad_b[i] = write(scratch[o + 5] * gb_t if ti.static(outside) else gb_t)
                         for i in range(M * LANES):
-                            scratch[matrix + x * M * LANES + i] = scratch[history + (steps - 1) * M * LANES + i]
+                            S_i = scratch[history + (steps - 1) * M * LANES + i]
+                            scratch[matrix + x * M * LANES + i] = S_i * w_last if ti.static(outside) else S_i
 
     return backward
 
@@ -213,6 +237,13 @@ def product(scratch: ti.template(), flat: ti.template(), matrix, vector, M):
     for j in range(M * LANES):
         total += scratch[matrix + j] * flat[vector * LANES + j]
     return total
+
+
+@ti.func
+def _decay(scratch: ti.template(), flat: ti.template(), strip, columns, steps, M):
+    """Multiplies a strip of the matrix by the decay over a chunk."""
+    for j in range(M * LANES):
+        scratch[strip + j] *= flat[(columns + ((steps - 1) * M + j // LANES) * 6 + 4) * LANES + j % LANES]
 
 
 @ti.func

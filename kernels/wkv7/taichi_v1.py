@@ -40,5 +40,5 @@ def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 kept = _passes.kept
-forward = partial(_passes.forward, _step)
-backward = partial(_passes.backward, _step)
+forward = partial(_passes.forward, _passes.Rung(_step))
+backward = partial(_passes.backward, _passes.Rung(_step))

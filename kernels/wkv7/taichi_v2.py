@@ -43,5 +43,5 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 
 
 kept = _passes.kept
-forward = partial(_passes.forward, _pass)
-backward = partial(_passes.backward, _pass)
+forward = partial(_passes.forward, _passes.Rung(_pass))
+backward = partial(_passes.backward, _passes.Rung(_pass))
