@@ -1,7 +1,7 @@
 """Decodes with the timemix of the current folder: the path of a checkpoint and a dtype are its arguments.
 
 Each line of standard input is a number of texts. Each line of standard output is the milliseconds of one of their steps, and
-the texts, as JSON. It uses nothing but what every version of timemix has.
+the texts, as JSON. It uses only what every version of timemix has.
 """
 
 import json

@@ -121,7 +121,7 @@ def _limits(found: "Worker", seconds: dict[str, float], work: str) -> Row:
 class Worker:
     """A process that measures works when it is asked to, and is suspended in between.
 
-    works: the tokens of each. header: what it has said of itself.
+    works: the tokens of each. header: the process's first line, from its JSON.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:

@@ -2,8 +2,8 @@
 
 Loss by position in the context, RWKV-4 beside RWKV-7: train.py with each generation, width and context length, by the same
 recipe over as many tokens, 8,192 of them in each step. OPTION=VALUE: further options of train.py for all runs, as data=text
-data.path=FILE. Each run is a folder of --out; one that is there already is read and not trained again, so that a part can be
-run at a time.
+data.path=FILE. Each run is a folder of --out; a run whose folder has results is read and not trained again, so that the runs
+can be made a few at a time.
 
 A line for each run: the nats per token at the positions 0, 1, 2 to 3, 4 to 7, and so on, each as the mean over windows of the
 validation split. The last line of standard output is the result as JSON.

@@ -1,7 +1,7 @@
 """python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--json FILE]: what rounded weights cost.
 
 Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. A
-pass is of so few tokens that its products are those of generation, which in int4 round their inputs. The last line of standard
+pass reads so few tokens that it uses the products of generation, which in int4 round their inputs. The last line of standard
 output is the result as JSON.
 """
 

@@ -147,7 +147,7 @@ def ended(server: Server) -> Iterator[Server]:
 
 
 def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:
-    """A body; token 0, which would end the text, is out of reach. What llama.cpp's server has by default is said."""
+    """A body. Token 0, which would end the text, is never drawn; llama.cpp's defaults that differ from ours are set."""
     return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}, "temperature": 1,
             "top_p": 1, "top_k": 0, "min_p": 0}
 

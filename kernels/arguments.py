@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def from_home(text: str) -> str:
-    """A path with ~ or ~/ at its beginning expanded, which shells do at the beginning of a word alone: not in --out=~/x."""
+    """A path with a leading ~ or ~/ expanded, which shells do at the beginning of a word but not in --out=~/x."""
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text        # noqa: PTH111 (Path raises)
 
 

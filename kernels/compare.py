@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-LOG_SIZE = "p + log b"                # with a/b, what is the same in all forms of one state
+LOG_SIZE = "p + log b"                # with a/b: the same for all triples (a, b, p) of one state
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}       # err_ratio of rounding a result once
 
 
@@ -36,7 +36,7 @@ def rms(actual: Tensor, reference: Tensor) -> float:
 
 
 def errors(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """The err_ratio of each result, by name; of a logarithm the RMS error, which is the err_ratio of what it is the log of."""
+    """The err_ratio of each result, by name; of a logarithm the RMS error, which is the err_ratio of its argument."""
     return {name: (rms if name == LOG_SIZE else err_ratio)(actual[name], reference[name]) for name in reference}
 
 

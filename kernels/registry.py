@@ -18,10 +18,10 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
-RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # names of before, by operator, which configurations of runs may have
+RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
-FBGEMM = ("x86", "fbgemm")               # the engines of torch that have it
+FBGEMM = ("x86", "fbgemm")               # torch's quantized engines that use it
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -51,9 +51,9 @@ class Requires:
     dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
     T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
     T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
-    compiled: whether torch.compile makes it, which takes a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop. native: whether it is C of the library kernels/native. fbgemm: whether
-    torch must have FBGEMM.
+    compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
+    torch.jit.script does, which torch means to drop.  native: whether it calls the C library of kernels/native.  fbgemm:
+    whether it needs FBGEMM in torch.
     """
 
     packages: tuple[str, ...] = ()
@@ -87,14 +87,14 @@ def names(op: str) -> tuple[str, ...]:
 
 
 def name_now(op: str, name: str) -> str:
-    """What an implementation of that name is called now."""
+    """The present name of an implementation that may have been renamed."""
     return RENAMED.get(op, {}).get(name, name)
 
 
 def all_names(op: str) -> set[str]:
-    """The names of `op` and of the operator that it can be computed from, some of which kernels.select may refuse inside it.
+    """The names of `op` and of the operator that it can be computed from, though kernels.select may refuse some of these.
 
-    The file that composes the two has the name of the other operator, and is no name.
+    The file that composes the two operators (wkv4/timex.py) is not selectable itself.
     """
     inner = COMPOSED.get(op)
     return {*names(op), *(names(inner) if inner else ())} - {inner}
@@ -153,7 +153,7 @@ def missing_compiler() -> str | None:
 
 
 def _installed(package: str) -> bool:
-    """Of a dotted name whose parent is missing, find_spec does not say so, but raises."""
+    """find_spec raises for a dotted name whose parent is missing."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -163,7 +163,7 @@ def _installed(package: str) -> bool:
 def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
-        return f"{name} needs the package {package}, which has none for Python later than {last[0]}.{last[1]} (use that one)"
+        return f"{name} needs the package {package}, which has none for a Python after {last[0]}.{last[1]} (use that one)"
     return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's products in int8 of x86 CPUs, FBGEMM: with VNNI where the CPU has it, for all rows at once.
+"""FBGEMM, PyTorch's matrix products in int8 on x86 CPUs, which use VNNI where the CPU has it.
 
 FBGEMM keeps a copy of W in an order of its own, and its sums of integers are exact for any number of rows.
 """

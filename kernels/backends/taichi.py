@@ -147,8 +147,8 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
-    """Taichi notes for each expression its file and line, for errors, but not the lines' text: laying that out takes half of
-    the time in which a kernel is read.
+    """Shortens the position that Taichi notes for each expression, for its errors, to the file and the line: formatting the
+    lines' text takes half of the time in which Taichi reads a kernel.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     whole = context.get_pos_info

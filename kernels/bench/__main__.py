@@ -205,7 +205,7 @@ def _cell(result: dict[str, Any], column: str, measured: dict[str, Any]) -> str:
 
 
 def _is_steady(result: dict[str, Any], column: str, measured: dict[str, Any]) -> bool:
-    """Whether both times of a ratio are alike in all runs; other columns are no ratios of two times."""
+    """Whether both times of a ratio varied little; True for a column that is no ratio of two times."""
     if column in RATIOS:
         return max(result["spread"], measured["spread"][RATIOS[column]]) <= MAX_SPREAD
     if column != "vs_baseline":

@@ -2,7 +2,7 @@
 
 keep_large_blocks      the C library keeps freed blocks: the temporaries of a step then cost no page faults
 return_large_blocks    the C library returns them at once: less memory, more page faults
-use_large_pages        torch's large tensors lie in pages of 2 MB: what reads all weights for each token looks up fewer of them
+use_large_pages        torch's large tensors lie in pages of 2 MB, of which a pass over all weights looks up fewer
 """
 
 import ctypes
@@ -37,8 +37,9 @@ def _set(option: int, value: int) -> bool:
 def use_large_pages() -> None:
     """Asks torch for them on Linux, unless the user has set it. Call it before torch is imported.
 
-    For programs that live long: the system takes half a second to a second longer to make 600 MB of them. Where it gives them
-    only to who asks (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch, c10/core/impl/alloc_cpu.cpp.
+    For programs that run long: the system takes half a second to a second longer to provide 600 MB of them. It changes nothing
+    unless the system gives large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch,
+    c10/core/impl/alloc_cpu.cpp.
     """
     if sys.platform == "linux" and "torch" not in sys.modules:
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

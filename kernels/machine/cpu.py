@@ -1,4 +1,4 @@
-"""What the instructions of this CPU multiply by themselves, where others convert to float32 first."""
+"""The dtypes for whose products this CPU has instructions; numbers of other dtypes are converted to float32 first."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 INSTRUCTIONS = {torch.bfloat16: "_is_avx512_bf16_supported", torch.int8: "_is_vnni_supported"}         # private names of torch
-CAPABILITIES = {torch.bfloat16: ("bf16",), torch.float16: ("avx512_fp16", "fp16_arith")}       # beside these, in torch's list
+CAPABILITIES = {torch.bfloat16: ("bf16",), torch.float16: ("avx512_fp16", "fp16_arith")}       # in torch's list
 
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether it has instructions for products of bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI), and torch has a
+    """Whether the CPU has instructions for products of bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI), and torch a
     library that uses them; False where torch does not say.
     """
     supported = getattr(torch.cpu, INSTRUCTIONS.get(dtype, ""), None)
@@ -28,7 +28,7 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 
 
 def why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
-    """A sentence for people where the device is a CPU that converts numbers of dtype for each product; None elsewhere."""
+    """A sentence for the user where the device is a CPU without products of dtype; None elsewhere."""
     if device.type != "cpu" or dtype == torch.float32 or multiplies(dtype):
         return None
     name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The memory of this machine that programs can still have, the limit of a container included, and what this process has.
+"""The free memory of this machine, the limit of a container included, and the memory that this process uses.
 
 Sources: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-v1/memory and cgroup-v2.
 """

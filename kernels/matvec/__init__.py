@@ -11,7 +11,7 @@ In one line of PyTorch: x @ W.T. W is packed in one of four forms, each a class;
                           group of 32 to steps of 1/127 of its largest magnitude
 
 Every form adds in one order, whatever R is: the result for a row does not depend, to the bit, on the rows beside it. In int8
-the sum is one of integers, so that the implementations give the same bits.
+the sums are of integers, so that all implementations give the same bits.
 
 An implementation is a file beside this one with REQUIRES, whose forms are those that it takes, whose dtypes have float64 if it
 computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of one form and one K. x is
@@ -40,7 +40,7 @@ Bound = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A matrix W (N,K) in one form: a value, of tensors whose first axis is N, and then numbers. Iterates over the tensors."""
+    """A matrix W (N,K) in one form. Its fields are tensors whose first axis is N, then numbers. Iterates over the tensors."""
 
     weight: Tensor
     form: ClassVar[str]
@@ -55,7 +55,7 @@ class Packed:
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows x (...,K) as a product in this form reads them, and what multiplies each row's y (...,1), if anything does."""
+        """Rows x (...,K), rounded as products in this form read them, and the factor of each row's y (...,1) or None."""
         return x, None
 
     @property
@@ -102,8 +102,8 @@ class BFloat16(Packed):
 
 
 class Rounding(NamedTuple):
-    """What int8 makes of a row of x: whole numbers of `bits` bits, of which one is for the sign, unless x is never negative, as
-    after a ReLU. 7 bits are what all CPUs multiply without saturation.
+    """How int8 rounds a row of x: to integers of `bits` bits, one of them the sign unless x is never negative, as after a ReLU.
+    All CPUs multiply 7 bits without saturation.
     """
 
     bits: int = 7
@@ -116,11 +116,11 @@ class Rounding(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """What makes them bytes without a sign when it is added."""
+        """Added to the integers, it makes them unsigned bytes."""
         return 0 if self.non_negative else 2 ** (self.bits - 1)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The magnitude of each row (...,1) that becomes `steps`."""
+        """The magnitude of each row (...,1), which is rounded to `steps`."""
         return (x if self.non_negative else x.abs()).amax(-1, keepdim=True).clamp_(min=SMALLEST)
 
 
@@ -156,8 +156,8 @@ class Int8(Packed):
 
 @dataclass(frozen=True, eq=False)
 class Int4(Packed):
-    """weight (N,G/8,8,8) int16: eight words of each of eight groups, G = groups_of(K); the two bytes of word w of a group hold
-    the q of its elements 2w + i, in their low bits, and 2w + i + 16. scale, shift (N,G) bfloat16. width: K.
+    """weight (N,G/8,8,8) int16: eight words of each of eight groups, G = groups_of(K). Byte i of word w of a group is
+    q[2w + i] | q[2w + i + 16] << 4. scale, shift (N,G) bfloat16. width: K.
     """
 
     form = "int4"

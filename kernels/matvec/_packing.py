@@ -1,7 +1,7 @@
-"""What is made of a matrix W (N,K) once: the numbers of int8 and int4, and copies in bfloat16.
+"""How a matrix W (N,K) is packed: the numbers of int8 and int4, and exact copies in bfloat16.
 
-In C (csrc/pack.c) where there is the library, otherwise in PyTorch, with the same numbers but for shares of a range in int4
-whose errors are equal but for rounding.
+In C (csrc/pack.c) where there is the library, otherwise in PyTorch. The numbers are the same, except that int4 may choose
+another share of a group's range where two shares have errors that differ by rounding alone.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from kernels import native
 
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
-SMALLEST = 1e-30                         # largest magnitude of zeros, when they are scaled
+SMALLEST = 1e-30                         # stands for the largest magnitude of zeros
 SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32)      # shares of a range that int4 tries
 ROWS = 1024                              # rows that PyTorch rounds at once: float32 takes up to eight times the memory
 PIECE = 2**14                            # numbers that are copied as one task, as in pack.c

@@ -50,7 +50,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """What C reads of x (R,K): floats, in int4 steps and sums of groups; and numbers of fewer bits."""
+    """x (R,K) as C reads it: in float32, of int4 the steps and sums of groups instead; and in fewer bits."""
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):

@@ -56,7 +56,7 @@ def levels() -> tuple[str, ...]:
 
 
 def level() -> str | None:
-    """The best of them."""
+    """The best of levels(); None where there is none."""
     return levels()[-1] if levels() else None
 
 
@@ -76,7 +76,7 @@ def threads_for(tasks: int) -> int:
 
 
 def number(argument: int | float | Tensor | None) -> int:
-    """What stands for the argument in a struct of 64-bit numbers."""
+    """The argument as a 64-bit number: an address, the bits of a double, or the integer itself."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(argument, float):

@@ -19,7 +19,7 @@ from kernels.native import LEVELS, TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 ZIG = "0.17.1"
-PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # not made for each level
+PER_LIBRARY = ("kernels/native/csrc/levels.c", "kernels/native/csrc/threads.c")          # compiled once, not for each level
 SYSTEMS = {"linux": "linux-gnu.2.28", "macos": "macos.11.0", "windows": "windows-gnu"}   # as zig names them
 FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror",
          "-Wno-unused-command-line-argument")
@@ -36,7 +36,7 @@ def sources() -> list[str]:
 
 
 def name_of_sources() -> str:
-    """What stands in a library: a hash of the sources and of how they are compiled."""
+    """The text in a library that identifies its sources: a hash of them and of how they are compiled."""
     whole = hashlib.sha256(repr((ZIG, SYSTEMS, FLAGS, OF_LEVEL, LEVELS)).encode())
     for source in sources():
         whole.update(f"\n{source}\n".encode() + (ROOT / source).read_bytes())
@@ -52,7 +52,7 @@ def build(target: Target, output: Path, zig: str = sys.executable) -> None:
             objects.append(str(Path(folder) / f"{i}.o"))
             subprocess.run([*compiler, *FLAGS, *flags, "-c", source, "-o", objects[-1]], check=True, cwd=ROOT)
         options = {"macos": f"-Wl,-install_name,@rpath/{target.path.name}", "windows": "-Wl,/Brepro"}     # no time inside
-        library = Path(folder) / target.path.name        # its name stands in it
+        library = Path(folder) / target.path.name        # the linker writes this name into it
         subprocess.run([*compiler, "-shared", "-s", options.get(target.system, "-Wl,--as-needed"), *objects,
                         "-o", str(library)], check=True, cwd=ROOT)
         output.write_bytes(library.read_bytes())

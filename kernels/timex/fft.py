@@ -3,7 +3,7 @@
 Both gradients are correlations, hence products with a conjugated spectrum; grad_w is summed over the batch before the inverse
 transform. The error is relative to the largest value of a row, also where a result is small or 0: a later k changes an earlier
 output, and steps that no loss reads have a gradient, by that much. Acceptable for TimeX, but not for WKV's quotient, whose rows
-span many orders of magnitude: no name of WKV's, auto among them, stands for it.
+span many orders of magnitude: WKV refuses this kernel, and auto never chooses it.
 
 F  frequencies of a padded row      N  its length, at least 2T - 1
 """

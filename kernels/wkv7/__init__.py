@@ -6,8 +6,8 @@ Per row and head, S is N x N, its rows i are of the value and its columns j of t
 
 r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), zero at first. In RWKV-7 -0.6066 <= log_w <= 0, a = -kk and b = kk * rate,
 kk being normalised; an implementation may count on -1 <= log_w <= 0. T and N may be anything.
-From the step on where an input is NaN, y and the state are NaN in that head (of v in its row i alone, of r in y of that step
-alone), and never before: y before it is the same to the bit.
+Where an input is NaN at a step, y and the state of that head are NaN from that step on; a NaN in v affects only its row i, one
+in r only y of that step. y before that step is the same to the bit.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
 A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *kept) -> (y, state) and

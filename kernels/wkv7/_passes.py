@@ -17,10 +17,10 @@ then the difference of two large sums, and where gl is 0 it is not.
 A task is one (b, h). Forward keeps sa, as large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a
 head's k, for each, and 17 vectors for each column of the state.
 
-step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, adds p x + q y to w times the
-matrix at `before`, of which each vector is a column, puts the sum at `after`, and returns its products with u and v and, if
-beside, of each lane the sum of products with the matrix at `other`. x, y, u, v, and w unless the lanes are along j: those at
-`vectors` of scratch, in `order`; each M vectors long, and of each the first vectors come first.
+step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, reads the matrix at `before`,
+each vector of which is a column. It multiplies the matrix by w, adds p x + q y and stores the sum at `after`. It returns the
+products of the sum with u and v and, if beside, for each lane the sum of its products with the matrix at `other`. x, y, u, v
+(and w, unless the lanes are along j) are at `vectors` of scratch in this `order`, M vectors each, interleaved.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

@@ -12,11 +12,11 @@ gradients but log_w's are products of these with queries, keys and values.
 
 With S' = S / W and G' = W dL/dS the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk S'_{t-1} is S and
 the products values_s keys_s^T of the steps s before t; G'_t is the gradient of S + values^T keys, and the products grads_u
-queries_u^T of what reads the state after a step u, not before t. Hence gl_t is a sum over s < t <= u. As a running sum, of what
-r, a, b, k and their gradients give, it would be the difference of two large sums where it is small beside that of another step,
-and would not be 0 where it is. So the pairs of a step s in the chunk's first half and u in the second are summed over all u for
-each s, then over s < t for each t of the first half; and the other way round for the second. Then come the pairs within each
-half, and within blocks of 4 steps one pair after the other: nothing is ever subtracted.
+queries_u^T of what reads the state after a step u, not before t. Hence gl_t is a sum over s < t <= u. A running sum over r, a,
+b, k and their gradients would give it too, but as a difference of two large sums: inexact where gl is small beside that of
+another step, and not 0 where gl is 0. So the pairs of a step s in the chunk's first half and u in the second are summed over
+all u for each s, then over s < t for each t of the first half; and the other way round for the second. Then come the pairs
+within each half, and within blocks of 4 steps one pair after the other: nothing is ever subtracted.
 
 W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what
 is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution, because the powers of aa, of
