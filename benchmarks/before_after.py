@@ -43,7 +43,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as text for the terminal."""
     lines = [[row["dtype"], str(row["rows"]), f"{row['before']:.2f} ms", f"{row['after']:.2f} ms", f"{row['ratio']:.2f}",
               "equal" if row["equal"] else "DIFFERENT"] for row in report["rows"]]
     return aligned([HEADER, *lines])

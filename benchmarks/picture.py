@@ -7,14 +7,13 @@ of the same kernels, from benchmarks/results/wkv4-cpu.json. The committed pictur
         kernel=reference,conv1d,torch_scan,taichi_v3,taichi_scan,c_v0 trainer.max_steps=200 trainer.val_every=200
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.results import FOLDER, UnusableFile, exit_status, read_json
+from benchmarks._main import run_program
+from kernels.arguments import Parser
+from kernels.bench.results import FOLDER, UnusableFile, read_json
 from kernels.machine.hardware import ROOT
-from rwkv.errors import UserError
 from rwkv.report import svg, units
 from rwkv.report.page import COLOURS_OF_LINES
 from rwkv.report.reading import Run, read
@@ -30,7 +29,7 @@ text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.picture", __doc__)
     parser.add_argument("sweep", type=Path, metavar="SWEEP")
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "docs" / "kernels.svg", metavar="FILE.svg")
     args = parser.parse_args()
@@ -70,4 +69,4 @@ def _part(caption: str, figure: str, left: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, UserError))
+    run_program(main)

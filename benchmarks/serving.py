@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -42,15 +42,19 @@ LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that is to go on
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
+    run(PARTS, args, "rwkv7" if args.part == "peers" else "rwkv4")
+
+
+def run(parts: Mapping[str, Callable[..., Iterator[dict[str, Any]]]], args: argparse.Namespace, generation: str) -> None:
+    """Measures the part args.part with a random checkpoint of the generation and publishes its rows."""
     from benchmarks.generation import SHAPES, write_checkpoint  # with torch, which _serving_engine.py imports in its own time
     from kernels.machine import hardware
 
     with tempfile.TemporaryDirectory() as folder:
-        generation = "rwkv7" if args.part == "peers" else "rwkv4"
-        shape = args.shape or (SHAPES["rwkv7"] if args.part == "peers" else [12, 768, 50304])
+        shape = args.shape or (SHAPES["rwkv7"] if generation == "rwkv7" else [12, 768, 50304])
         checkpoint = write_checkpoint(Path(folder), generation, shape)
         write_vocabulary(checkpoint.with_name(VOCABULARY), shape[-1])
-        rows = [row for dtype in args.dtype for row in PARTS[args.part](checkpoint, dtype, args)]
+        rows = [row for dtype in args.dtype for row in parts[args.part](checkpoint, dtype, args)]
     publish({"part": args.part, "machine": hardware.describe("cpu"), "rows": rows}, args.json)
 
 
@@ -130,12 +134,6 @@ class LlamaServer(Server):
 
 
 @contextmanager
-def serving(checkpoint: Path, dtype: str, *options: str) -> Iterator[Server]:
-    with ended(Server(checkpoint, dtype, *options)) as server:
-        yield server
-
-
-@contextmanager
 def ended(server: Server) -> Iterator[Server]:
     """The server, which ends with the block."""
     try:
@@ -144,6 +142,10 @@ def ended(server: Server) -> Iterator[Server]:
         server.signal(signal.SIGCONT)
         server.process.terminate()
         server.process.wait()
+
+
+def serving(checkpoint: Path, dtype: str, *options: str) -> AbstractContextManager[Server]:
+    return ended(Server(checkpoint, dtype, *options))
 
 
 def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:

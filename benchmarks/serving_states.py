@@ -18,7 +18,6 @@ import json
 import random
 import selectors
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,11 +36,10 @@ from benchmarks.serving import (
     gguf_of,
     parsed,
     read_for,
+    run,
     serving,
-    write_vocabulary,
 )
 from kernels.arguments import Parser, above_zero, at_least
-from kernels.bench.results import publish
 
 QUESTION = 8                             # tokens that follow what was read before
 STATES = 8                               # that the clients of `load` continue
@@ -53,16 +51,7 @@ WAYS = ("read anew", "prefix cache", "state", "state after a restart")
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _arguments(argv)
-    from benchmarks.generation import SHAPES, write_checkpoint
-    from kernels.machine import hardware
-
-    with tempfile.TemporaryDirectory() as folder:
-        shape = args.shape or SHAPES["rwkv7"]
-        checkpoint = write_checkpoint(Path(folder), "rwkv7", shape)
-        write_vocabulary(checkpoint.with_name(VOCABULARY), shape[-1])
-        rows = [row for dtype in args.dtype for row in PARTS[args.part](checkpoint, dtype, args)]
-    publish({"part": args.part, "machine": hardware.describe("cpu"), "rows": rows}, args.json)
+    run(PARTS, _arguments(argv), "rwkv7")
 
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
@@ -123,7 +112,7 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
         for turn in range(args.turns):           # each is read from its file once
             for n, states in kept.items():
                 found["state after a restart", n].append(first_token(server, texts(QUESTION), state=states[turn]))
-    yield from _table("timemix", dtype, lengths, WAYS, found)
+    yield from _table("timemix", dtype, lengths, found)
     for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
         yield from _first_of_llama(args.llama_server, gguf_of(checkpoint, name), name, lengths, args.turns, texts)
 
@@ -163,16 +152,15 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
         for _ in range(turns):
             for n in read:
                 found["state after a restart", n].append(restored(server, n))
-    yield from _table("llama.cpp", name, lengths, WAYS, found)
+    yield from _table("llama.cpp", name, lengths, found)
 
 
-def _table(of: str, dtype: str, lengths: list[int], ways: tuple[str, ...],
-           found: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
+def _table(of: str, dtype: str, lengths: list[int], found: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
     """Prints milliseconds, and in brackets the ratio to the first token after nothing."""
     empty = median(found["read anew", 0])
     print(f"\n{of}, {dtype}: milliseconds to the first token, and as a multiple of that after 0 tokens")
     print(f"{'tokens before':24}" + "".join(f"{n:>18,}" for n in lengths))
-    for way in ways:
+    for way in WAYS:
         times = {n: median(found[way, n]) for n in lengths if found[way, n]}
         print(f"{way:24}" + "".join(f"{1000 * times[n]:10.1f} ({times[n] / empty:5.2f})" if n in times else " " * 18
                                     for n in lengths), flush=True)

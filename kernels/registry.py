@@ -142,7 +142,6 @@ def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") 
 
 
 def runnable(op: str, device: str = "cpu") -> list[str]:
-    """The implementations of `op` that can run on `device`."""
     return [name for name in names(op) if why_not(op, name, device) is None]
 
 

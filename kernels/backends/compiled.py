@@ -37,7 +37,6 @@ def any_size(tensor: Tensor, *fixed: int) -> Tensor:
 
 
 def scripted(function: Callable[..., Any]) -> Any:
-    """`function` as TorchScript."""
     with _quiet():
         return _scripted(function)
 

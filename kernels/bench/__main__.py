@@ -107,7 +107,6 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
 
 
 def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
-    """One shape's results as text for the terminal."""
     limits = measured["limits"]
     shape = " ".join(f"{axis}={size}" for axis, size in measured["shape"].items())
     head = (f"\n{report['op']} {shape} {report['dtype']} on {report['device']}, malloc {report['malloc']}; in the same run:\n"

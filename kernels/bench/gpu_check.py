@@ -97,7 +97,6 @@ def parts(device: str, out_dir: Path, scratch: Path) -> Iterator[Part]:
 
 
 def trainable(operator: str, device: str) -> list[str]:
-    """The kernels of the operator that can train a model on `device`."""
     ops = {name: folder(operator, name) for name in selectable(operator)}
     return [name for name, op in ops.items() if why_not(op, name, device) is None and load(op, name).REQUIRES.wkv]
 

@@ -49,7 +49,6 @@ class Case(BenchCase):
         """forward, and backward alone, on a graph that is kept."""
         softmax = Softmax(name)
         x = self.x
-        grad_y = self.grad_y
         y = softmax(x)
         return [Pass("forward", lambda: softmax(x), 0, 2 * x.nbytes),
-                Pass("backward", lambda: torch.autograd.grad(y, x, grad_y, retain_graph=True), 0, 3 * x.nbytes)]
+                Pass("backward", lambda: torch.autograd.grad(y, x, self.grad_y, retain_graph=True), 0, 3 * x.nbytes)]

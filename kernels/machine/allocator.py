@@ -16,7 +16,7 @@ MAPPED = 2 ** 19
 
 def keep_large_blocks() -> bool:
     """Applies the setting to this process. Returns False where the C library has no mallopt (macOS, Windows, musl)."""
-    return _set(M_MMAP_THRESHOLD, LARGE) and _set(M_TRIM_THRESHOLD, LARGE)
+    return _call("mallopt", M_MMAP_THRESHOLD, LARGE) and _call("mallopt", M_TRIM_THRESHOLD, LARGE)
 
 
 def return_large_blocks() -> bool:
@@ -24,12 +24,13 @@ def return_large_blocks() -> bool:
 
     glibc's own threshold would rise to the largest block that was freed, up to 32 MB.
     """
-    return _set(M_MMAP_THRESHOLD, MAPPED)
+    return _call("mallopt", M_MMAP_THRESHOLD, MAPPED)
 
 
-def _set(option: int, value: int) -> bool:
+def _call(name: str, *arguments: int) -> bool:
+    """What a function of the C library returns; False where the library lacks it."""
     try:
-        return bool(ctypes.CDLL(None).mallopt(option, value))
+        return bool(getattr(ctypes.CDLL(None), name)(*arguments))
     except (AttributeError, OSError, TypeError):
         return False
 
@@ -47,7 +48,4 @@ def use_large_pages() -> None:
 
 def give_back_free_blocks() -> None:
     """Returns the memory of freed blocks to the system where the C library can (glibc)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
+    _call("malloc_trim", 0)

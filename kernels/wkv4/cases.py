@@ -69,7 +69,6 @@ def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
 
 
 def double(inputs: WKVInputs) -> WKVInputs:
-    """The same inputs in float64, for the reference."""
     time_decay, time_first, k, v, state = inputs
     wide = None if state is None else WKVState(*(part.double() for part in state))
     return time_decay.double(), time_first.double(), k.double(), v.double(), wide

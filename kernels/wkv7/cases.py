@@ -62,5 +62,4 @@ def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:
 
 
 def double(inputs: WKV7Inputs) -> WKV7Inputs:
-    """The same inputs in float64, for the reference."""
     return tuple(tensor.double() for tensor in inputs)
