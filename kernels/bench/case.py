@@ -52,8 +52,8 @@ class BenchCase(ABC):
     """An operator at one shape, constructed as Case(*sizes, device, dtype).
 
     op: the operator.  AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default
-    shapes by device; the first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device; may be
-    empty.  LAUNCHES: whether launches are counted (launches.py).  baseline: the name that all others are compared with.
+    shapes by device; the first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device, if any.
+    LAUNCHES: whether launches are counted (launches.py).  baseline: the name that all others are compared with.
     numbers(*sizes): how many numbers the inputs, the results and their gradients have; all are in memory at once.
     """
 
@@ -61,7 +61,7 @@ class BenchCase(ABC):
     AXES: ClassVar[tuple[str, ...]]
     DTYPES: ClassVar[tuple[str, ...]]
     SHAPES: ClassVar[Mapping[str, tuple[Shape, ...]]]
-    SWEEP: ClassVar[Mapping[str, Shape]]
+    SWEEP: ClassVar[Mapping[str, Shape]] = {"cpu": (), "cuda": ()}
     LAUNCHES: ClassVar[bool] = False
     numbers: ClassVar[Callable[..., int]]
     baseline: str

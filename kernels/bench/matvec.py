@@ -17,7 +17,6 @@ class Case(BenchCase):
     AXES = ("N", "K", "R")
     DTYPES = tuple(FORMS)
     SHAPES = cases.BENCH_SHAPES
-    SWEEP = cases.SWEEP
     baseline = "torch_linear"
 
     def __init__(self, N: int, K: int, R: int, device: str, dtype: torch.dtype = torch.float32) -> None:

@@ -16,7 +16,6 @@ class Case(BenchCase):
     AXES = ("N", "h", "w", "offset", "pad_x", "pad_y")
     DTYPES = ("float32", "uint8")
     SHAPES = cases.BENCH_SHAPES
-    SWEEP = cases.SWEEP
     LAUNCHES = True
     baseline = "torch_index"
 

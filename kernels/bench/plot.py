@@ -23,7 +23,6 @@ COLOURS = {"taichi": "#0072B2", "cuda": "#D55E00", "triton": "#009E73", "torch":
 OTHERS = "#222222"
 FLOOR = "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
-TITLES = {"timex": "TimeX", "wkv4": "WKV", "wkv7": "WKV-7"}                # for other operators the folder's name
 AXES = {"T": "T, time steps"}
 CONVOLUTIONS = {"timex": {"forward": 1, "backward": 2}, "wkv4": {"forward": 2, "backward": 4}}   # B*C*T*(T+1) operations each
 LABEL_GAP = 0.042                        # as a fraction of the axis' height
@@ -74,7 +73,7 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
     *others, axis = measured[0]["shape"]
     width = " ".join(f"{other}={measured[0]['shape'][other]}" for other in others)
     passes = [part for part in PASSES if any(part == result["pass"] for result in measured[0]["results"])]
-    title = f"{TITLES.get(report['op'], report['op'])}: time against {axis}, {width}, {report['dtype']}"
+    title = f"{report['op']}: time against {axis}, {width}, {report['dtype']}"
     figure, panels = _figure(title, caption(report), len(passes))
     sizes = [_size(one) for one in measured]
     curves = {part: _curves(measured, part) for part in passes}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import compare
 from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeated
-from kernels.select import select, selectable
+from kernels.select import select
 from kernels.wkv7 import WKV7, cases
 
 ESTIMATED_STEPS = 64
@@ -39,10 +39,6 @@ class Case(BenchCase):
         self.inputs = tuple(tensor.requires_grad_() for tensor in all_heads)
         self.grad_y = torch.randn_like(self.sequence)
         self.reference = _by_head(cases.results(_reference_in_pieces, cases.double((*sequences, state))))
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(selectable("wkv7"))
 
     @staticmethod
     def numbers(B: int, H: int, N: int, T: int) -> int:

@@ -11,7 +11,6 @@ EMPTY_SHAPES = ((0, 3, 4), (2, 0, 4))
 # (N,K,R): those of the released small models
 MATRICES = ((768, 768), (3072, 768), (768, 3072), (50304, 768), (65536, 768))
 BENCH_SHAPES = {"cpu": tuple((N, K, R) for N, K in MATRICES for R in (1, 8)), "cuda": ()}
-SWEEP: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": ()}
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}   # on err_ratio
 ROUNDS_INPUTS = 6e-3                     # of PyTorch's products in bfloat16, which round x and y
 

@@ -30,7 +30,6 @@ EMPTY = (Case((0, 3, 4), 1, (2, 2, 2, 2)), Case((0, 4), 1, (3, 0, 3, 0)), Case((
 PUBLISHED = (1, 48, 32, 10, 4096, 2048)          # the Taichi page's: images, height, width, offset, padding of columns and rows
 PHOTOGRAPHS = (192, 224, 224, 75, 32, 32)        # 64 of three channels
 BENCH_SHAPES = {"cpu": (PUBLISHED, PHOTOGRAPHS), "cuda": (PUBLISHED, PHOTOGRAPHS)}
-SWEEP: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": ()}
 
 
 def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
